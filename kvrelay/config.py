@@ -1,7 +1,7 @@
 """All settings: one frozen model with a section for each part, filled from a YAML file and command-line flags.
 
-Unknown keys are refused, with the nearest known one named. The environment adds two secrets, so that they need not stand in a
-file: KVRELAY_API_KEY and KVRELAY_SECRET.
+Unknown keys are refused, with the nearest known one named. The environment adds two secrets, so that they need not
+stand in a file: KVRELAY_API_KEY and KVRELAY_SECRET.
 """
 
 import difflib
@@ -58,7 +58,9 @@ class Settings(Section):
         return self.model.compute_dtype if self.engine.kv_dtype == "auto" else self.engine.kv_dtype
 
     def for_role(self, role: Role) -> "Settings":
-        """One role's settings: its section merged into `engine` and `model.dtype`, with the role sections left empty."""
+        """One role's settings: its section merged into `engine` and `model.dtype`, with the role sections left
+        empty.
+        """
         own = self._own(role).model_dump(exclude_none=True)
         dtype = own.pop("dtype", self.model.dtype)
         return self.model_copy(
@@ -81,7 +83,9 @@ class Settings(Section):
 
     @property
     def tokens_per_hash(self) -> int:
-        """Tokens that one block hash covers: the smallest block size of any role, so that each role can match its own blocks."""
+        """Tokens that one block hash covers: the smallest block size of any role, so that each role can match its own
+        blocks.
+        """
         return min(self._own(role).block_size or self.engine.block_size for role in Role)
 
 

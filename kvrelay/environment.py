@@ -1,7 +1,7 @@
 """The only reader of environment variables that are no settings of a section.
 
-KVRELAY_API_KEY and KVRELAY_SECRET (secrets), KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or off),
-and variables of Hugging Face and OpenTelemetry. Imports nothing of ours.
+KVRELAY_API_KEY and KVRELAY_SECRET (secrets), KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or
+off), and variables of Hugging Face and OpenTelemetry. Imports nothing of ours.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The one tree of errors. They cross Ray and the wire, so every one survives pickle.
+"""All errors, in one tree. They cross Ray and the wire, so each survives pickle.
 
 KvrelayError
-├── ConfigError            a setting that cannot be
+├── ConfigError            an invalid setting
 ├── ModelError             a checkpoint that cannot be loaded
 │   ├── ModelNotFound
 │   ├── CheckpointCorrupt
@@ -9,11 +9,11 @@ KvrelayError
 ├── RequestError           the client's fault; carries an HTTP status and the field
 │   ├── InvalidRequest     400 / 404 / 413 / 422
 │   ├── Overloaded         429, with Retry-After
-│   └── DeadlinePassed     429, with Retry-After: it was still in line
-├── WorkerError            a worker's fault
+│   └── DeadlinePassed     429, with Retry-After: it was still queued
+├── WorkerError            a fault of a worker
 │   ├── WorkerLost
 │   └── EngineFailed
-├── PlaneError             the request plane's
+├── PlaneError             a fault of the request plane
 │   ├── AuthenticationFailed
 │   ├── ProtocolError
 │   │   └── TlsMismatch
@@ -21,7 +21,7 @@ KvrelayError
 ├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
 ├── LayoutMismatch         two pools between which no block can travel
 ├── StoreError             a place for KV blocks (disk, remote) that cannot be used
-└── TransferError          the KV plane's
+└── TransferError          a fault of the KV plane
     ├── TransferRefused    stale, foreign, used, expired, incompatible: carries the reason
     ├── TransferTimeout
     ├── LeaseExpired
@@ -35,7 +35,7 @@ class KvrelayError(Exception):
 
 
 class ConfigError(KvrelayError):
-    """A setting that cannot be; the message names it and the remedy."""
+    """An invalid setting; the message names it and the remedy."""
 
 
 class BackendUnavailable(KvrelayError):
@@ -50,7 +50,7 @@ class BackendUnavailable(KvrelayError):
 
 
 class LayoutMismatch(KvrelayError):
-    """Two pools between which no block can travel: names the field of their layouts at fault."""
+    """No block can travel between two pools; names the field in which their layouts differ."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(field, why)
@@ -61,7 +61,7 @@ class LayoutMismatch(KvrelayError):
 
 
 class StoreError(KvrelayError):
-    """A disk, Redis or object store for KV cannot be used: which, why, and what to do about it."""
+    """A disk, Redis or object store for KV cannot be used; names the store, the reason and the remedy."""
 
     def __init__(self, store: str, why: str) -> None:
         super().__init__(store, why)
@@ -91,11 +91,11 @@ class CheckpointCorrupt(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """A valid checkpoint of an architecture that kvrelay has no parts for."""
+    """A valid checkpoint of an architecture that kvrelay does not implement."""
 
 
 class RequestError(KvrelayError):
-    """The client's fault. `status` is the HTTP status, `param` the field at fault."""
+    """A fault of the client. `status` is the HTTP status, `param` the field at fault."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message, param, status, code)
@@ -128,7 +128,7 @@ class DeadlinePassed(RequestError):
 
 
 class WorkerError(KvrelayError):
-    """A worker's fault; the request may be tried elsewhere."""
+    """A fault of a worker; the request may be retried on another."""
 
     def __init__(self, worker_id: str, why: str) -> None:
         super().__init__(worker_id, why)
@@ -167,7 +167,7 @@ class ConnectionLost(PlaneError):
 
 
 class TransferError(KvrelayError):
-    """A fault of the KV plane. Never carries on: the request is retried or recomputed."""
+    """A fault of the KV plane. The transfer ends; the request is retried or its prompt recomputed."""
 
     def __init__(self, request_id: str, why: str) -> None:
         super().__init__(request_id, why)
@@ -182,7 +182,7 @@ class TransferRefused(TransferError):
 
 
 class TransferTimeout(TransferError):
-    """Our own deadline passed; the blocks stay in quarantine until the transport lets go."""
+    """Our own deadline passed; the blocks stay in quarantine until the transport releases them."""
 
 
 class LeaseExpired(TransferError):

@@ -87,8 +87,8 @@ class HashChain:
     def extend(self, packed: bytes, block_size: int, extras: Mapping[int, bytes] | None = None) -> None:
         """Append the hashes of the full blocks of these packed tokens; a partial block is left out.
 
-        extras: digests of other inputs (an image) behind a block's tokens, by the block's index in `packed`. They change
-        the block's hash.
+        extras: digests of other inputs (an image) behind a block's tokens, by the block's index in `packed`. They
+        change the block's hash.
         """
         width = TOKEN_BYTES * block_size
         if extras:

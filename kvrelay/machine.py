@@ -1,6 +1,6 @@
-"""Where this machine's cores and memory are, as sysfs tells: physical cores with their hyperthreads, and NUMA nodes.
+"""The machine's topology from sysfs: physical cores with their hyperthreads, and NUMA nodes.
 
-Whatever cannot be read is unknown: then every CPU counts as a core, of no node. Imports nothing of ours.
+Where sysfs cannot be read, every CPU counts as a core without a node. Imports nothing of ours.
 """
 
 import os
@@ -15,7 +15,7 @@ UNKNOWN_NODE = -1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Core:
-    """A physical core. `index`: its first CPU, which names it whichever of them may be used; `cpus`: those that may."""
+    """A physical core. `index` is its first CPU, whether or not it may be used; `cpus` are those that may."""
 
     index: int
     cpus: tuple[int, ...]
@@ -39,11 +39,7 @@ def own_cores(root: Path = SYSFS) -> tuple[Core, ...]:
 
 def node_cpus(root: Path) -> dict[int, int]:
     """The NUMA node of each CPU that has one."""
-    return {
-        cpu: node
-        for node, folder in node_folders(root).items()
-        for cpu in cpu_list(text(folder / "cpulist"))
-    }  # fmt: skip
+    return {cpu: node for node, folder in node_folders(root).items() for cpu in cpu_list(text(folder / "cpulist"))}
 
 
 def node_folders(root: Path) -> dict[int, Path]:

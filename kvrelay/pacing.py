@@ -17,16 +17,16 @@ class Paced:
     ) -> None:
         """now: seconds on any clock. after(delay_s, call): calls it then, as an event loop's call_later does."""
         self._call, self._period_s, self._now, self._after = call, period_s, now, after
-        self._is_asked = False
+        self._is_scheduled = False
         self._called_s = -math.inf
 
     def request(self) -> None:
         """Schedule a call; further requests before it runs change nothing."""
-        if not self._is_asked:
-            self._is_asked = True
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._after(max(0.0, self._called_s + self._period_s - self._now()), self._fire)
 
     def _fire(self) -> None:
-        self._is_asked = False
+        self._is_scheduled = False
         self._called_s = self._now()
         self._call()

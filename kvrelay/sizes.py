@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: sizes, and shares of what is free. Pure."""
+"""Amounts of memory as users write them: sizes, and shares of the free memory. Pure."""
 
 from typing import Annotated
 
@@ -23,14 +23,16 @@ def parse_bytes(text: str | int) -> int:
 
 
 def memory_share(text: str | int | float) -> float | None:
-    """ "50%" or "0.5" as 0.5: a share of the memory that is free; None: no share but a size. Raises ConfigError."""
+    """ "50%" or "0.5" as 0.5, a share of the free memory; None: the text is a size. Raises ConfigError."""
     share = text if isinstance(text, float) else None
     if isinstance(text, str) and (stripped := text.strip()).endswith("%"):
         share = _number(stripped[:-1], text) / 100
     elif isinstance(text, str) and "." in stripped and not stripped[-1:].isalpha():
         share = _number(stripped, text)
     if share is not None and not 0 < share < 1:
-        raise ConfigError(f"{text!r} is no share of the free memory; write for example 0.5 or 50%, or a size: 512MiB")
+        raise ConfigError(
+            f"{text!r} is not a share of the free memory; write for example 0.5 or 50%, or a size: 512MiB"
+        )
     return share
 
 
@@ -42,7 +44,7 @@ def _number(text: str, whole: str) -> float:
 
 
 def _checked_budget(text: str | int | float) -> str | int | float:
-    """The text itself, when it is a size above nothing or a share. Raises ValueError, as `_checked_size` does."""
+    """The text itself, if it is a positive size or a share. Raises ValueError, as `_checked_size` does."""
     try:
         share = memory_share(text)
     except ConfigError as error:
@@ -51,13 +53,13 @@ def _checked_budget(text: str | int | float) -> str | int | float:
 
 
 def _checked_size(text: str | int) -> str | int:
-    """The text itself, when it is a size above nothing. Raises ValueError, to which pydantic adds the setting's name."""
+    """The text itself, if it is a positive size. Raises ValueError, to which pydantic adds the setting's name."""
     try:
         num_bytes = parse_bytes(text)
     except ConfigError as error:
         raise ValueError(str(error)) from error
     if num_bytes < 1:
-        raise ValueError(f"{text!r} is no room at all; write for example 512MiB or 2GiB")
+        raise ValueError(f"{text!r} is no size above zero; write for example 512MiB or 2GiB")
     return text
 
 

@@ -1,7 +1,7 @@
-"""Trace spans, in OpenTelemetry's terms: a request's spans in every process join through W3C's traceparent.
+"""OpenTelemetry spans. A request's spans in all processes join through W3C's traceparent.
 
-Until `configure` finds that the environment asks for it, every span is a no-op; nothing is ever done per token.
-Imports the API only; the SDK when it is asked for.
+Spans are no-ops unless the environment enables an exporter (`configure`); nothing happens per token. Imports the API
+alone, and the SDK only when an exporter is enabled.
 """
 
 import logging
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 Value = str | bool | int | float
 _HEADER = "traceparent"
 _propagator = TraceContextTextMapPropagator()
-_tracer = trace.get_tracer("kvrelay", __version__)  # a proxy: it follows the provider that is set later
-_provider: Any = None  # the SDK's, when it was us who set it
+_tracer = trace.get_tracer("kvrelay", __version__)  # a proxy, which uses the provider that is set later
+_provider: Any = None  # the SDK's provider, if this module has set it
 
 
 def configure(instance: str, role: str) -> None:
-    """Export this process's spans where the standard OTEL_* variables say so; a provider that others have set stays."""
+    """Export this process's spans as the standard OTEL_* variables say; an existing provider stays."""
     global _provider
     names = trace_exporters()
     if not names or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
@@ -38,18 +38,18 @@ def configure(instance: str, role: str) -> None:
     if not exporters:
         return
     resource = Resource.create({"service.instance.id": instance, "kvrelay.role": role})
-    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):  # the environment names none
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):  # the environment sets none
         resource = resource.merge(Resource({"service.name": "kvrelay"}))
     _provider = TracerProvider(resource=resource)
     for exporter in exporters:
         _provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(_provider)
-    logger.info("spans of %s go to %s", instance, ", ".join(names))
+    logger.info("spans of %s are exported to %s", instance, ", ".join(names))
 
 
 def _exporter(name: str) -> Any:
-    """An exporter by the name that OTEL_TRACES_EXPORTER has for it, or None when none is installed."""
-    if name == "console":  # on standard error, like the log: standard output may be a pipe that nobody reads
+    """The exporter with this name in OTEL_TRACES_EXPORTER; None when it is not installed."""
+    if name == "console":  # on standard error, like the log: standard output may be a pipe without a reader
         import sys
 
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
@@ -58,36 +58,38 @@ def _exporter(name: str) -> Any:
     wanted = f"otlp_proto_{otlp_protocol().partition('/')[0]}" if name == "otlp" else name
     for point in entry_points(group="opentelemetry_traces_exporter", name=wanted):
         return point.load()()
-    logger.warning("no spans are exported: there is no exporter %s; pip install 'kvrelay[tracing]' has OTLP's", wanted)
+    logger.warning(
+        "no spans are exported: exporter %s is not installed; pip install 'kvrelay[tracing]' includes OTLP", wanted
+    )
     return None
 
 
 def shutdown() -> None:
-    """Send what has not been sent yet. May take seconds."""
+    """Export the remaining spans. May take seconds."""
     if _provider is not None:
         _provider.shutdown()
 
 
 def begin_request(traceparent: str | None, route: str) -> Span:
-    """The span of an HTTP request, a child of the client's own if it has told one."""
+    """The span of an HTTP request, a child of the client's span if the request carries one."""
     parent = _propagator.extract({_HEADER: traceparent} if traceparent else {})
     return _tracer.start_span("request", parent, SpanKind.SERVER, {"http.route": route})
 
 
 def traceparent_of(span: Span) -> str:
-    """What makes another process's spans children of this one; empty when there is nothing to join."""
+    """The traceparent that makes another process's spans children of this one; empty for a no-op span."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, trace.set_span_in_context(span))
     return carrier.get(_HEADER, "")
 
 
 def spans_of(traceparent: str, **attributes: Value) -> "Spans | None":
-    """For a sequence's spans in this process, all with these attributes; None when nobody traces it."""
+    """A sequence's spans in this process, with common attributes; None when the request is not traced."""
     return Spans(traceparent, attributes) if traceparent else None
 
 
 class Spans:
-    """Spans by name, all children of one parent. At most one of a name is open; `close` ends what is left."""
+    """Spans by name, all children of one parent. At most one with each name is open; `close` ends the rest."""
 
     __slots__ = ("_attributes", "_open", "_parent")
 
@@ -97,12 +99,12 @@ class Spans:
         self._open: dict[str, Span] = {}
 
     def begin(self, name: str, **attributes: Value) -> None:
-        """From now on; one of this name that is still open ends."""
+        """Start a span; an open one with this name ends."""
         self.end(name)
         self._open[name] = _tracer.start_span(name, self._parent, attributes=_named({**self._attributes, **attributes}))
 
     def end(self, name: str, *, error: str = "", **attributes: Value) -> None:
-        """Until now; no effect when it is not open."""
+        """End the span; no effect when it is not open."""
         span = self._open.pop(name, None)
         if span is None:
             return
@@ -112,11 +114,11 @@ class Spans:
         span.end()
 
     def has(self, name: str) -> bool:
-        """Whether it is open."""
+        """Whether a span with this name is open."""
         return name in self._open
 
     def close(self, error: str = "") -> None:
-        """End whatever is open; `error`: why it came to nothing."""
+        """End all open spans; `error` is their failure, if any."""
         for name in list(self._open):
             self.end(name, error=error)
 

@@ -1,4 +1,4 @@
-"""Ids and small frozen records that every part shares. No behaviour beyond arithmetic."""
+"""Ids and small frozen records that all parts share. No behaviour beyond arithmetic."""
 
 import enum
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class KvLayout:
     """How a pool's KV lies in memory: [num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim].
 
     With order "HND" the heads stand before the tokens of a block. A *region* is one layer's part of one block:
-    contiguous, K then V, `region_bytes` long. Latent KV (MLA) is one vector of `head_dim` per token: no K and V, one head.
-    With dtype "fp8_e4m3" each token's vector of each head is followed by its scale, so that scales go wherever the
-    numbers go: `row_bytes` counts both.
+    contiguous, K then V, `region_bytes` long. Latent KV (MLA) is one vector of `head_dim` per token: no K and V, one
+    head. With dtype "fp8_e4m3" each token's vector of each head is followed by its scale, so that scales go wherever
+    the elements go: `row_bytes` counts both.
 
     A pool may hold a share of the model: `num_kv_heads` heads from `first_kv_head` on (tensor parallel; a head may
     be held by several), and `num_layers` layers from `first_layer` on (pipeline stages). None: all there are.
@@ -118,7 +118,7 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """One worker's KV pool as memory, for whoever moves blocks. Allocated once, never unmapped while it lives.
+    """One worker's KV pool as memory, for code that copies blocks. Allocated once and mapped for the worker's lifetime.
 
     `address` is the base pointer (device pointer on CUDA). `memfd` is the descriptor of the
     shared mapping, or None when the memory cannot be mapped by another process.
@@ -135,7 +135,7 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field in which two workers differ so that no KV may go from one to the other, and what to do about it."""
+    """A field whose values make two workers incompatible, and the remedy."""
 
     field: str
     ours: object
@@ -148,11 +148,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What two workers compare before one block may travel between them. Sizes of the whole model, not of a share.
+    """What two workers compare before KV may travel between them. Sizes are the whole model's, not a rank's share.
 
-    Most fields must be equal. `block_size`, `order` and `tensor_parallel` need only fit together (see plans.py), and
-    `dtype` (of the KV) and `compute_dtype` (in which it was computed) too where the settings allow conversion. `versions` names what computes the KV and the hashes: kvrelay, and
-    torch up to its minor version (its kernels' rounding is part of the KV; a CPU's and a GPU's build may work together).
+    Most fields must be equal. `block_size`, `order` and `tensor_parallel` may differ within the limits of
+    kvtransfer/plans; `dtype` (of the KV) and `compute_dtype` (in which it was computed) may differ where the settings
+    allow conversion. `versions` names kvrelay, and torch up to its minor version, because its kernels' rounding is part
+    of the KV; CPU and GPU builds may work together.
     """
 
     protocol: int
@@ -179,7 +180,7 @@ class Fingerprint:
         return None
 
     def incompatibility(self, other: "Fingerprint", *, convert_dtype: bool) -> Difference | None:
-        """The first field that forbids that KV goes between the two, or None."""
+        """The first field that forbids KV transfer between the two workers, or None."""
         for name, remedy in _MUST_BE_EQUAL.items():
             if getattr(self, name) != getattr(other, name):
                 return Difference(name, getattr(self, name), getattr(other, name), remedy)

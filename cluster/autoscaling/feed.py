@@ -1,8 +1,8 @@
 """What replicas report to Serve for the planner, and the intervals made of it. Pure.
 
-Serve keeps named floats for each replica. Ingresses report counters since their start (requests, tokens, TTFT histogram); workers
-report their current load and speed. The planner uses a counter's growth since the last observation; a replica's first observation
-only sets the baseline, so a restarted ingress neither adds nor removes anything.
+Serve keeps named floats for each replica. Ingresses report counters since their start (requests, tokens, TTFT
+histogram); workers report their current load and speed. The planner uses a counter's growth since the last observation;
+a replica's first observation only sets the baseline, so a restarted ingress neither adds nor removes anything.
 """
 
 import math
@@ -110,12 +110,14 @@ class Feed:
         scale = arrivals / taken if taken else 1.0  # requests refused before tokenisation count like the others
         firsts = grown.get(f"{TTFT}/{math.inf:g}", 0.0)
         return Interval(
-            start_s, seen.at_s,
+            start_s,
+            seen.at_s,
             arrivals=round(arrivals),
             input_tokens=round(grown.get(PROMPT_TOKENS, 0.0) * scale),
             input_squares=grown.get(PROMPT_SQUARES, 0.0) * scale,
             cached_tokens=round(grown.get(CACHED_TOKENS, 0.0)),
-            ended=round(firsts), output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
+            ended=round(firsts),
+            output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
             queued=round(sum(values.get(QUEUED, 0.0) for values in (seen.prefills or seen.decodes).values())),
             ttft_kept=kept_share(grown, TTFT, self._target.ttft_s, self._target.share),
             tpot_kept=kept_share(grown, TPOT, self._target.tpot_s, self._target.share),
@@ -123,7 +125,7 @@ class Feed:
             prefill_slowness=_prefill_slowness(seen.prefills.values(), model, load),
             decode_slowness=_decode_slowness(seen.decodes.values(), model),
             is_changing=seen.is_changing,
-        )  # fmt: skip
+        )
 
     def state(self, now_s: float) -> FeedState:
         """For a restarted policy: counters only grow, so what happens in between is seen as well."""
@@ -148,8 +150,8 @@ class Feed:
 def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float | None:
     """Share of a histogram's new values at or below `limit_s`, precise enough to compare it with `wanted`.
 
-    Where the limit lies between two of the histogram's bounds, the share lies between theirs. None: that leaves open whether
-    `wanted` is reached, or there are no values.
+    Where the limit lies between two of the histogram's bounds, the share lies between theirs. None: that leaves open
+    whether `wanted` is reached, or there are no values.
     """
     pairs = sorted(
         (float(key.partition("/")[2]), count) for key, count in grown.items() if key.partition("/")[0] == name

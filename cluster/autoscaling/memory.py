@@ -1,9 +1,10 @@
-"""What the planner has learned, as bytes, and where it is saved: with the registry's actor, which outlives Serve's controller.
+"""What the planner has learned, as bytes, and where it is saved: with the registry's actor, which outlives Serve's
+controller.
 
-The policy runs in Serve's controller, and Serve does not keep a policy's state when the controller restarts. So the policy saves
-its state with the registry at every observation and loads it when it starts. Times are durations before the moment of saving, and
-the registry returns how long ago that was: the two processes' clocks need not agree. The state is lost only if both restart within
-one interval.
+The policy runs in Serve's controller, and Serve does not keep a policy's state when the controller restarts. So the
+policy saves its state with the registry at every observation and loads it when it starts. Times are durations before
+the moment of saving, and the registry returns how long ago that was: the two processes' clocks need not agree. The
+state is lost only if both restart within one interval.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """Ray Serve's autoscaling policies: both roles by the planner, or one role by the utilisation of its workers.
 
-Serve counts requests at its own handles, which kvrelay's requests do not pass; so replicas report what a policy needs through
-Serve's `record_autoscaling_stats`. `PlannerPolicy` is an application's policy (`autoscaling_policy` in configs/autoscaling.yaml):
-Serve makes one instance, in its controller, and calls it for both roles at every tick. The registry's actor keeps its state
-(memory.py) across restarts of the controller. `by_utilisation` is the simple alternative: the policy of a deployment's own
-`autoscaling_config`, each role for itself.
+Serve counts requests at its own handles, which kvrelay's requests do not pass; so replicas report what a policy needs
+through Serve's `record_autoscaling_stats`. `PlannerPolicy` is an application's policy (`autoscaling_policy` in
+configs/autoscaling.yaml): Serve makes one instance, in its controller, and calls it for both roles at every tick. The
+registry's actor keeps its state (memory.py) across restarts of the controller. `by_utilisation` is the simple
+alternative: the policy of a deployment's own `autoscaling_config`, each role for itself.
 """
 
 import logging
@@ -68,10 +68,11 @@ INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
 
 
 class PlannerPolicy:
-    """Serve's application-level autoscaling policy: the counts of prefill and decode workers, from `router.planning.planner.Planner`.
+    """Serve's application-level autoscaling policy: the counts of prefill and decode workers, from
+    `router.planning.planner.Planner`.
 
-    The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the incoming load,
-    refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s.
+    The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the
+    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -188,18 +189,25 @@ class PlannerPolicy:
             and not found.disaggregate
         ):
             logger.info(
-                "kvrelay planner: %d aggregated workers would serve %.3g requests/s within the targets, %d + %d serve %.3g; see kvrelay plan",
-                found.workers, found.aggregated_rate, found.split.prefill, found.split.decode, found.split_rate,
-            )  # fmt: skip
+                "kvrelay planner: %d aggregated workers would serve %.3g requests/s within the targets, %d + %d serve "
+                "%.3g; see kvrelay plan",
+                found.workers,
+                found.aggregated_rate,
+                found.split.prefill,
+                found.split.decode,
+                found.split_rate,
+            )
 
     def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any], now_s: float) -> Planner:
         """The planner; a new one, with the state of the last, when the bounds have changed."""
         prefill, decode = by_name[PREFILL], by_name[DECODE]
         limits = Limits(
-            max(prefill.capacity_adjusted_min_replicas, 1), max(prefill.capacity_adjusted_max_replicas, 1),
-            max(decode.capacity_adjusted_min_replicas, 1), max(decode.capacity_adjusted_max_replicas, 1),
+            max(prefill.capacity_adjusted_min_replicas, 1),
+            max(prefill.capacity_adjusted_max_replicas, 1),
+            max(decode.capacity_adjusted_min_replicas, 1),
+            max(decode.capacity_adjusted_max_replicas, 1),
             self._settings.max_workers or 1 << 20,
-        )  # fmt: skip
+        )
         if self._planner is None or self._planner.limits != limits:
             if self._planner is not None:
                 self._resumed = self._planner.state(now_s), now_s
@@ -262,5 +270,5 @@ def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, RetirementCa
             cached_tokens=values.get(feed.CACHED, 0.0) * values.get(feed.BLOCK_SIZE, 0.0),
             hit_share=values.get(feed.HIT_SHARE, 0.0),
             alone_share=min(shares, default=1.0),
-        )  # fmt: skip
+        )
     return found

@@ -1,8 +1,8 @@
 """Which workers retire when fewer are wanted, and how they count until they are gone. Pure.
 
-A retiring worker gets no new requests, finishes what it has (transfers and leased blocks included), closes, and ends its actor;
-Serve's next health check removes the replica, and the count is lowered in the same moment. Serve alone would stop the newest replica
-of the emptiest node, whatever it holds.
+A retiring worker gets no new requests, finishes what it has (transfers and leased blocks included), closes, and ends
+its actor; Serve's next health check removes the replica, and the count is lowered in the same moment. Serve alone would
+stop the newest replica of the emptiest node, whatever it holds.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,11 @@ class RetirementCandidate:
 
     @property
     def loss_tokens(self) -> float:
-        """Tokens that would be computed again, roughly: of sequences that outlast the drain, and of hits only this worker can serve.
+        """Tokens that would be computed again, roughly: of sequences that outlast the drain, and of hits only this
+        worker can serve.
 
-        Assumes that half of the sequences outlast it, and that a cached token is missed as often as a prompt token hits.
+        Assumes that half of the sequences outlast it, and that a cached token is missed as often as a prompt token
+        hits.
         """
         return self.context_tokens / 2 + self.cached_tokens * self.hit_share * self.alone_share
 
@@ -69,9 +71,9 @@ class Retiring:
     def replicas(self, wanted: int, running: dict[str, RetirementCandidate], now_s: float) -> int:
         """How many replicas Serve should have now, for `wanted` that accept requests.
 
-        `running`: by id, retiring ones included. Replicas that are still starting go at once: they hold nothing, and Serve stops them
-        first. Of the running ones the victims retire, and count until they are gone. An overdue worker no longer counts, so that
-        Serve stops one by its own choice.
+        `running`: by id, retiring ones included. Replicas that are still starting go at once: they hold nothing, and
+        Serve stops them first. Of the running ones the victims retire, and count until they are gone. An overdue worker
+        no longer counts, so that Serve stops one by its own choice.
         """
         self._overdue = {name for name in self._overdue if name in running}
         self._overdue |= {name for name, until_s in self._until_s.items() if name in running and now_s >= until_s}

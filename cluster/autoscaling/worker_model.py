@@ -1,7 +1,10 @@
-"""The planner's target, rules and worker model: from settings, from a profile, or learned from the workers' reports. Pure.
+"""The planner's target, rules and worker model: from settings, from a profile, or learned from the workers' reports.
 
-Learned without a profile: the time of a prompt token, and a decode step's time as a constant plus a share for each sequence. Until
-batches of different sizes have been seen, a sequence is assumed to cost a step at least what a token costs a prompt.
+Pure.
+
+Learned without a profile: the time of a prompt token, and a decode step's time as a constant plus a share for each
+sequence. Until batches of different sizes have been seen, a sequence is assumed to cost a step at least what a token
+costs a prompt.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,11 +60,17 @@ def rules_of(settings: PlannerSettings) -> Rules:
 def model_of(profile: SimulatorProfile) -> WorkerModel:
     """The worker that a profile describes, with the network between machines."""
     return WorkerModel(
-        profile.prefill, profile.decode, pool_tokens=profile.pool_tokens, token_budget=profile.token_budget,
-        max_running=profile.max_running, kv_bytes_per_token=profile.kv_bytes_per_token,
-        link_bytes_per_s=profile.link_bytes_per_s, workers_per_node=profile.workers_per_node,
-        prefill_slowdown=profile.slowdown_of(Role.PREFILL), decode_slowdown=profile.slowdown_of(Role.DECODE),
-    )  # fmt: skip
+        profile.prefill,
+        profile.decode,
+        pool_tokens=profile.pool_tokens,
+        token_budget=profile.token_budget,
+        max_running=profile.max_running,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        link_bytes_per_s=profile.link_bytes_per_s,
+        workers_per_node=profile.workers_per_node,
+        prefill_slowdown=profile.slowdown_of(Role.PREFILL),
+        decode_slowdown=profile.slowdown_of(Role.DECODE),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,8 @@ class LearnedModel:
         return WorkerModel(
             prefill=SpeedCurve(0.0, 0.0, self._token_s, 0.0, 0.0),
             decode=SpeedCurve(fixed_s, 0.0, sequence_s, 0.0, 0.0),
-            pool_tokens=round(min(values[POOL_TOKENS] for values in known)), token_budget=_BUDGET,
+            pool_tokens=round(min(values[POOL_TOKENS] for values in known)),
+            token_budget=_BUDGET,
             max_running=round(min(values.get(MAX_RUNNING, 1.0) for values in known)),
             kv_bytes_per_token=round(max(values.get(KV_BYTES_PER_TOKEN, 0.0) for values in known)),
-        )  # fmt: skip
+        )

@@ -1,4 +1,7 @@
-"""The command `kvrelay`: its flags and exit codes. Each command's work is in a module of its own, imported when it runs."""
+"""The command `kvrelay`: its flags and exit codes.
+
+Each command's work is in a module of its own, imported when it runs.
+"""
 
 import difflib
 import importlib

@@ -1,6 +1,7 @@
 """`kvrelay doctor`: between which workers KV can travel, over which path, how fast, and the remedy where it cannot.
 
-Queries the ingress over HTTP, without joining Ray. `kvrelay serve` checks the same table before it announces its address.
+Queries the ingress over HTTP, without joining Ray. `kvrelay serve` checks the same table before it announces its
+address.
 """
 
 import json
@@ -30,7 +31,8 @@ def fetch(api_url: str, api_key: str | None, *, is_probe: bool = False) -> dict[
 def settled(
     api_url: str, api_key: str | None, *, prefill: int = 0, decode: int = 0, is_probe: bool = False
 ) -> dict[str, Any]:
-    """The table once that many workers of each role are connected and every pair has a report; after SETTLE_S, as it is.
+    """The table once that many workers of each role are connected and every pair has a report; after SETTLE_S, as it
+    is.
 
     Raises ClusterError when the ingress still does not answer then.
     """

@@ -1,4 +1,7 @@
-"""`kvrelay kv`: writes a prompt's KV to a file in one of LMCache's formats, or reads one. One engine, in this process."""
+"""`kvrelay kv`: writes a prompt's KV to a file in one of LMCache's formats, or reads one.
+
+One engine, in this process.
+"""
 
 import enum
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""`kvrelay plan`: how many prefill and decode workers a workload needs, or whether aggregated workers serve it better."""
+"""`kvrelay plan`: how many prefill and decode workers a workload needs, or whether aggregated workers serve it
+better.
+"""
 
 import json
 from dataclasses import asdict
@@ -65,7 +67,8 @@ def command(
         found, wanted = planned(entries, model, target, limits)
         load = found.load
         notes.append(
-            f"{len(entries):,} requests, {found.mean_rate:.3g}/s on average; planned for the 95th percentile of the minutes' rates; "
+            f"{len(entries):,} requests, {found.mean_rate:.3g}/s on average; planned for the 95th percentile of the "
+            f"minutes' rates; "
             f"hits of an LRU cache of {found.cache_tokens:,} tokens"
         )
     report = _report(speeds, model, load, target, limits, wanted, workers)
@@ -82,9 +85,14 @@ def _stated(rate: float | None, input_tokens: float | None, output_tokens: float
 
 
 def _report(
-    speeds: SimulatorProfile, model: WorkerModel, load: Workload, target: Target, limits: Limits, wanted: Needs,
+    speeds: SimulatorProfile,
+    model: WorkerModel,
+    load: Workload,
+    target: Target,
+    limits: Limits,
+    wanted: Needs,
     workers: int | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Everything that is printed, as plain data."""
     most = limits.max_prefill
     aggregated = needed_aggregated(load, model, target, most)
@@ -157,9 +165,10 @@ def _show(console: Console, report: dict[str, Any], notes: list[str]) -> None:
     table.add_row(
         f"with {found['workers']}",
         f"{found['split']['prefill']} + {found['split']['decode']} serve {found['split_rate']:.3g} requests/s (prefill "
-        f"{found['prefill_rate']:.3g}, decode {found['decode_rate']:.3g}); aggregated, with {found['aggregated_budget']} tokens "
+        f"{found['prefill_rate']:.3g}, decode {found['decode_rate']:.3g}); aggregated, with "
+        f"{found['aggregated_budget']} tokens "
         f"in a step, {found['aggregated_rate']:.3g}",
-    )  # fmt: skip
+    )
     console.print(table)
     for note in notes:
         console.print(f"[dim]{escape(note)}[/dim]", highlight=False)

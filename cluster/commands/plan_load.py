@@ -1,7 +1,7 @@
 """The planner's workload from a trace: its busy rate, its mean requests, and the hit share of the prefix caches. Pure.
 
-Hits are those of one LRU cache of blocks as large as all prefill workers' pools together, as if the router always found the worker
-with the prefix.
+Hits are those of one LRU cache of blocks as large as all prefill workers' pools together, as if the router always found
+the worker with the prefix.
 """
 
 from collections import Counter, OrderedDict
@@ -29,7 +29,9 @@ class MeasuredLoad:
 
 
 def busy_rate(entries: Sequence[TraceEntry]) -> float:
-    """Requests per second in the window at the 95th percentile; the mean where the trace has fewer than FEWEST_WINDOWS."""
+    """Requests per second in the window at the 95th percentile; the mean where the trace has fewer than
+    FEWEST_WINDOWS.
+    """
     first, span_s = entries[0].arrival_s, entries[-1].arrival_s - entries[0].arrival_s
     if span_s <= 0:
         return float(len(entries))
@@ -42,7 +44,9 @@ def busy_rate(entries: Sequence[TraceEntry]) -> float:
 
 
 def burstiness(entries: Sequence[TraceEntry], window_s: float) -> float:
-    """Variance over mean of the counts in windows, from differences of neighbours, so that a slow change of the rate is no burst."""
+    """Variance over mean of the counts in windows, from differences of neighbours, so that a slow change of the rate is
+    no burst.
+    """
     first = entries[0].arrival_s
     counts = Counter(int((entry.arrival_s - first) // window_s) for entry in entries)
     row = [counts.get(index, 0) for index in range(max(counts) + 1)]
@@ -81,10 +85,14 @@ def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: Target) -
     computed = [size - hit for size, hit in zip(inputs, hits, strict=True)]
     span_s = entries[-1].arrival_s - entries[0].arrival_s
     load = Workload(
-        rate=busy_rate(entries), input_tokens=_mean(inputs), output_tokens=_mean(outputs),
-        cached_share=sum(hits) / sum(inputs), input_cv2=_cv2(computed), output_cv2=_cv2(outputs),
+        rate=busy_rate(entries),
+        input_tokens=_mean(inputs),
+        output_tokens=_mean(outputs),
+        cached_share=sum(hits) / sum(inputs),
+        input_cv2=_cv2(computed),
+        output_cv2=_cv2(outputs),
         burstiness=burstiness(entries, max(target.ttft_s, 1.0)),
-    )  # fmt: skip
+    )
     return MeasuredLoad(load, len(entries) / span_s if span_s > 0 else float(len(entries)), cache_tokens)
 
 

@@ -1,7 +1,7 @@
 """`kvrelay profile`: time of an engine's steps inside and outside kernels, or a speed profile fitted to measured steps.
 
-One engine, in this process; none with --published, which prints one of cluster/profiles/published. Torch is imported when a
-measurement runs, so that `--help` is fast.
+One engine, in this process; none with --published, which prints one of cluster/profiles/published. Torch is imported
+when a measurement runs, so that `--help` is fast.
 """
 
 import json
@@ -128,9 +128,14 @@ def _fit(settings: "Settings", file: Path, budget_s: float, num_workers: int) ->
     finally:
         engine.close()
     profile = profile_of(
-        engine, fitted, model=model_name(settings.model), num_threads=threads, date=time.strftime("%Y-%m-%d"),
-        spread=sampler.spread(), between_s=between_s,
-    )  # fmt: skip
+        engine,
+        fitted,
+        model=model_name(settings.model),
+        num_threads=threads,
+        date=time.strftime("%Y-%m-%d"),
+        spread=sampler.spread(),
+        between_s=between_s,
+    )
     if slowdown:
         profile = profile.model_copy(update={"slowdown": slowdown, "workers_per_node": num_workers})
     file.write_text(profile.text())
@@ -157,8 +162,9 @@ def _show_fit(console: Console, fitted: "Fitted", where: str, file: Path, profil
         f"step time: {_micro(curve.overhead_s)} µs + the larger of {_micro(curve.weights_s)} µs (weights) and "
         f"{1e6 * curve.token_s:.1f} µs per token + {1e9 * curve.pair_s:.2f} ns per token pair in prompts + "
         f"{1e6 * curve.context_s:.3f} µs per token of context + {_micro(curve.sequence_s)} µs per sequence",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     between_s = profile.decode.overhead_s - curve.overhead_s
     console.print(
         f"between two steps: {_micro(between_s)} µs, which the profile counts as part of each step",

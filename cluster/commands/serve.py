@@ -100,8 +100,13 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
 
 def _start(settings: Settings, session: RaySession, console: Console) -> str:
     """Start model, Ray and application, then probe them; returns the model's served name. Raises KvrelayError."""
-    columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description:<8}"), BarColumn(bar_width=24),
-               TextColumn("{task.fields[state]}"), TimeElapsedColumn())  # fmt: skip
+    columns = (
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description:<8}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         steps = StartProgress(progress)
         started_s = time.monotonic()
@@ -133,7 +138,10 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
 
 
 def _check_pairs(settings: Settings, console: Console) -> str:
-    """Print the table of pairs; returns their summary. Raises ClusterError when KV cannot travel between two workers."""
+    """Print the table of pairs; returns their summary.
+
+    Raises ClusterError when KV cannot travel between two workers.
+    """
     cluster = settings.cluster
     view = doctor.settled(api_url(settings), settings.serve.api_key, prefill=cluster.prefill, decode=cluster.decode)
     console.print(doctor.render(view))

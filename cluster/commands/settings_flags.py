@@ -21,7 +21,8 @@ def with_pairs(sections: dict[str, dict[str, Any]], pairs: list[str]) -> dict[st
 
 
 def settings_from_flags(config: Path | None, flags: dict[str, dict[str, Any]], pairs: list[str]) -> Settings:
-    """Settings from the file, then the flags (None: not given), then `section.key=value` pairs, with the environment's secrets.
+    """Settings from the file, then the flags (None: not given), then `section.key=value` pairs, with the environment's
+    secrets.
 
     Raises:
         ConfigError: naming the key and the nearest known one.

@@ -36,11 +36,14 @@ def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, A
         status["serve"] = {
             "status": app.get("status"),
             "deployments": {
-                name: {"status": deployment["status"], "target": deployment.get("target_num_replicas"),
-                       "replicas": [replica["state"] for replica in deployment.get("replicas", [])]}
+                name: {
+                    "status": deployment["status"],
+                    "target": deployment.get("target_num_replicas"),
+                    "replicas": [replica["state"] for replica in deployment.get("replicas", [])],
+                }
                 for name, deployment in app.get("deployments", {}).items()
             },
-        }  # fmt: skip
+        }
     except ClusterError as error:
         status["serve"] = {"error": str(error)}
     return status
@@ -89,9 +92,15 @@ def _tiers_table(workers: list[dict[str, Any]]) -> Table:
         for tier in worker.get("load", {}).get("tiers", []):
             room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
             table.add_row(
-                worker["worker_id"], tier["tier"], str(tier["num_blocks"]), f"{tier['num_bytes'] / 2**20:.0f}{room} MiB",
-                str(tier["stored_blocks"]), str(tier["loaded_blocks"]), str(tier["rejected_blocks"]), str(tier["corrupt_blocks"]),
-            )  # fmt: skip
+                worker["worker_id"],
+                tier["tier"],
+                str(tier["num_blocks"]),
+                f"{tier['num_bytes'] / 2**20:.0f}{room} MiB",
+                str(tier["stored_blocks"]),
+                str(tier["loaded_blocks"]),
+                str(tier["rejected_blocks"]),
+                str(tier["corrupt_blocks"]),
+            )
     return table
 
 
@@ -122,8 +131,15 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
             or load.get("transport")
             or "/".join(t for t in info.get("transports", []) if t != "loopback")
         )
-        table.add_row(worker["worker_id"], str(worker["pid"]), str(load.get("running", 0)),
-                      str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
+        table.add_row(
+            worker["worker_id"],
+            str(worker["pid"]),
+            str(load.get("running", 0)),
+            str(load.get("waiting", 0)),
+            blocks,
+            over,
+            f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB",
+        )
     return table
 
 
@@ -138,8 +154,14 @@ def _stores_table(stores: list[dict[str, Any]]) -> Table:
             continue
         stats = store["stats"]
         used = f"{store['used_bytes'] / 2**20:.0f}/{store['capacity_bytes'] / 2**20:.0f} MiB"
-        table.add_row(store["worker_id"], str(store["pid"]), str(store["blocks"]), used,
-                      f"{stats['leased']}/{stats['leased'] + stats['missed']}", f"{stats['to_disk']}/{stats['from_disk']}")  # fmt: skip
+        table.add_row(
+            store["worker_id"],
+            str(store["pid"]),
+            str(store["blocks"]),
+            used,
+            f"{stats['leased']}/{stats['leased'] + stats['missed']}",
+            f"{stats['to_disk']}/{stats['from_disk']}",
+        )
     return table
 
 

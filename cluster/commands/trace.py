@@ -1,4 +1,6 @@
-"""`kvrelay trace`: writes a trace file or a generated workload as Mooncake's JSON lines to standard output, or summarises it."""
+"""`kvrelay trace`: writes a trace file or a generated workload as Mooncake's JSON lines to standard output, or
+summarises it.
+"""
 
 from typing import Annotated
 

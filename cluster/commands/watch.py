@@ -90,7 +90,10 @@ def watch(
     as_json: bool,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Show it every PERIOD_S until Ctrl-C, or until the reader closes the pipe. Raises ClusterError when the first view fails."""
+    """Show it every PERIOD_S until Ctrl-C, or until the reader closes the pipe.
+
+    Raises ClusterError when the first view fails.
+    """
     views = _views(lambda: fetch(api_url, api_key), sleep)
     try:
         if as_json:
@@ -182,7 +185,10 @@ def _load_table(workers: list[View]) -> Table:
 
 
 def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
-    """Blocks of the pools by state; pinned ones are cached or used. Hits: of all prompt tokens looked up, those cached."""
+    """Blocks of the pools by state; pinned ones are cached or used.
+
+    Hits: of all prompt tokens looked up, those cached.
+    """
     table = _table("blocks", "free", "used", "cached", "pinned", "all", "hits", "now", "from tiers", left=1)
     for worker in workers:
         if (load := worker.get("load")) is None:
@@ -193,10 +199,16 @@ def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
             load[name] - before.get(name, load[name]) for name in ("prefix_hit_tokens", "prefix_query_tokens")
         )
         table.add_row(
-            worker["worker_id"], str(free), str(load["used_blocks"]), str(load["cached_blocks"]), str(load["pinned_blocks"]),
-            str(load["total_blocks"]), _share(load["prefix_hit_tokens"], load["prefix_query_tokens"]), _share(hits, asked),
+            worker["worker_id"],
+            str(free),
+            str(load["used_blocks"]),
+            str(load["cached_blocks"]),
+            str(load["pinned_blocks"]),
+            str(load["total_blocks"]),
+            _share(load["prefix_hit_tokens"], load["prefix_query_tokens"]),
+            _share(hits, asked),
             _share(load["tier_hit_tokens"], load["prefix_hit_tokens"]),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -207,9 +219,12 @@ def _tiers_table(workers: list[View]) -> Table:
             room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
             counts = (tier[name] for name in ("stored_blocks", "loaded_blocks", "rejected_blocks", "evicted_blocks"))
             table.add_row(
-                worker["worker_id"], tier["tier"], str(tier["num_blocks"]), f"{tier['num_bytes'] / 2**20:.0f}{room}",
+                worker["worker_id"],
+                tier["tier"],
+                str(tier["num_blocks"]),
+                f"{tier['num_bytes'] / 2**20:.0f}{room}",
                 *map(str, counts),
-            )  # fmt: skip
+            )
     return table
 
 

@@ -77,7 +77,8 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 def replica_arguments(settings: Settings) -> dict[str, Any]:
     """The settings as plain data, without what may change while replicas run and without the secret.
 
-    Serve restarts replicas whose arguments change. Replicas get the secret from the registry and the number of workers from Serve.
+    Serve restarts replicas whose arguments change. Replicas get the secret from the registry and the number of workers
+    from Serve.
     """
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):

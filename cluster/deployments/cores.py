@@ -1,8 +1,9 @@
 """Which CPU cores a worker gets: disjoint from its neighbours' on the same machine while there are enough.
 
-Cores are physical, with all their hyperthreads, so that no two workers share one. A worker's cores are of one NUMA node where
-possible: its threads touch its weights and KV first, which then lie in that node's memory. A core is held through a lock on a
-small file: the kernel releases it however the holder dies, and two clusters of one user on one machine share no core either.
+Cores are physical, with all their hyperthreads, so that no two workers share one. A worker's cores are of one NUMA node
+where possible: its threads touch its weights and KV first, which then lie in that node's memory. A core is held through
+a lock on a small file: the kernel releases it however the holder dies, and two clusters of one user on one machine
+share no core either.
 """
 
 import fcntl

@@ -1,6 +1,7 @@
 """The ingress as a Ray Serve deployment: hosts the OpenAI app and follows the registry.
 
-It also answers `GET /kvrelay/status` for `kvrelay status`. Must not import torch: of the model it needs only the tokenizer.
+It also answers `GET /kvrelay/status` for `kvrelay status`. Must not import torch: of the model it needs only the
+tokenizer.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ logger = logging.getLogger(__name__)
 def listen_with_reuseaddr() -> None:
     """Have Serve's direct ingress listen with SO_REUSEADDR.
 
-    Without it (Ray 2.60) the connections of an ended ingress block its port for a minute, and a restarted or replaced ingress
-    cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
+    Without it (Ray 2.60) the connections of an ended ingress block its port for a minute, and a restarted or replaced
+    ingress cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
     """
     from ray.serve._private import http_util, replica
 
@@ -134,8 +135,14 @@ class IngressReplica:
         }
 
     async def _worker_status(self, record: WorkerRecord) -> dict[str, Any]:
-        known = {"worker_id": record.worker_id, "role": record.role, "node_id": record.node_id, "pid": record.pid,
-                 "address": f"{record.host}:{record.port}", "epoch": record.epoch}  # fmt: skip
+        known = {
+            "worker_id": record.worker_id,
+            "role": record.role,
+            "node_id": record.node_id,
+            "pid": record.pid,
+            "address": f"{record.host}:{record.port}",
+            "epoch": record.epoch,
+        }
         try:
             answer = json.loads(await self._dispatcher.queries.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
         except (KvrelayError, TimeoutError) as error:
@@ -148,12 +155,22 @@ class IngressReplica:
 
     async def _store_status(self, record: WorkerRecord) -> dict[str, Any]:
         """One node of the KV store."""
-        known = {"worker_id": record.worker_id, "node_id": record.node_id, "pid": record.pid,
-                 "address": f"{record.host}:{record.port}"}  # fmt: skip
+        known = {
+            "worker_id": record.worker_id,
+            "node_id": record.node_id,
+            "pid": record.pid,
+            "address": f"{record.host}:{record.port}",
+        }
         peer = SlabPeer(
-            record.host, record.port, self._secret, [], peer_id="status", block_bytes=0, answer_s=STATUS_TIMEOUT_S,
+            record.host,
+            record.port,
+            self._secret,
+            [],
+            peer_id="status",
+            block_bytes=0,
+            answer_s=STATUS_TIMEOUT_S,
             tls=cluster_tls(self._settings.cluster, self._secret),
-        )  # fmt: skip
+        )
         try:
             await peer.connect()
             return {**known, **json.loads(await peer.describe()), "is_up": True}

@@ -1,4 +1,5 @@
-"""The Ray Serve config of the application, as `serve deploy` takes it: built from settings, and changed by `kvrelay scale`.
+"""The Ray Serve config of the application, as `serve deploy` takes it: built from settings, and changed by `kvrelay
+scale`.
 
 Pure: plain data in, plain data out.
 """
@@ -38,12 +39,13 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
                 "args": settings.model_dump(mode="json", exclude_defaults=True, exclude=SECRETS),
                 "deployments": [
                     {"name": name, **(_scaling(settings, name, count) if planned else {"num_replicas": count})}
-                    for name, count in counts.items() if count
+                    for name, count in counts.items()
+                    if count
                 ],
                 **({"autoscaling_policy": _policy(settings)} if planned else {}),
             }
         ],
-    }  # fmt: skip
+    }
 
 
 def _policy(settings: Settings) -> dict[str, Any]:
@@ -55,7 +57,8 @@ def _policy(settings: Settings) -> dict[str, Any]:
 def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
     """A deployment's bounds and initial count. Serve's own delays are 0, because the planner damps.
 
-    The ingress has one too, though its count stays: without it Serve does not collect the reports that the planner reads.
+    The ingress has one too, though its count stays: without it Serve does not collect the reports that the planner
+    reads.
     """
     planner = settings.planner
     low, high = {
@@ -64,11 +67,15 @@ def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
     }.get(name, (count, count))
     return {
         "autoscaling_config": {
-            "min_replicas": low, "max_replicas": high, "initial_replicas": min(max(count, low), high),
-            "metrics_interval_s": min(METRICS_S, planner.interval_s), "look_back_period_s": planner.interval_s,
-            "upscale_delay_s": 0, "downscale_delay_s": 0,
+            "min_replicas": low,
+            "max_replicas": high,
+            "initial_replicas": min(max(count, low), high),
+            "metrics_interval_s": min(METRICS_S, planner.interval_s),
+            "look_back_period_s": planner.interval_s,
+            "upscale_delay_s": 0,
+            "downscale_delay_s": 0,
         }
-    }  # fmt: skip
+    }
 
 
 def planned_workers(details: dict[str, Any], app_name: str) -> int:

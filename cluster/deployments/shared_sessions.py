@@ -1,7 +1,7 @@
 """Sessions of KV hints that all ingresses share: the registry keeps them, each ingress caches them for FRESH_S.
 
-A change on one ingress reaches the others within FRESH_S. A restarted registry has no sessions: requests that name one get 404
-until the client creates it again.
+A change on one ingress reaches the others within FRESH_S. A restarted registry has no sessions: requests that name one
+get 404 until the client creates it again.
 """
 
 import asyncio

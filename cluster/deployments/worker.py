@@ -1,7 +1,7 @@
 """Prefill and decode workers as Ray Serve deployments: start, membership, health, and shutdown.
 
-Serve starts, watches, replaces and stops them; no request passes through Serve. Heavy imports happen when a replica starts, so that
-building the application stays cheap.
+Serve starts, watches, replaces and stops them; no request passes through Serve. Heavy imports happen when a replica
+starts, so that building the application stays cheap.
 """
 
 import asyncio
@@ -110,10 +110,17 @@ class WorkerReplica:
         if self._settings.cache.remote == CLUSTER:
             self._stores = ClusterStores(self._settings, join.secret, worker_id=worker_id, host=host)
         options = WorkerOptions(
-            settings=self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
-            node_id=node_id, secret=join.secret, host=host, cores=self._lease.cpus if self._lease else None,
-            cluster_store=self._stores, num_workers=self._num_workers,
-        )  # fmt: skip
+            settings=self._settings,
+            model_dir=model_dir,
+            model_name=model_name(self._settings.model),
+            worker_id=worker_id,
+            node_id=node_id,
+            secret=join.secret,
+            host=host,
+            cores=self._lease.cpus if self._lease else None,
+            cluster_store=self._stores,
+            num_workers=self._num_workers,
+        )
         return self._worker_class()(options)
 
     role = ""
@@ -141,11 +148,15 @@ class WorkerReplica:
         load, info = self._worker.load(), self._worker.info
         return worker_report(load, info) | {
             UTILISATION: utilisation(
-                used_blocks=load.used_blocks, total_blocks=load.total_blocks, running=load.running,
-                waiting=load.waiting + load.receiving, max_running=info.max_running,
-                queued_tokens=load.queued_tokens, tokens_per_s=load.prefill_tokens_per_s,
+                used_blocks=load.used_blocks,
+                total_blocks=load.total_blocks,
+                running=load.running,
+                waiting=load.waiting + load.receiving,
+                max_running=info.max_running,
+                queued_tokens=load.queued_tokens,
+                tokens_per_s=load.prefill_tokens_per_s,
             )
-        }  # fmt: skip
+        }
 
     async def __del__(self) -> None:
         """Serve stops the replica: accept nothing new, finish what runs, release everything."""
@@ -162,7 +173,9 @@ class WorkerReplica:
             self._ending = asyncio.create_task(self._retired(drain_s), name="end")
 
     async def _end(self, drain_s: float) -> None:
-        """Leave the registry, so that no ingress sends anything new; then wait for running requests, and for KV to be read."""
+        """Leave the registry, so that no ingress sends anything new; then wait for running requests, and for KV to be
+        read.
+        """
         assert self._listing is not None
         self._listing.cancel()
         if self._following is not None:

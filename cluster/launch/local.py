@@ -1,7 +1,7 @@
 """Workers as plain processes of this machine, without Ray: for `kvrelay verify`, tests and benchmarks.
 
-They run the classes that Ray Serve hosts, started by `python -m kvrelay.cluster.launch.local`. A child ends when its parent does,
-because its standard input closes.
+They run the classes that Ray Serve hosts, started by `python -m kvrelay.cluster.launch.local`. A child ends when its
+parent does, because its standard input closes.
 """
 
 import asyncio
@@ -57,9 +57,16 @@ def make_worker(
         clients = ClusterStores(settings, secret, worker_id=worker_id, host=HOST)
         clients.set_nodes(stores)
     options = WorkerOptions(
-        settings=settings, model_dir=model_dir, model_name=model_dir.name, worker_id=worker_id, node_id="local",
-        secret=secret, host=HOST, cores=cores, cluster_store=clients,
-    )  # fmt: skip
+        settings=settings,
+        model_dir=model_dir,
+        model_name=model_dir.name,
+        worker_id=worker_id,
+        node_id="local",
+        secret=secret,
+        host=HOST,
+        cores=cores,
+        cluster_store=clients,
+    )
     return kind(options)
 
 
@@ -116,9 +123,12 @@ async def spawn_worker(
     }
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "NIXL_LOG_LEVEL": "WARN"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *program,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
-    )  # fmt: skip
+        sys.executable,
+        *program,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=environment,
+    )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(config).encode() + b"\n")
     line = b""
@@ -285,10 +295,14 @@ def main() -> int:
 async def _child() -> int:
     config = json.loads(sys.stdin.buffer.readline())
     worker = make_worker(
-        Role(config["role"]), settings_from(config["settings"]), Path(config["model_dir"]), bytes.fromhex(config["secret"]),
-        config["worker_id"], tuple(config["cores"]) if config["cores"] else None,
+        Role(config["role"]),
+        settings_from(config["settings"]),
+        Path(config["model_dir"]),
+        bytes.fromhex(config["secret"]),
+        config["worker_id"],
+        tuple(config["cores"]) if config["cores"] else None,
         [StoreAddress(**store) for store in config["stores"]],
-    )  # fmt: skip
+    )
     tracing.configure(worker.worker_id, config["role"])
     try:
         info = await start_worker(worker)

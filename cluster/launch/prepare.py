@@ -1,7 +1,7 @@
 """Prepares the model's checkpoint in a child process, which can be killed at any time and keeps torch out of this one.
 
-The child (`python -m kvrelay.cluster.launch.prepare`) reads the settings as JSON from standard input, checks that the model fits
-them, and writes JSON lines: progress, then the folder or the error.
+The child (`python -m kvrelay.cluster.launch.prepare`) reads the settings as JSON from standard input, checks that the
+model fits them, and writes JSON lines: progress, then the folder or the error.
 """
 
 import contextlib
@@ -35,8 +35,12 @@ class Preparation:
         self._has_started = threading.Event()
         self._child = subprocess.Popen(
             [sys.executable, "-m", "kvrelay.cluster.launch.prepare"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._child.stdin is not None
         self._child.stdin.write(settings.model_dump_json())
         self._child.stdin.close()
@@ -119,7 +123,10 @@ def _write(message: dict[str, Any]) -> None:
 
 
 def _check_backend(settings: Settings, role: Role) -> None:
-    """Check the backend where the settings leave doubt: importing torch takes seconds. Raises BackendUnavailable, ConfigError."""
+    """Check the backend where the settings leave doubt: importing torch takes seconds.
+
+    Raises BackendUnavailable, ConfigError.
+    """
     from kvrelay.engine.speculation.draft_fit import check_draft_quantization
     from kvrelay.engine.worker.preflight import check_kv_layout, check_quantization
 

@@ -1,7 +1,7 @@
 """Finds and ends every process that this one has started, at any depth and also when orphaned. Linux only.
 
-Ray's processes overwrite their title and with it their environment, so a marker variable does not last. Instead this process
-adopts the orphans among its descendants (it is a "child subreaper").
+Ray's processes overwrite their title and with it their environment, so a marker variable does not last. Instead this
+process adopts the orphans among its descendants (it is a "child subreaper").
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Environment variables for a local Ray cluster with few log lines and little idle work, set before Ray is imported.
 
-Ray, Serve and the dashboard inherit them from `kvrelay serve`. Variables that the user has set stay. A Ray cluster that the
-user started (`serve deploy`) keeps its own. `bench/serving/footprint.py` measures a cluster with them.
+Ray, Serve and the dashboard inherit them from `kvrelay serve`. Variables that the user has set stay. A Ray cluster that
+the user started (`serve deploy`) keeps its own. `bench/serving/footprint.py` measures a cluster with them.
 """
 
 import contextlib
@@ -79,7 +79,9 @@ def set_ray_environment(port: int) -> None:
 
 
 def keep_ray_token_private() -> None:
-    """Create Ray's token file readable by this user alone; Ray itself would create it readable by all. An existing one stays.
+    """Create Ray's token file readable by this user alone; Ray itself would create it readable by all.
+
+    An existing one stays.
 
     Raises OSError when the home folder cannot be written; Ray itself fails then too.
     """
@@ -100,7 +102,9 @@ def _token_path() -> Path:
 
 
 def ray_auth_headers() -> dict[str, str]:
-    """The dashboard's request headers for Ray's token authentication: the token is looked up in Ray's own order of places."""
+    """The dashboard's request headers for Ray's token authentication: the token is looked up in Ray's own order of
+    places.
+    """
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:
         path = _token_path()

@@ -1,6 +1,7 @@
 """A Ray cluster of our own on this machine: start, deploy, stop and remove everything. Imports Ray when it starts.
 
-Its driver is the `kvrelay serve` process below the supervisor: when that ends, for whatever reason, Ray's processes end too.
+Its driver is the `kvrelay serve` process below the supervisor: when that ends, for whatever reason, Ray's processes end
+too.
 """
 
 import contextlib
@@ -59,8 +60,8 @@ class RaySession:
     # ---- start
 
     def check_ports(self) -> None:
-        """Reserve the ingresses' ports until `stop`: otherwise Ray's own servers, which listen on any free port, sometimes
-        take one. Raises ClusterError when the API's port is taken.
+        """Reserve the ingresses' ports until `stop`: otherwise Ray's own servers, which listen on any free port,
+        sometimes take one. Raises ClusterError when the API's port is taken.
         """
         serve = self._settings.serve
         adopt_orphans()
@@ -106,11 +107,16 @@ class RaySession:
         wanted = self._settings.cluster.dashboard_port
         without_log_monitor()
         return ray.init(
-            log_to_driver=False, logging_level=logging.ERROR, namespace="kvrelay",
-            include_dashboard=True, dashboard_host=LOOPBACK,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace="kvrelay",
+            include_dashboard=True,
+            dashboard_host=LOOPBACK,
             dashboard_port=wanted if why_not_free(LOOPBACK, wanted) is None else free_port(LOOPBACK),
-            object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(self._folder),
-        )  # fmt: skip
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(self._folder),
+        )
 
     def deploy(self) -> None:
         """Deploy the application; returns before its replicas run. Raises ClusterError."""
@@ -121,15 +127,19 @@ class RaySession:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
         config = serve_config(self._settings, http_port=free_port(self._settings.serve.host))
         connect_registry(self._settings.cluster.secret, LOOPBACK, self._settings.serve.api_key)
-        serve.start(http_options=config["http_options"], proxy_location=config["proxy_location"],
-                    logging_config={"enable_access_log": False})  # fmt: skip
+        serve.start(
+            http_options=config["http_options"],
+            proxy_location=config["proxy_location"],
+            logging_config={"enable_access_log": False},
+        )
         request_json("PUT", self.dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
 
     def wait_until_running(self, report: Report) -> None:
         """Wait until every replica runs; report the counts meanwhile.
 
         Raises:
-            ClusterError: with a replica's own error, with the resources that one has lacked for PLACE_S, or after START_S.
+            ClusterError: with a replica's own error, with the resources that one has lacked for PLACE_S, or after
+                START_S.
         """
         from ray import serve
 
@@ -164,7 +174,10 @@ class RaySession:
     # ---- stop
 
     def stop(self, *, keep_logs: bool = False) -> str | None:
-        """End everything that was started; returns the folder of Ray's logs if they are kept. Idempotent, at any time."""
+        """End everything that was started; returns the folder of Ray's logs if they are kept.
+
+        Idempotent, at any time.
+        """
         if self._has_ray:
             self._has_ray = False
             with contextlib.suppress(Exception):  # a half-started Ray fails here; the kill below does not
@@ -186,7 +199,9 @@ class RaySession:
 
 
 def temporary_folder() -> str:
-    """The parent of Ray's session folder: the usual one, unless its sockets' paths would exceed the system's 107 bytes."""
+    """The parent of Ray's session folder: the usual one, unless its sockets' paths would exceed the system's 107
+    bytes.
+    """
     usual = tempfile.gettempdir()
     return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
 
@@ -241,8 +256,8 @@ def why_not_free(host: str, port: int) -> OSError | None:
 
 
 def held_port(host: str, port: int) -> socket.socket:
-    """A bound socket that reserves the port: the system assigns it to no server that wants any free port, while a server that
-    names it, with SO_REUSEADDR, can listen. Raises OSError.
+    """A bound socket that reserves the port: the system assigns it to no server that wants any free port, while a
+    server that names it, with SO_REUSEADDR, can listen. Raises OSError.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,6 @@
-"""The addresses of running `kvrelay serve` processes: a file for each in the cache folder, read by the other commands."""
+"""The addresses of running `kvrelay serve` processes: a file for each in the cache folder, read by the other
+commands.
+"""
 
 import contextlib
 import json

@@ -1,7 +1,7 @@
 """Signal handlers of the process that drives Ray: the first Ctrl-C, SIGTERM or SIGHUP raises StopRequested.
 
-The exception may get lost: Ray's C++ drops what a handler raises in its callbacks, and its Python code may catch it. So the
-supervisor repeats the request with the signal AGAIN until `serve` stops. Must not import Ray.
+The exception may get lost: Ray's C++ drops what a handler raises in its callbacks, and its Python code may catch it. So
+the supervisor repeats the request with the signal AGAIN until `serve` stops. Must not import Ray.
 """
 
 import signal
@@ -16,8 +16,8 @@ AGAIN = signal.SIGRTMIN  # after all of STOPS: Python calls pending handlers in 
 class StopRequested(KeyboardInterrupt):
     """Ctrl-C, SIGTERM or SIGHUP. Only `serve` may catch it.
 
-    A KeyboardInterrupt, because Ray's C++ ends its waits for that (and SystemExit) and drops any other exception: `check_signals`
-    in Ray's `_raylet.pyx` (2.60).
+    A KeyboardInterrupt, because Ray's C++ ends its waits for that (and SystemExit) and drops any other exception:
+    `check_signals` in Ray's `_raylet.pyx` (2.60).
     """
 
 

@@ -1,9 +1,10 @@
-"""The parent process of `kvrelay serve`: it forwards signals to the driver, which runs Ray, and ends what the driver cannot.
+"""The parent process of `kvrelay serve`: it forwards signals to the driver, which runs Ray, and ends what the driver
+cannot.
 
 In the driver, Ray's C++ waits for its daemons for 30 s and more, sometimes while holding Python's lock (Ray 2.60:
-`wait_for_persisted_port`, `CCoreWorkerProcess.Initialize`), and calls `_exit(1)` when a daemon ends. Neither a handler nor a thread
-of the driver can prevent that; a parent process can. The driver reports what to clean up over a pipe. Linux only, like
-`processes`. Must not import Ray.
+`wait_for_persisted_port`, `CCoreWorkerProcess.Initialize`), and calls `_exit(1)` when a daemon ends. Neither a handler
+nor a thread of the driver can prevent that; a parent process can. The driver reports what to clean up over a pipe.
+Linux only, like `processes`. Must not import Ray.
 """
 
 import contextlib
@@ -120,7 +121,10 @@ class Supervisor:
                     return self._end(0, f"Ray did not stop within {waited_s:.0f} s: killed everything")
 
     def _next_signal(self) -> int | None:
-        """The next signal; they are blocked, so only this call receives them. None: REPEAT_S have passed since the first."""
+        """The next signal; they are blocked, so only this call receives them.
+
+        None: REPEAT_S have passed since the first.
+        """
         if self._requested_s is None:
             return signal.sigwaitinfo(_WATCHED).si_signo
         found = signal.sigtimedwait(_WATCHED, REPEAT_S)

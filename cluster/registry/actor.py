@@ -1,8 +1,8 @@
 """The registry as a named Ray actor, and how other processes use it.
 
-It also keeps the sessions of KV hints, which ingresses share, the planner's state, and the cluster's secret and API key: these
-outlive redeployments and stay out of the application's arguments, where a change would restart every replica and the dashboard
-would show them.
+It also keeps the sessions of KV hints, which ingresses share, the planner's state, and the cluster's secret and API
+key: these outlive redeployments and stay out of the application's arguments, where a change would restart every replica
+and the dashboard would show them.
 """
 
 import asyncio
@@ -115,9 +115,15 @@ def connect_registry(secret: str | None = None, host: str | None = None, api_key
     The actor is detached: it lives as long as the Ray cluster, so that a redeployment finds it again.
     """
     actor = ray.remote(RegistryActor).options(
-        name=REGISTRY_NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
-        num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=10_000,
-    )  # fmt: skip
+        name=REGISTRY_NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=10_000,
+    )
     return actor.remote(secret or secrets.token_hex(32), host, api_key)
 
 

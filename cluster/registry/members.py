@@ -1,4 +1,6 @@
-"""The cluster's members: workers and KV-store nodes, as long as their heartbeats arrive. Pure; actor.py is the Ray actor.
+"""The cluster's members: workers and KV-store nodes, as long as their heartbeats arrive.
+
+Pure; actor.py is the Ray actor.
 
 Times are seconds of the registry's own clock, passed in.
 """
@@ -100,7 +102,9 @@ class Retirements:
 
 
 def merged(known: tuple[WorkerRecord, ...], roster: Roster) -> tuple[WorkerRecord, ...]:
-    """The members that an ingress should use: the roster, and after a restart of the registry those known before as well."""
+    """The members that an ingress should use: the roster, and after a restart of the registry those known before as
+    well.
+    """
     if roster.is_settled:
         return roster.members
     listed = {record.worker_id for record in roster.members}

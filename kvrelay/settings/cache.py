@@ -31,7 +31,8 @@ class CacheSettings(Section):
     )
     prefetch: PrefetchMode = setting(
         "timeout",
-        "What a queued request does about blocks on disk or in a remote store: best-effort (starts with what has arrived), "
+        "What a queued request does about blocks on disk or in a remote store: best-effort (starts with what has "
+        "arrived), "
         "wait (for all, even where computing is quicker), timeout (waits at most prefetch_timeout_s), off.",
     )
     prefetch_timeout_s: float = setting(2.0, "Longest wait for blocks from disk or a remote store.", unit="s", gt=0)

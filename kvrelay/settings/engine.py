@@ -31,7 +31,8 @@ class ModelSettings(Section):
     )
     quantization: Quantization = setting(
         "none",
-        "Weights of all linear layers as integers, on backends cpu and reference only: each step reads less memory, and "
+        "Weights of all linear layers as integers, on backends cpu and reference only: each step reads less memory, "
+        "and "
         "outputs differ from the unquantised model's.",
     )
     quantization_group: Literal[32, 64, 128] = setting(
@@ -46,7 +47,8 @@ class ModelSettings(Section):
 
     cache_dir: str | None = setting(
         None,
-        "Folder of converted checkpoints; default: $KVRELAY_CACHE, else $XDG_CACHE_HOME/kvrelay, else ~/.cache/kvrelay.",
+        "Folder of converted checkpoints; default: $KVRELAY_CACHE, else $XDG_CACHE_HOME/kvrelay, else "
+        "~/.cache/kvrelay.",
     )
 
     @property
@@ -66,7 +68,8 @@ class EngineSettings(Section):
     )
     kv_memory: Budget = setting(
         "256MiB",
-        "KV pool of each worker: a size, or a share (0.5 or 50%) of the memory that is free after the weights are loaded; "
+        "KV pool of each worker: a size, or a share (0.5 or 50%) of the memory that is free after the weights are "
+        "loaded; "
         "on a CPU the node's workers divide that share.",
     )
     kv_dtype: KvDtype = setting("auto", "Type of KV; fp8_e4m3 keeps a scale with each vector; auto: as model.dtype.")
@@ -78,12 +81,14 @@ class EngineSettings(Section):
     preemption: PreemptionSetting = setting(
         "auto",
         "How a preempted sequence comes back: swap (KV goes to host memory), recompute, or return-to-prefill (a "
-        "decode worker returns it to a prefill worker); auto: the cheapest by measured speeds. Recompute where the mode is impossible.",
+        "decode worker returns it to a prefill worker); auto: the cheapest by measured speeds. Recompute where the "
+        "mode is impossible.",
     )
     swap_memory: Size = setting("256MiB", "Host memory for the KV of preempted sequences, allocated on demand.")
     cascade: CascadeMode = setting(
         "auto",
-        "Cascade attention: decoding sequences that share blocks (a system prompt, samples, beams) read them once where "
+        "Cascade attention: decoding sequences that share blocks (a system prompt, samples, beams) read them once "
+        "where "
         "that is faster.",
     )
     warm_up: bool = setting(
@@ -93,14 +98,16 @@ class EngineSettings(Section):
     )
     headroom: float = setting(
         1.0,
-        "Share of the blocks that running sequences are expected to need, by recent output lengths, which admission leaves "
+        "Share of the blocks that running sequences are expected to need, by recent output lengths, which admission "
+        "leaves "
         "free; 0: one block for each.",
         ge=0,
         le=4,
     )
     speculation: SpeculationMode = setting(
         "auto",
-        "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both where "
+        "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both "
+        "where "
         "there is a draft_model). Tokens stay the same.",
     )
     draft_tokens: int = setting(8, "Most tokens drafted for a sequence in one step.", unit="tokens", ge=1, le=32)
@@ -144,7 +151,9 @@ class EngineSettings(Section):
 
 
 class RoleSettings(Section):
-    """One role's own values (`prefill.block_size`, `decode.block_size`, …), over `engine` and `model.dtype`; default: as all workers."""
+    """One role's own values (`prefill.block_size`, `decode.block_size`, …), over `engine` and `model.dtype`; default:
+    as all workers.
+    """
 
     dtype: Dtype | None = setting(None, "As model.dtype; different dtypes need transfer.convert_dtype.")
     backend: BackendName | None = setting(None, "As engine.backend.")

@@ -14,7 +14,8 @@ class SchedulerSettings(Section):
 
     tenant_by: TenantBy = setting(
         "auto",
-        "What identifies a tenant: cache_salt or user (fields of the body), or api_key (the bearer token); auto: the first "
+        "What identifies a tenant: cache_salt or user (fields of the body), or api_key (the bearer token); auto: the "
+        "first "
         "of these that a request has.",
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
@@ -29,14 +30,16 @@ class SchedulerSettings(Section):
     )
     oldest_every: int = setting(
         16,
-        "One in this many admissions takes the oldest request, whatever its priority, deadline and tenant, so that none "
+        "One in this many admissions takes the oldest request, whatever its priority, deadline and tenant, so that "
+        "none "
         "starves; 1: first come, first served.",
         unit="admissions",
         ge=1,
     )
     credit_tokens: float = setting(
         4096.0,
-        "Tolerated imbalance between tenants: an idle tenant saves up this much of its share, and a tenant this far ahead "
+        "Tolerated imbalance between tenants: an idle tenant saves up this much of its share, and a tenant this far "
+        "ahead "
         "still has its deadlines honoured.",
         unit="weighted tokens",
         ge=0,
@@ -49,7 +52,8 @@ class RouterSettings(Section):
 
     policy: str = setting(
         "joint",
-        "The routing policy: joint, round_robin, least_loaded, power_of_two, prefix_affinity, session, or module:Class of "
+        "The routing policy: joint, round_robin, least_loaded, power_of_two, prefix_affinity, session, or module:Class "
+        "of "
         "your own; docs/design/routing.md.",
     )
     policy_options: dict[str, bool | int | float | str] = setting({}, "The policy's own options, by name.")
@@ -65,7 +69,8 @@ class RouterSettings(Section):
     )
     max_deferred: int = setting(
         256,
-        "Of those, most requests that wait at the ingress because their first token will miss its target anyway, so that "
+        "Of those, most requests that wait at the ingress because their first token will miss its target anyway, so "
+        "that "
         "they delay no other (policy joint); more get 429. 0: none waits there.",
         unit="requests",
         ge=0,
@@ -118,8 +123,10 @@ class SloSettings(Section):
     )
     classes: dict[str, SloClass] = setting(
         {},
-        "Other classes by name, each with `ttft_s` and `tpot_s` (absent: no target), `degrade_to` (the class that serves a "
-        "request when this one's targets are out of reach) and `priority` (its queue priority, unless the request sets one).",
+        "Other classes by name, each with `ttft_s` and `tpot_s` (absent: no target), `degrade_to` (the class that "
+        "serves a "
+        "request when this one's targets are out of reach) and `priority` (its queue priority, unless the request sets "
+        "one).",
     )
     on_miss: OnMiss = setting(
         "refuse",

@@ -29,7 +29,8 @@ class TransferSettings(Section):
     layers_per_announce: int = setting(0, "Layers in one announcement; 0: a quarter of the model.", unit="layers", ge=0)
     convert_dtype: bool = setting(
         False,
-        "Allow different dtypes on prefill and decode workers: KV is cast on its way, and outputs may differ from those of "
+        "Allow different dtypes on prefill and decode workers: KV is cast on its way, and outputs may differ from "
+        "those of "
         "one worker.",
     )
 
