@@ -1,7 +1,7 @@
 """A node of the cluster's store as a Ray actor, one on each machine that has workers.
 
-Ray starts it again when it dies; it is detached, so it outlives a redeployment of the application. Blocks and requests
-for them pass it by its own sockets and memory, never through Ray.
+Ray restarts it when it dies; it is detached, so it outlives a redeployment of the application. Blocks and requests use its own
+sockets and memory, never Ray.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from kvrelay.kvcache.stores.placement import StoreAddress
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 60.0
+_START_TIMEOUT_S = 60.0
 
 
 def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
@@ -33,8 +33,8 @@ def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
     ]
 
 
-class _Host:
-    """One node on a loop of its own thread."""
+class _NodeThread:
+    """One node, with an event loop on a thread of its own."""
 
     def __init__(self, node_id: str, settings: Settings, registry: Any, join: JoinSettings) -> None:
         self._registry, self._node_id = registry, node_id
@@ -49,9 +49,15 @@ class _Host:
     async def _start(self) -> WorkerRecord:
         address = await self._service.start()
         record = WorkerRecord(
-            address.node_id, STORE_ROLE, address.epoch, address.host, address.port, self._node_id, os.getpid(),
+            address.node_id,
+            STORE_ROLE,
+            address.epoch,
+            address.host,
+            address.port,
+            self._node_id,
+            os.getpid(),
             address.capacity_bytes,
-        )  # fmt: skip
+        )
         self._tasks = [
             asyncio.create_task(send_heartbeats(self._registry, record), name="heartbeat"),
             asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry"),
@@ -63,26 +69,31 @@ class _Host:
 
 
 class StoreActor:
-    """What Ray starts, and starts again when it dies. Its calls only ask where it is."""
+    """The Ray actor; its only method returns its address."""
 
     def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO)
         registry = connect_registry()
         join: JoinSettings = ray.get(registry.join_settings.remote())
-        self._host = _Host(node_id, settings_from(settings), registry, join)
+        self._host = _NodeThread(node_id, settings_from(settings), registry, join)
 
     def record(self) -> WorkerRecord:
-        """Where it listens."""
+        """The node's address, as a registry record."""
         return self._host.record
 
 
 def ensure_store(settings: Settings, node_id: str) -> WorkerRecord:
-    """This machine's node of the store, started if there is none yet. Blocking. Raises ray's errors, GetTimeoutError."""
+    """Start this machine's node of the store, if there is none; returns its record. Blocking. Raises Ray's errors."""
     actor = ray.remote(StoreActor).options(
-        name=f"kvrelay-store-{node_id[:16]}", namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
-        num_cpus=0, max_restarts=-1, max_task_retries=0,
+        name=f"kvrelay-store-{node_id[:16]}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    )  # fmt: skip
+    )
     handle = actor.remote(node_id, settings.model_dump(mode="json", include={"store", "cache", "transfer", "cluster"}))
-    record: WorkerRecord = ray.get(handle.record.remote(), timeout=_ANSWER_S)
+    record: WorkerRecord = ray.get(handle.record.remote(), timeout=_START_TIMEOUT_S)
     return record

@@ -1,4 +1,4 @@
-"""Makes the two ends of the cluster's store from the settings: a node, and a worker's clients. Must not import Ray."""
+"""Makes both ends of the cluster's store from the settings: a node, and a worker's clients. Must not import Ray."""
 
 import asyncio
 import logging
@@ -28,13 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> StoreService:
-    """A node as the settings want it; not started."""
+    """A node; not started."""
     tls = cluster_tls(settings.cluster, secret)
     return StoreService(
-        node_id, settings.store, secret, host=host, make_policy=_policy(settings), make_disk=_disk(settings, node_id),
-        transport=settings.transfer.transport, transports=transports_for(settings.transfer.tcp_streams, tls),
-        tls=tls, lease_s=settings.transfer.lease_s,
-    )  # fmt: skip
+        node_id,
+        settings.store,
+        secret,
+        host=host,
+        make_policy=_policy(settings),
+        make_disk=_disk(settings, node_id),
+        transport=settings.transfer.transport,
+        transports=transports_for(settings.transfer.tcp_streams, tls),
+        tls=tls,
+        lease_s=settings.transfer.lease_s,
+    )
 
 
 def _policy(settings: Settings) -> Callable[[int], EvictionPolicy]:
@@ -42,7 +49,7 @@ def _policy(settings: Settings) -> Callable[[int], EvictionPolicy]:
 
 
 def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
-    """Makes the disk below the node's memory, once it is known how large its slots are; None: there is none."""
+    """Makes the disk below the node's memory, from the bytes of a row; None: no disk."""
     path = settings.store.disk_path
     if path is None:
         return None
@@ -59,7 +66,7 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
 
 
 class ClusterStores:
-    """A worker process's clients of the store: made on demand, told of every change of its nodes. A ClusterStore."""
+    """A worker process's clients of the store: made on demand, updated when nodes change. A ClusterStore."""
 
     def __init__(self, settings: Settings, secret: bytes, *, worker_id: str, host: str) -> None:
         self._settings, self._secret, self._worker_id, self._host = settings, secret, worker_id, host
@@ -69,10 +76,19 @@ class ClusterStores:
     def __call__(self, block_bytes: int, namespace: bytes, codec: Codec, memory: KvMemory | None) -> RemoteStore:
         transfer, tls = self._settings.transfer, cluster_tls(self._settings.cluster, self._secret)
         store = RemoteStore(
-            block_bytes, namespace, self._secret, codec=codec, worker_id=self._worker_id, host=self._host, memory=memory,
-            nodes=self._nodes, num_replicas=self._settings.store.replicas, transport=transfer.transport,
-            transports=transports_for(transfer.tcp_streams, tls), tls=tls,
-        )  # fmt: skip
+            block_bytes,
+            namespace,
+            self._secret,
+            codec=codec,
+            worker_id=self._worker_id,
+            host=self._host,
+            memory=memory,
+            nodes=self._nodes,
+            num_replicas=self._settings.store.replicas,
+            transport=transfer.transport,
+            transports=transports_for(transfer.tcp_streams, tls),
+            tls=tls,
+        )
         self._made.append(store)
         return store
 
@@ -94,7 +110,7 @@ class ClusterStores:
         await asyncio.to_thread(store.share, blocks)
 
     def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
-        """All live nodes. From any thread."""
+        """All live nodes, whenever they change. Any thread."""
         if tuple(nodes) != self._nodes:
             logger.info("nodes of the KV store: %s", ", ".join(node.node_id for node in nodes) or "none")
         self._nodes = tuple(nodes)

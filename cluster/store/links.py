@@ -1,7 +1,7 @@
-"""The nodes of the cluster's store, and other workers that lend blocks, as one client knows them.
+"""One client's connections to the store's nodes, and to other workers that share blocks.
 
-A node that is dead or does not answer costs one wait; then the client backs off, twice as long each time, and is skipped. Used on
-one loop. Must not import Ray.
+A node that is down or does not answer costs one timeout; then the client backs off, twice as long each time, and skips it.
+Used on one loop. Must not import Ray.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_MAX_WORKERS = 64  # that this one reads from at once
+_MAX_WORKERS = 64  # connections to other workers at once
 
 
 @dataclass(slots=True)
-class Node:
-    """One node as this client knows it."""
+class NodeLink:
+    """The connection to one node, or to a worker."""
 
     address: StoreAddress
     peer: SlabPeer | None = None
@@ -42,11 +42,11 @@ class StoreLinks:
         make_peer: Callable[[StoreAddress], SlabPeer],
         *,
         num_replicas: int,
-        on_connected: Callable[[Node], Coroutine[None, None, None]],
+        on_connected: Callable[[NodeLink], Coroutine[None, None, None]],
     ) -> None:
         self._make_peer, self._num_replicas, self._on_connected = make_peer, num_replicas, on_connected
-        self.nodes: list[Node] = []
-        self._workers: dict[str, Node] = {}  # by "host:port", the one used last at the end
+        self.nodes: list[NodeLink] = []
+        self._workers: dict[str, NodeLink] = {}  # by "host:port", most recently used last
         self._background: set[asyncio.Task[None]] = set()
         self._num_corrupt = 0  # of connections that are closed
 
@@ -57,7 +57,7 @@ class StoreLinks:
 
     @property
     def num_corrupt(self) -> int:
-        """Blocks that did not arrive as they left, so far."""
+        """Blocks that failed their checksums so far."""
         peers = [node.peer for node in (*self.nodes, *self._workers.values()) if node.peer is not None]
         return self._num_corrupt + sum(peer.num_corrupt for peer in peers)
 
@@ -67,22 +67,24 @@ class StoreLinks:
             if address not in nodes:
                 self._drop(node)
         ordered = sorted(nodes, key=lambda node: node.node_id)
-        self.nodes = [known.get(address) or Node(address) for address in ordered]
+        self.nodes = [known.get(address) or NodeLink(address) for address in ordered]
 
-    def order(self, keys: Sequence[bytes]) -> list[list[Node]]:
-        """For each key the nodes where it may be: those that should hold it, and one that may have done so before."""
+    def order(self, keys: Sequence[bytes]) -> list[list[NodeLink]]:
+        """For each key the nodes to try, in order: its replicas, and one that may have been one before."""
         nodes = self.nodes
         rows = ranked(keys, [node.address for node in nodes]).tolist()
         return [[nodes[i] for i in row[: self._num_replicas + 1]] for row in rows]
 
     @staticmethod
     async def by_rank(
-        order: list[list[Node]], done: list[bool], ask: Callable[[Node, list[int]], Coroutine[None, None, None]]
+        order: list[list[NodeLink]],
+        done: list[bool],
+        call: Callable[[NodeLink, list[int]], Coroutine[None, None, None]],
     ) -> None:
-        """Ask each key's first node, all nodes at once; then for what is still missing the second, and so on."""
+        """Call each key's first node, all nodes at once; then the second for keys that are not `done`, and so on."""
         for rank in range(max(map(len, order), default=0)):
             groups: defaultdict[int, list[int]] = defaultdict(list)
-            nodes: dict[int, Node] = {}
+            nodes: dict[int, NodeLink] = {}
             for index, choices in enumerate(order):
                 if not done[index] and rank < len(choices):
                     nodes[id(choices[rank])] = choices[rank]
@@ -91,36 +93,36 @@ class StoreLinks:
                 return
             async with asyncio.TaskGroup() as group:
                 for which, chosen in groups.items():
-                    group.create_task(ask(nodes[which], chosen))
+                    group.create_task(call(nodes[which], chosen))
 
-    async def everywhere(self, ask: Callable[[SlabPeer], Awaitable[Answer]]) -> list[Answer]:
-        """The answers of all nodes that answer."""
+    async def everywhere(self, call: Callable[[SlabPeer], Awaitable[Answer]]) -> list[Answer]:
+        """The results of all nodes that answer."""
 
-        async def one(node: Node) -> list[Answer]:
+        async def one(node: NodeLink) -> list[Answer]:
             peer = await self.peer_of(node)
             if peer is None:
                 return []
             try:
-                return [await ask(peer)]
+                return [await call(peer)]
             except PeerLost as error:
                 self.failed(node, error.why)
                 return []
 
         return [answer for answers in await asyncio.gather(*map(one, self.nodes)) for answer in answers]
 
-    def worker(self, address: str) -> Node:
-        """The slab server of another worker. Its address came from a node of the store, never from a client."""
+    def worker(self, address: str) -> NodeLink:
+        """The link to another worker's slab server, whose address came from a node of the store."""
         node = self._workers.pop(address, None)
         if node is None:
             host, _, port = address.rpartition(":")
-            node = Node(StoreAddress(address, host, int(port), 0))
-        self._workers[address] = node  # now the one used last
+            node = NodeLink(StoreAddress(address, host, int(port), 0))
+        self._workers[address] = node  # the most recently used
         while len(self._workers) > _MAX_WORKERS:
             self._drop(self._workers.pop(next(iter(self._workers))))
         return node
 
-    async def peer_of(self, node: Node) -> SlabPeer | None:
-        """Connected; None during back-off."""
+    async def peer_of(self, node: NodeLink) -> SlabPeer | None:
+        """A connected peer; None during back-off, or when connecting fails."""
         if node.peer is not None and node.peer.is_up:
             return node.peer
         if node.peer is not None:
@@ -134,7 +136,7 @@ class StoreLinks:
         except PeerLost:
             return None
 
-    async def _connect(self, node: Node) -> SlabPeer:
+    async def _connect(self, node: NodeLink) -> SlabPeer:
         peer = self._make_peer(node.address)
         try:
             await peer.connect()
@@ -148,18 +150,18 @@ class StoreLinks:
         self._in_background(self._on_connected(node))
         return peer
 
-    def failed(self, node: Node, why: str) -> None:
-        """Let it rest, and begin anew with it afterwards."""
-        if node.peer is not None:  # else another request has met the same
+    def failed(self, node: NodeLink, why: str) -> None:
+        """A call failed: drop the connection and back off."""
+        if node.peer is not None:  # else another call has failed already
             self._drop(node)
             self._back_off_from(node, why)
 
     @staticmethod
-    def _back_off_from(node: Node, why: str) -> None:
+    def _back_off_from(node: NodeLink, why: str) -> None:
         back_off_s = node.back_off.failed(time.monotonic())
         logger.warning("backing off from store node %s for %.0f s: %s", node.address.node_id, back_off_s, why)
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: NodeLink) -> None:
         """Close its connection, as far as what is in flight lets it."""
         peer, node.peer = node.peer, None
         if node.connecting is not None:

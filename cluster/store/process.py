@@ -1,6 +1,6 @@
 """A node of the cluster's store as a plain process, for a cluster without Ray (`cluster/launch/local.py`).
 
-A child ends when its standard input closes, however its parent died. Each line of it is a list of all live nodes.
+The child ends when its standard input closes, however its parent died. Each line of input is a list of all live nodes.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ class ProcessStore:
         return self.process.pid
 
     def set_nodes(self, nodes: list[StoreAddress]) -> None:
-        """Tell it who lives. No effect on one that has ended."""
+        """Send all live nodes; no effect on a process that has ended."""
         if self.process.stdin is not None and self.process.returncode is None:
             self.process.stdin.write(json.dumps([asdict(node) for node in nodes]).encode() + b"\n")
 
     async def aclose(self) -> None:
-        """Ask it to end; kill it if it does not."""
+        """Stop it; kill it if it does not end in time."""
         if self.process.returncode is None and self.process.stdin is not None:
             self.process.stdin.close()
             try:
@@ -48,12 +48,16 @@ class ProcessStore:
 
 
 async def spawn_store(node_id: str, settings: Settings, secret: bytes, host: str = "127.0.0.1") -> ProcessStore:
-    """Start a node and wait until it listens. Raises WorkerLost with its last words."""
+    """Start a node and wait until it listens. Raises WorkerLost, with its error."""
     order = {"node_id": node_id, "settings": settings.model_dump(), "secret": secret.hex(), "host": host}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrelay.cluster.store.process",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "NIXL_LOG_LEVEL": "WARN"},
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "kvrelay.cluster.store.process",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "NIXL_LOG_LEVEL": "WARN"},
+    )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(order).encode() + b"\n")
     line = b""
@@ -70,7 +74,7 @@ async def spawn_store(node_id: str, settings: Settings, secret: bytes, host: str
 
 
 async def _child() -> int:
-    """Read the order from standard input, serve until it closes."""
+    """Read settings from standard input, then serve until it closes."""
     order = json.loads(sys.stdin.buffer.readline())
     settings = settings_from(order["settings"])
     try:

@@ -1,4 +1,4 @@
-"""A caller's blocks on their way to and from the cluster's store: where they lie, in what form they travel."""
+"""A caller's blocks on their way to and from the cluster's store: their buffers, and their encoding in transit."""
 
 import logging
 from collections import defaultdict
@@ -16,12 +16,12 @@ from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 
-STAGED, IN_PLACE = 0, 1  # slabs, as a client numbers them: its own staging, and the caller's
+STAGED, IN_PLACE = 0, 1  # a client's slabs: its own staging, and the caller's
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBuffer:
-    """One block of a call: its key in the store and its bytes here."""
+    """One block of a call: its key in the store and its local bytes."""
 
     key: bytes
     view: memoryview
@@ -31,14 +31,14 @@ class BlockBuffer:
 
 
 def offset_in(memory: KvMemory, view: memoryview) -> int | None:
-    """How far into this memory the view begins; None when it is not all inside."""
+    """Byte offset of the view in this memory; None when it is not entirely inside."""
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
     offset = int(address - memory.address)
     return offset if offset >= 0 and offset + view.nbytes <= memory.layout.num_bytes else None
 
 
 def cut_in_batches(buffers: Sequence[BlockBuffer], max_bytes: int, max_staged: int) -> Iterator[list[int]]:
-    """Indices, in order: at most so many bytes together (but at least one block), and so many that are staged."""
+    """Batches of indices, in order: at most `max_bytes` (but at least one block) and `max_staged` staged blocks each."""
     batch: list[int] = []
     num_bytes = num_staged = 0
     for index, buffer in enumerate(buffers):
@@ -54,16 +54,16 @@ def cut_in_batches(buffers: Sequence[BlockBuffer], max_bytes: int, max_staged: i
 
 
 class BlockStager:
-    """Makes blocks ready for others to read, and brings what has come to where it belongs. Methods block."""
+    """Encodes and checksums blocks for others to read, and decodes received ones. Methods block."""
 
     def __init__(self, staging: KvMemory, memory: KvMemory | None, codec: Codec) -> None:
         assert staging.view is not None
         self._staging, self._memory, self._codec = staging.view, memory, codec
         self._keeps_checksums = codec.name == "none"
 
-    def offers(self, buffers: Sequence[BlockBuffer], places: Mapping[int, int]) -> list[BlockOffer | None]:
-        """Staged ones are encoded into their places (by index); hashed are those without a checksum. None: cannot be encoded."""
-        bare = [self._offer(buffer, places.get(i, 0)) for i, buffer in enumerate(buffers)]
+    def offers(self, buffers: Sequence[BlockBuffer], cells: Mapping[int, int]) -> list[BlockOffer | None]:
+        """Offers of these blocks, checksums included; None: cannot be encoded. `cells`: staging offsets, by index."""
+        bare = [self._offer(buffer, cells.get(i, 0)) for i, buffer in enumerate(buffers)]
         groups: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         for i, offer in enumerate(bare):
             if offer is not None and not offer.checksum:
@@ -77,8 +77,8 @@ class BlockStager:
                     bare[i] = msgspec.structs.replace(offer, checksum=found)
         return bare
 
-    def _offer(self, buffer: BlockBuffer, place: int) -> BlockOffer | None:
-        offset, num_bytes, meta = place, buffer.view.nbytes, buffer.meta or BlockMeta(None, 0)
+    def _offer(self, buffer: BlockBuffer, cell: int) -> BlockOffer | None:
+        offset, num_bytes, meta = cell, buffer.view.nbytes, buffer.meta or BlockMeta(None, 0)
         checksum = meta.checksum if self._keeps_checksums else None
         if buffer.offset is not None:
             offset = buffer.offset
@@ -86,20 +86,26 @@ class BlockStager:
             try:
                 data = self._codec.encode(buffer.view.cast("B"))
             except CodecError as error:
-                logger.warning("a block does not go to the store: %s", error)
+                logger.warning("a block is not stored in the cluster: %s", error)
                 return None
             num_bytes = data.nbytes
-            self._staging[place : place + num_bytes] = data
+            self._staging[cell : cell + num_bytes] = data
         return BlockOffer(
-            key=buffer.key, offset=offset, num_bytes=num_bytes, checksum=checksum or 0, parent=buffer.parent,
-            end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
-        )  # fmt: skip
+            key=buffer.key,
+            offset=offset,
+            num_bytes=num_bytes,
+            checksum=checksum or 0,
+            parent=buffer.parent,
+            end_tokens=meta.end_tokens,
+            priority=meta.priority,
+            tenant=meta.tenant,
+        )
 
-    def arrived(self, buffer: BlockBuffer, place: int, num_bytes: int) -> bool:
-        """Decode a staged block to where it belongs."""
+    def arrived(self, buffer: BlockBuffer, cell: int, num_bytes: int) -> bool:
+        """Decode a staged block into the caller's buffer."""
         try:
-            self._codec.decode(self._staging[place : place + num_bytes], buffer.view.cast("B"))
+            self._codec.decode(self._staging[cell : cell + num_bytes], buffer.view.cast("B"))
         except CodecError as error:
-            logger.warning("a block of the store is of no use: %s", error)
+            logger.warning("a block of the cluster's store cannot be decoded: %s", error)
             return False
         return True

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvrelay.cluster.store.links import Node, StoreLinks
+from kvrelay.cluster.store.links import NodeLink, StoreLinks
 from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
 from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, BlockBuffer, BlockStager, cut_in_batches, offset_in
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
@@ -262,7 +262,7 @@ class RemoteStore:
         found = [False] * len(keys)
         order = self._links.order(keys)
 
-        async def ask(node: Node, chosen: list[int]) -> None:
+        async def ask(node: NodeLink, chosen: list[int]) -> None:
             peer = await self._links.peer_of(node)
             if peer is not None:
                 try:
@@ -280,7 +280,7 @@ class RemoteStore:
         assert staging is not None
         order = self._links.order([buffer.key for buffer in buffers])
 
-        async def ask(node: Node, chosen: list[int]) -> None:
+        async def ask(node: NodeLink, chosen: list[int]) -> None:
             for batch in cut_in_batches([buffers[i] for i in chosen], _BATCH_BYTES, staging.num_cells):
                 await self._get(node, [buffers[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
 
@@ -291,13 +291,15 @@ class RemoteStore:
             workers = [[self._links.worker(address)] if address else [] for address in at]
             found = [False] * len(missing)
 
-            async def ask_worker(node: Node, chosen: list[int]) -> None:
+            async def ask_worker(node: NodeLink, chosen: list[int]) -> None:
                 await ask(node, [missing[i] for i in chosen])
 
             await self._links.by_rank(workers, found, ask_worker)
         return loaded
 
-    async def _get(self, node: Node, buffers: Sequence[BlockBuffer], loaded: list[bool], index: Sequence[int]) -> None:
+    async def _get(
+        self, node: NodeLink, buffers: Sequence[BlockBuffer], loaded: list[bool], index: Sequence[int]
+    ) -> None:
         """Bring one batch from one node, as far as it has it."""
         assert self._staging is not None and self._stager is not None
         staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
@@ -355,7 +357,7 @@ class RemoteStore:
         staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
         async with self._staging.reserve(len(staged)) as free:
             offers = await asyncio.to_thread(self._stager.offers, buffers, dict(zip(staged, free, strict=True)))
-            groups: dict[int, tuple[Node, list[int]]] = {}
+            groups: dict[int, tuple[NodeLink, list[int]]] = {}
             for i, nodes in enumerate(self._links.order([buffer.key for buffer in buffers])):
                 for node in nodes[: self._num_replicas] if offers[i] is not None else ():
                     groups.setdefault(id(node), (node, []))[1].append(i)
@@ -363,7 +365,7 @@ class RemoteStore:
             return {i for answers in await asyncio.gather(*putting) for i in answers}
 
     async def _put(
-        self, node: Node, chosen: Sequence[int], buffers: Sequence[BlockBuffer], offers: Sequence[BlockOffer | None]
+        self, node: NodeLink, chosen: Sequence[int], buffers: Sequence[BlockBuffer], offers: Sequence[BlockOffer | None]
     ) -> list[int]:
         """Which of these the node keeps."""
         kept: list[int] = []
@@ -384,7 +386,7 @@ class RemoteStore:
         """ "host:port" of a worker that says it holds each of these, not this one; told by each key's first node."""
         places = [""] * len(keys)
 
-        async def ask(node: Node, chosen: list[int]) -> None:
+        async def ask(node: NodeLink, chosen: list[int]) -> None:
             peer = await self._links.peer_of(node)
             if peer is not None:
                 try:
@@ -402,7 +404,7 @@ class RemoteStore:
     async def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Tell each key's first node."""
         news: defaultdict[int, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
-        nodes: dict[int, Node] = {}
+        nodes: dict[int, NodeLink] = {}
         for which, keys in enumerate((added, removed)):
             for key, (node, *_) in zip(keys, self._links.order(keys) if self._links.nodes else (), strict=False):
                 nodes[id(node)] = node
@@ -412,7 +414,7 @@ class RemoteStore:
             if peer is not None and self._peer_server is not None:
                 peer.announce(self._host, self._peer_server.port, some, gone)
 
-    async def _announce_all(self, node: Node) -> None:
+    async def _announce_all(self, node: NodeLink) -> None:
         """A node that has just been connected, again or for the first time, knows nothing yet."""
         if self._peer_blocks is None or self._peer_server is None or node not in self._links.nodes:
             return
