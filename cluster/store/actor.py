@@ -1,7 +1,7 @@
 """A node of the cluster's store as a Ray actor, one on each machine that has workers.
 
-Ray restarts it when it dies; it is detached, so it outlives a redeployment of the application. Blocks and requests use its own
-sockets and memory, never Ray.
+Ray restarts it when it dies; it is detached, so it outlives a redeployment of the application. Blocks and requests
+use its own sockets and memory, never Ray.
 """
 
 import asyncio

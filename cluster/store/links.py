@@ -1,7 +1,7 @@
 """One client's connections to the store's nodes, and to other workers that share blocks.
 
-A node that is down or does not answer costs one timeout; then the client backs off, twice as long each time, and skips it.
-Used on one loop. Must not import Ray.
+A node that is down or does not answer costs one timeout; then the client backs off, twice as long each time, and
+skips it. Used on one loop. Must not import Ray.
 """
 
 import asyncio

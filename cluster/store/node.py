@@ -43,7 +43,11 @@ class NodeStats:
 
 
 class StoreNode:
-    """The blocks of one node. A SlabDelegate, whose methods are half of the 25."""
+    """The blocks of one node.
+
+    More than 25 methods and 12 attributes: twelve methods are a SlabDelegate's, and the size of blocks, with
+    everything that follows from it, is known only when the first client connects.
+    """
 
     def __init__(
         self,
@@ -184,9 +188,13 @@ class StoreNode:
         assert self._index is not None
         self._blocks[row] = block
         self._index.put(
-            BlockHash(block.key), row, self._clock(), parent=BlockHash(block.parent) if block.parent else None,
-            end_tokens=block.end_tokens, priority=block.priority,
-        )  # fmt: skip
+            BlockHash(block.key),
+            row,
+            self._clock(),
+            parent=BlockHash(block.parent) if block.parent else None,
+            end_tokens=block.end_tokens,
+            priority=block.priority,
+        )
 
     def drop(self, room: ReservedRange, *, read: "asyncio.Future[None] | None" = None) -> None:
         assert self._index is not None

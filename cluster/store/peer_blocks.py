@@ -1,8 +1,9 @@
 """Other workers read blocks from this worker's host tier: a slab owner that serves reads and accepts no blocks.
 
-The host tier belongs to the engine's thread, so reads are leased and released there, between two steps. Workers find each
-other's blocks through the store's nodes: each worker announces its changes to the node that placement names for a block,
-and a worker that finds a block nowhere asks that node. A hit costs the workers nothing, a miss one small request.
+The host tier belongs to the engine's thread, so reads are leased and released there, between two steps. Workers find
+each other's blocks through the store's nodes: each worker announces its changes to the node that placement names for
+a block, and a worker that finds a block nowhere asks that node. A hit costs the workers nothing, a miss one small
+request.
 """
 
 import asyncio

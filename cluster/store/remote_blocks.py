@@ -38,7 +38,7 @@ def offset_in(memory: KvMemory, view: memoryview) -> int | None:
 
 
 def cut_in_batches(buffers: Sequence[BlockBuffer], max_bytes: int, max_staged: int) -> Iterator[list[int]]:
-    """Batches of indices, in order: at most `max_bytes` (but at least one block) and `max_staged` staged blocks each."""
+    """Batches of indices, in order: each at most `max_bytes` (or one block) and `max_staged` staged blocks."""
     batch: list[int] = []
     num_bytes = num_staged = 0
     for index, buffer in enumerate(buffers):

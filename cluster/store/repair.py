@@ -1,8 +1,8 @@
 """Keeps as many copies of each block as placement wants when nodes of the store join or leave.
 
-After a change every node goes through its blocks: it offers a block to each node that should have a copy and has none, and
-deletes blocks that belong elsewhere once every node that should have them does. At a limited rate. An evicted block is not
-copied back, or full nodes would evict each other's blocks for ever.
+After a change every node goes through its blocks: it offers a block to each node that should have a copy and has
+none, and deletes blocks that belong elsewhere once every node that should have them does. At a limited rate. An
+evicted block is not copied back, or full nodes would evict each other's blocks for ever.
 """
 
 import asyncio

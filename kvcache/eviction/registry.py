@@ -1,4 +1,7 @@
-"""Eviction policies by name (`cache.policy`). A new one is a class with `score` and a line in `_MAKERS`; see usage.py."""
+"""Eviction policies by name (`cache.policy`).
+
+A new one is a class with `score` and a line in `_MAKERS`; see usage.py.
+"""
 
 from collections.abc import Callable
 

@@ -1,9 +1,10 @@
-"""The contract of an eviction policy, and the record that a policy sees of each cached entry. Pure: no clock, no random source.
+"""The contract of an eviction policy, and the record that a policy sees of each cached entry. Pure: no clock, no
+random source.
 
-A cache (the device's prefix index, or a tier) keeps an `EntryUsage` with each entry and asks its policy for a score. Among the
-entries that may be evicted now (not held, not pinned, without a cached continuation) the lowest score goes first. The
-cache asks for a score when an entry becomes evictable; the score holds until the entry is used again or the policy's
-`num_revisions` grows.
+A cache (the device's prefix index, or a tier) keeps an `EntryUsage` with each entry and asks its policy for a score.
+Among the entries that may be evicted now (not held, not pinned, without a cached continuation) the lowest score goes
+first. The cache asks for a score when an entry becomes evictable; the score holds until the entry is used again or
+the policy's `num_revisions` grows.
 """
 
 from dataclasses import dataclass

@@ -51,8 +51,8 @@ class EntryChanges:
 class ChangeLog:
     """Net changes of an index that adds and removes runs of hashes.
 
-    Keeps the runs in order, so logging a prompt's blocks costs one append, and nets them when drained, or when they hold
-    more than `limit` hashes.
+    Keeps the runs in order, so logging a prompt's blocks costs one append, and nets them when drained, or when they
+    hold more than `limit` hashes.
     """
 
     def __init__(self, limit: int) -> None:

@@ -33,7 +33,10 @@ class TierCounts:
 
 
 class TierIndex:
-    """Entries of one block each. An entry that another one here continues is not evicted before that one."""
+    """Entries of one block each. An entry that another one here continues is not evicted before that one.
+
+    More than 25 methods: the one face of rows, quotas, pins, victims and changes, mostly a line or two each.
+    """
 
     def __init__(
         self,
@@ -158,7 +161,10 @@ class TierIndex:
         end_tokens: int,
         priority: int = 0,
     ) -> bool:
-        """This reserved row now holds `digest`'s block. False: the block was here already, and the row is free again."""
+        """This reserved row now holds `digest`'s block.
+
+        False: the block was here already, and the row is free again.
+        """
         if digest in self._entries:
             self.cancel((row,))
             return False

@@ -1,6 +1,7 @@
 """One sequence's blocks on their way from a slab into the pool, while its first step already computes.
 
-The rows are verified first; then the layers arrive one by one, and a step may compute layer i as soon as it is in place.
+The rows are verified first; then the layers arrive one by one, and a step may compute layer i as soon as it is in
+place.
 """
 
 import threading

@@ -5,7 +5,10 @@ from typing import Protocol
 
 
 class BlockSlab(Protocol):
-    """A slab beside a pool, and the copies between the two (host.py, and the simulator's). Methods block; any thread."""
+    """A slab beside a pool, and the copies between the two (host.py, and the simulator's).
+
+    Methods block; any thread.
+    """
 
     num_layers: int
     num_rows: int

@@ -1,4 +1,5 @@
-"""Host memory for the KV of pre-empted sequences: copied out of the pool at once, and back while a step already computes.
+"""Host memory for the KV of pre-empted sequences: copied out of the pool at once, and back while a step already
+computes.
 
 An area of its own beside the host tier, which may evict its entries and has no hashes for blocks that are not full. KV
 stays here until its sequence is resumed or has ended. Lives on the engine's thread; an I/O thread makes large loads.
@@ -142,7 +143,8 @@ class SwapArea:
     # ---- back
 
     def load(self, swapped: SwappedBlocks, first_block: int, blocks: Sequence[BlockId]) -> SwapLoad:
-        """Load the blocks from `first_block` of the block table on into `blocks`, which the caller holds until it is over.
+        """Load the blocks from `first_block` of the block table on into `blocks`, which the caller holds until it is
+        over.
 
         All of the sequence's rows become free then.
         """

@@ -5,7 +5,8 @@ The only writer of reference counts, generations and the prefix index. Pure: no 
 A block is in exactly one state:
   free    holds no content worth keeping
   used    referenced by sequences, reservations or transfers
-  cached  indexed and not referenced: can be matched; evicted from the ends of the index's leaves, by priority and policy
+  cached  indexed and not referenced: can be matched; evicted from the ends of the index's leaves, by priority and
+  policy
 
 A used block may be indexed too. Indexed blocks before a used or pinned one of the same chain are not evicted.
 """
@@ -42,8 +43,9 @@ class BlockCounts(msgspec.Struct, frozen=True, gc=False):
 class BlockPool:
     """Allocates, shares, caches and evicts fixed-size blocks. Not thread-safe: one owner thread.
 
-    Returns block id arrays (array("i")) and accepts any iterable of ids, each block once in a call. More than 25 methods:
-    allocation, index and pins change the same reference counts, and stay in one class so that only one writes them.
+    Returns block id arrays (array("i")) and accepts any iterable of ids, each block once in a call. More than 25
+    methods: allocation, index and pins change the same reference counts, and stay in one class so that only one
+    writes them.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class BlockPool:
         return len(self._free) + self._tree.num_evictable
 
     def allocate(self, count: int) -> "BlockIds | None":
-        """`count` blocks with one reference each, evicting if needed; None, and no change, when there are not enough."""
+        """`count` blocks with one reference each, evicting if needed; None, and no change, when there are too few."""
         free, missing = self._free, count - len(self._free)
         if missing > 0:
             if missing > self._tree.num_evictable:
@@ -171,7 +173,8 @@ class BlockPool:
         return self._tree.find(chain, count if limit is None or limit > count else limit)
 
     def partial_match(self, match: Match, tokens: bytes) -> tuple[int, int]:
-        """(block, count): a cached block after `match` that shares its first `count` tokens with `tokens`, to copy from.
+        """(block, count): a cached block after `match` that shares its first `count` tokens with `tokens`, to copy
+        from.
 
         To be called right after `match`. (-1, 0): fewer than MIN_PARTIAL_TOKENS are shared.
 
@@ -213,7 +216,8 @@ class BlockPool:
         *,
         priority: int = 0,
     ) -> None:
-        """Index blocks first .. last - 1 of this block table, which are full. Blocks of hashes indexed already are skipped.
+        """Index blocks first .. last - 1 of this block table, which are full. Blocks of hashes indexed already are
+        skipped.
 
         Args:
             chain: the hashes of the sequence's full blocks.

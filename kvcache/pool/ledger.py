@@ -1,7 +1,7 @@
 """The state of each block: its references, its generation, and the node of the prefix index that holds it. Pure.
 
-Flat arrays, and operations on many blocks at once: single calls into C (native/pool.c) where there is a compiler, else the
-same in Python, block by block for few and with numpy for many.
+Flat arrays, and operations on many blocks at once: single calls into C (native/pool.c) where there is a compiler,
+else the same in Python, block by block for few and with numpy for many.
 """
 
 from array import array
@@ -35,7 +35,9 @@ class BlockLedger:
     assign: Callable[[BlockIds, int], None]
     """These blocks are in this node of the index from now on; -1: in none."""
     common: Callable[[Run, int, Run, int, int], int]
-    """(run, first, other, position, limit): the common leading hashes of run[first:] and other[position:], up to `limit`."""
+    """(run, first, other, position, limit): the common leading hashes of run[first:] and other[position:], up to
+    `limit`.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.refs, self.generations = array("i", [0]) * num_blocks, array("I", [0]) * num_blocks

@@ -1,7 +1,7 @@
 """Which prompts are pinned for which session, so that a session's pins can end while those of others stay. Pure.
 
-A record lasts until its pin expires or `max_hashes` is exceeded; a pin whose record was dropped ends when it expires, not
-before. Times are the caller's clock, in seconds.
+A record lasts until its pin expires or `max_hashes` is exceeded; a pin whose record was dropped ends when it expires,
+not before. Times are the caller's clock, in seconds.
 """
 
 from dataclasses import dataclass, replace

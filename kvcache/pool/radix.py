@@ -1,9 +1,9 @@
 """The prefix index: a radix tree over blocks, keyed by chained hashes. Pure: no clock, no reference counts.
 
-A node is a run of consecutive blocks: concatenated hashes, an id array, and packed tokens (for partial blocks). Nodes split
-where chains diverge and merge when they no longer do. There is one root per root hash (tenant and adapter): roots share
-nothing. The block pool reports how many leading blocks of a node are referenced (`held`); the tree counts what that
-means for the nodes above.
+A node is a run of consecutive blocks: concatenated hashes, an id array, and packed tokens (for partial blocks). Nodes
+split where chains diverge and merge when they no longer do. There is one root per root hash (tenant and adapter):
+roots share nothing. The block pool reports how many leading blocks of a node are referenced (`held`); the tree counts
+what that means for the nodes above.
 """
 
 from array import array
@@ -28,9 +28,20 @@ class RadixNode:
     """
 
     __slots__ = (
-        "blocks", "children", "digests", "heads", "held", "index", "num_locked", "parent", "priority", "stamp", "start",
-        "tokens", "usage",
-    )  # fmt: skip
+        "blocks",
+        "children",
+        "digests",
+        "heads",
+        "held",
+        "index",
+        "num_locked",
+        "parent",
+        "priority",
+        "stamp",
+        "start",
+        "tokens",
+        "usage",
+    )
 
     def __init__(
         self,
@@ -145,7 +156,7 @@ class RadixTree:
         return node, offset
 
     def partial_match(self, match: Match, tokens: bytes) -> tuple[int, int]:
-        """(block, count): the block after `match` that shares the most leading tokens with these; (-1, 0): none does."""
+        """(block, count): the block after `match` that shares the most leading tokens with these, or (-1, 0)."""
         node, offset = match.node, match.offset
         if node is None or not tokens:
             return -1, 0
@@ -295,7 +306,9 @@ class RadixTree:
     # ---- shrinking
 
     def cut(self, leaf: RadixNode, count: int) -> tuple[BlockIds, bytes]:
-        """Remove the last `count` blocks of a leaf, none of which must stay; returns (block ids, concatenated hashes)."""
+        """Remove the last `count` blocks of a leaf, none of which must stay; returns (block ids, concatenated
+        hashes).
+        """
         assert not leaf.children and count <= len(leaf.blocks) - leaf.held
         self.num_evictable -= count
         keep = len(leaf.blocks) - count

@@ -1,7 +1,7 @@
 """Codecs that compress blocks for disk and remote stores. Pure.
 
-A codec is bound to one pool's layout. `none` and `lossless` are exact; `int8` and `fp8` are not: each group of adjacent numbers
-of one token and head shares a scale, so an outlier affects only its own group.
+A codec is bound to one pool's layout. `none` and `lossless` are exact; `int8` and `fp8` are not: each group of
+adjacent numbers of one token and head shares a scale, so an outlier affects only its own group.
 """
 
 import struct
@@ -65,8 +65,8 @@ class NoCodec:
 class LosslessCodec:
     """Exponents are Huffman-coded, one byte of each number; signs and mantissas, which are noise, stay as they are.
 
-    Nothing repeats in KV that a search for matches would find: plain Huffman codes are smaller, and faster to make, than
-    what zstd or LZ4 make of the same bytes (bench/results/2026-11-22-kv-cache.md).
+    Nothing repeats in KV that a search for matches would find: plain Huffman codes are smaller, and faster to make,
+    than what zstd or LZ4 make of the same bytes (bench/results/2026-11-22-kv-cache.md).
     """
 
     name = "lossless"
@@ -148,7 +148,10 @@ def _group_of(head_dim: int) -> int:
 
 
 def make_codec(name: str, layout: KvLayout) -> Codec:
-    """The codec for `cache.compression` and a pool's layout; one-byte dtypes are not quantised again. Raises ValueError."""
+    """The codec for `cache.compression` and a pool's layout; one-byte dtypes are not quantised again.
+
+    Raises ValueError.
+    """
     if name == "lossless":
         return LosslessCodec(layout.dtype)
     if name in ("int8", "fp8") and layout.itemsize > 1:

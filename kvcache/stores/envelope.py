@@ -1,4 +1,5 @@
-"""The format of a block in an external store (Redis, S3): a header with namespace and hash, a checksum, the bytes. Pure.
+"""The format of a block in an external store (Redis, S3): a header with namespace and hash, a checksum, the bytes.
+Pure.
 
 Everything read back is verified: a block of another model, truncated or changed, is not served.
 """

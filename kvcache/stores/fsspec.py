@@ -1,8 +1,8 @@
 """Blocks at any fsspec URL (S3, GCS, Azure, a shared folder): one object each, in an envelope that verifies it.
 
-Object stores answer in tens of milliseconds and serve many requests at once, so blocks of one call are moved in parallel on a
-bounded number of threads. Capacity and age are the bucket's to manage (lifecycle rules). A failure is a miss, after which the
-store backs off.
+Object stores answer in tens of milliseconds and serve many requests at once, so blocks of one call are moved in
+parallel on a bounded number of threads. Capacity and age are the bucket's to manage (lifecycle rules). A failure is a
+miss, after which the store backs off.
 """
 
 import importlib
@@ -30,7 +30,9 @@ _OURS = {"s3": "s3", "s3a": "s3"}  # packages of kvrelay's own extras
 
 
 class FsspecStore:
-    """A BlockStore at a URL that fsspec understands."""
+    """A BlockStore at an fsspec URL. 16 attributes: eight parameters, two of the interface, and the connection's
+    state.
+    """
 
     def __init__(
         self,
@@ -43,7 +45,8 @@ class FsspecStore:
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
-        """`url`: what follows `?` goes to the file system as options, e.g. s3://bucket/kv?endpoint_url=http://host:9000.
+        """`url`: what follows `?` goes to the file system as options, e.g.
+        s3://bucket/kv?endpoint_url=http://host:9000.
 
         `options`: the same, of any type. Raises ConfigError: an invalid URL.
         """

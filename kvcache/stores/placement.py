@@ -1,7 +1,7 @@
 """Placement of blocks on the nodes of the cluster's store: rendezvous hashing. Pure.
 
-Every client and node computes the same answer from the list of live nodes. A node that joins or leaves moves only the blocks
-that it gains or had.
+Every client and node computes the same answer from the list of live nodes. A node that joins or leaves moves only the
+blocks that it gains or had.
 
 Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); weights: Schindelhauer and
 Schomaker, "Weighted distributed hash tables" (2005).

@@ -1,8 +1,8 @@
 """Blocks in a Redis or Valkey server: pipelined, in envelopes that verify namespace and content.
 
-A block that the server does not have, or does not return in time, is a miss. After a failure the client backs off, so that a
-dead server costs its timeout once and not per request. Capacity is the server's to manage (maxmemory and its policy), or a
-TTL's.
+A block that the server does not have, or does not return in time, is a miss. After a failure the client backs off, so
+that a dead server costs its timeout once and not per request. Capacity is the server's to manage (maxmemory and its
+policy), or a TTL's.
 """
 
 import importlib
@@ -28,7 +28,7 @@ _PREFIX = b"kvrelay/1/"
 
 
 class RedisStore:
-    """A BlockStore in Redis."""
+    """A BlockStore in Redis. 14 attributes: seven parameters, two of the interface, and the connection's state."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """What every store below host memory implements: disk, the cluster's store, Redis, object stores.
 
-A store keeps whole blocks (all layers of `block_size` tokens, as one run of bytes) by prefix hash. Its methods block and
-may be called from several threads at once; only the tier controller's I/O threads call them.
+A store keeps whole blocks (all layers of `block_size` tokens, as one run of bytes) by prefix hash. Its methods block
+and may be called from several threads at once; only the tier controller's I/O threads call them.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,10 @@ class BlockStore(Protocol):
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
-        """Store copies; returns which are stored, those stored earlier included. The caller keeps `blocks` unchanged."""
+        """Store copies; returns which are stored, those stored earlier included.
+
+        The caller keeps `blocks` unchanged.
+        """
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         """Delete these blocks, if they are stored."""

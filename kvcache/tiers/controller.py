@@ -1,8 +1,8 @@
 """The tier controller of one worker: which blocks move down a tier, and which move up.
 
 Lives on the engine's thread, which owns the pool and the host tier; I/O threads copy the bytes, between rows and blocks
-that are held for them, and report through `poll`. Copies within memory and calls of the stores have threads of their own,
-so a slow disk never delays a step. Imports no torch.
+that are held for them, and report through `poll`. Copies within memory and calls of the stores have threads of their
+own, so a slow disk never delays a step. Imports no torch.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -31,8 +31,8 @@ _WRITE_BACK_PAUSE = 20  # write-back looks for blocks to save for a twentieth of
 class TierController:
     """All tiers below a worker's pool. All methods run on the engine's thread.
 
-    The face of the tiers for the engine: more than 25 methods, since most pass one call on to the part that does the work
-    (saves, loads, fetches, offload).
+    The face of the tiers for the engine: more than 25 methods, since most pass one call on to the part that does the
+    work (saves, loads, fetches, offload).
     """
 
     def __init__(
@@ -169,7 +169,9 @@ class TierController:
         return self.host.match(hashes, start)
 
     def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
-        """Load these blocks of the host tier, all of which are there, into `blocks`, which the caller holds meanwhile."""
+        """Load these blocks of the host tier, all of which are there, into `blocks`, which the caller holds
+        meanwhile.
+        """
         return self._loads.load(hashes, blocks)
 
     def discard_load(self, load: Load) -> None:

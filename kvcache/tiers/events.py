@@ -19,8 +19,8 @@ Hashes = dict[BlockHash, None]
 class EventLog:
     """Numbers the cache changes of one worker. A subscriber starts from `snapshot` and applies the events that follow.
 
-    A hash is *stored* while pool or host tier has its block, and *lowered* while only the host tier has. Hashes are kept
-    in the order in which they were stored, so a snapshot keeps chains together.
+    A hash is *stored* while pool or host tier has its block, and *lowered* while only the host tier has. Hashes are
+    kept in the order in which they were stored, so a snapshot keeps chains together.
     """
 
     def __init__(self) -> None:
@@ -89,9 +89,11 @@ class EventLog:
         return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
 
     def audit(self, hashes: Sequence[bytes], pool: BlockPool, host: TierIndex | None) -> tuple[int, list[int]]:
-        """(the last event's number, the tier of each of these hashes), from the caches themselves, not from past events.
+        """(the last event's number, the tier of each of these hashes), from the caches themselves, not from past
+        events.
 
-        A hash whose tier differs from the events while changes are not drained is CHANGING. Scans all of the pool's hashes.
+        A hash whose tier differs from the events while changes are not drained is CHANGING. Scans all of the pool's
+        hashes.
         """
         in_pool = set(hashes).intersection(pool.cached_hashes())
         is_changing = pool.has_changes or (host is not None and host.has_changes)

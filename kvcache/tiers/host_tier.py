@@ -1,4 +1,7 @@
-"""The host tier: a slab of memory, the index over its rows, and each row's checksum and metadata. Pure; engine's thread."""
+"""The host tier: a slab of memory, the index over its rows, and each row's checksum and metadata.
+
+Pure; engine's thread.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Messages of the slab protocol: reading and writing blocks by key between two processes. Typed msgpack.
 
-A *slab* is memory that holds many blocks. Block data never travels in these messages: the process that owns the memory to
-be written reads it from the other's slab over a transport. A get is an AcquireLease (the server holds the blocks for a lease
-and returns their offsets), a read by the client, and a ReleaseLease. A put is a PutBlocks: the client keeps its blocks
-unchanged until the answer, while the server reads them. Every request has a number, which its answer repeats. Times are
-durations.
+A *slab* is memory that holds many blocks. Block data never travels in these messages: the process that owns the
+memory to be written reads it from the other's slab over a transport. A get is an AcquireLease (the server holds the
+blocks for a lease and returns their offsets), a read by the client, and a ReleaseLease. A put is a PutBlocks: the
+client keeps its blocks unchanged until the answer, while the server reads them. Every request has a number, which its
+answer repeats. Times are durations.
 
     client                       server
     SlabHello              ->                          names the transports over which the client's slabs can be read
@@ -103,7 +103,9 @@ class BlockOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutBlocks(_Message, frozen=True, tag="put-blocks"):
-    """Store copies of these blocks, which stay in the client's slab number `slab` until the answer or for `hold_s` seconds."""
+    """Store copies of these blocks, which stay in the client's slab number `slab` until the answer or for `hold_s`
+    seconds.
+    """
 
     number: int
     slab: int
@@ -155,7 +157,8 @@ class Replicate(_Message, frozen=True, tag="replicate"):
 
 
 class AnnounceBlocks(_Message, frozen=True, tag="announce-blocks"):
-    """The client's own slab has the `added` blocks from now on, readable at host:port, and no longer the `removed` ones.
+    """The client's own slab has the `added` blocks from now on, readable at host:port, and no longer the `removed`
+    ones.
 
     Not answered. Forgotten when the connection ends.
     """

@@ -1,7 +1,7 @@
 """SlabServer: leases blocks of one slab to clients that know the cluster's secret, and stores blocks for them.
 
-Owns connections and leases; its delegate knows which block is where. A client that disconnects leaves nothing behind: its
-leases end, and a block that was being read from it is stored if all of it arrived and verifies, else dropped.
+Owns connections and leases; its delegate knows which block is where. A client that disconnects leaves nothing behind:
+its leases end, and a block that was being read from it is stored if all of it arrived and verifies, else dropped.
 """
 
 import asyncio

@@ -61,9 +61,14 @@ class SharedSlab:
     """This process's memory, readable by others between start() and aclose()."""
 
     def __init__(
-        self, memory: KvMemory, secret: bytes, host: str, *, transport: str = "auto",
+        self,
+        memory: KvMemory,
+        secret: bytes,
+        host: str,
+        *,
+        transport: str = "auto",
         transports: Mapping[str, Transport] = TRANSPORTS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.memory = memory
         self._secret, self._host, self._transport, self._transports = secret, host, transport, transports
         self._exporters: dict[str, Exporter] = {}
@@ -98,7 +103,10 @@ class SharedSlab:
         return SlabOffer(self.memory.layout.num_bytes, offers)
 
     def route_from(self, theirs: SlabOffer, topology: Topology) -> Route:
-        """The paths from another process's slab into this memory, not yet connected. `topology`: of the other's machine."""
+        """The paths from another process's slab into this memory, not yet connected.
+
+        `topology`: of the other's machine.
+        """
         descriptors = {offer.name: offer.descriptor for offer in theirs.offers}
         common = [name for name in self._offered if name in descriptors]
         ranked = rank_paths(topology, this_machine(), "cpu", self.memory.device, common)

@@ -1,4 +1,6 @@
-"""Space for blocks in transit that cannot lie in the caller's own slab: compressed ones, or bytes of any other memory."""
+"""Space for blocks in transit that cannot lie in the caller's own slab: compressed ones, or bytes of any other
+memory.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +25,10 @@ class StagingSlab:
 
     @contextlib.asynccontextmanager
     async def reserve(self, count: int) -> AsyncIterator[list[int]]:
-        """Reserve `count` cells, waiting for them; yields their byte offsets. After a StuckRead they return when it ends."""
+        """Reserve `count` cells, waiting for them; yields their byte offsets.
+
+        After a StuckRead they return when it ends.
+        """
         async with self._returned:
             await self._returned.wait_for(lambda: len(self._free) >= count)
             taken, self._free = self._free[:count], self._free[count:]

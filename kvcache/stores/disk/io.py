@@ -81,7 +81,10 @@ class Segments:
         return found
 
     def ensure(self, segment: int) -> None:
-        """Create or open this segment, with all of its bytes allocated. Raises OSError; then no partial file is left."""
+        """Create or open this segment, with all of its bytes allocated.
+
+        Raises OSError; then no partial file is left.
+        """
         with self._lock:
             if segment in self._fds:
                 return

@@ -191,7 +191,10 @@ class RecordIo:
             self._flush(packed, vectors)
 
     def _pack(self, frame: memoryview, item: WriteItem, vectors: list[memoryview]) -> RecordHeader | None:
-        """Add one record's buffers to `vectors`. None, and nothing added: the block is too large or cannot be encoded."""
+        """Add one record's buffers to `vectors`.
+
+        None, and nothing added: the block is too large or cannot be encoded.
+        """
         page, room = frame[:PAGE_BYTES], frame[PAGE_BYTES:]
         if self._is_direct(item.block):
             payload, parts = item.block, [page, item.block]

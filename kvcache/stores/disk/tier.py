@@ -1,7 +1,7 @@
 """The disk tier: blocks in a folder with a byte limit, found again after a restart.
 
-Owns the store's life: claiming a folder, losing it, and replacing a volume whose records have become too small. Where blocks
-are is volume.py's, what their bytes look like format.py's.
+Owns the store's life: claiming a folder, losing it, and replacing a volume whose records have become too small. Where
+blocks are is volume.py's, what their bytes look like format.py's.
 """
 
 import contextlib
@@ -221,7 +221,10 @@ class DiskStore:
                 self._journal.count(volume.delete(hashes), self.path)
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
-        """Pin the stored ones of these until `ttl_s`, or the process, ends; half the store at most. Returns how many."""
+        """Pin the stored ones of these until `ttl_s`, or the process, ends; half the store at most.
+
+        Returns how many.
+        """
         with self._visit() as volume:
             return 0 if volume is None else volume.pin(hashes, ttl_s)
 

@@ -1,8 +1,8 @@
 """The blocks of one claimed folder: which row holds which, what is evicted, and what was found after a restart.
 
-Owns the index and the records' headers. Every row that is read is held, every row that is written is reserved, so no two
-threads use one row's bytes at once. Methods are thread-safe, except open() and close(). Disk errors are returned in the
-outcome, not raised.
+Owns the index and the records' headers. Every row that is read is held, every row that is written is reserved, so no
+two threads use one row's bytes at once. Methods are thread-safe, except open() and close(). Disk errors are returned
+in the outcome, not raised.
 """
 
 import errno

@@ -100,7 +100,7 @@ def test_blocks_go_from_the_callers_slab_and_into_it_without_a_copy(make_nodes):
         hashes = hashes_of(4)
         for digest, slot in zip(hashes, slots, strict=False):
             slot[:] = block(digest)
-        store._stager._codec = None  # what is staged would fail
+        store._client._stager._codec = None  # what is staged would fail
         assert store.store(hashes, slots[:4], [META] * 4) == [True] * 4
         assert store.load(hashes, slots[4:]) == [True] * 4
         assert slots[4:] == [block(digest) for digest in hashes]
@@ -407,7 +407,7 @@ def test_who_does_not_know_the_secret_gets_nothing(make_nodes):
     store, hashes = nodes.client(), hashes_of(1)
     put(store, hashes)
     stranger = nodes.client()
-    stranger._secret = b"another secret"
+    stranger._client._secret = b"another secret"
     assert stranger.contains(hashes) == get(stranger, hashes) == [False]
     assert service.server.num_clients == 1
 
@@ -421,7 +421,7 @@ def test_a_node_that_is_not_there_costs_one_attempt_and_rests(make_nodes):
     nodes.run(gone.aclose())
     assert get(store, hashes) == [True] * 10
     assert get(store, hashes) == [True] * 10
-    (down,) = [node for node in store._links.nodes if node.address.node_id == "b"]
+    (down,) = [node for node in store._client.links.nodes if node.address.node_id == "b"]
     assert down.back_off.num_failures == 1
     del nodes.services["b"]
 

@@ -141,7 +141,7 @@ def test_a_frozen_node_costs_one_wait_and_its_copies_elsewhere_serve(make_nodes,
     nodes.kill("a", signal.SIGSTOP)
     more = hashes_of(10)
     assert get(store, hashes) == [True] * 20
-    (frozen,) = [node for node in store._links.nodes if node.address.node_id == "a"]
+    (frozen,) = [node for node in store._client.links.nodes if node.address.node_id == "a"]
     assert (frozen.peer, frozen.back_off.num_failures) == (None, 1)
     assert get(store, hashes) == [True] * 20
     assert put(store, more) == [True] * 10
@@ -195,7 +195,7 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
     nodes.inside("a")
     store, hashes = nodes.client(), hashes_of(3)
     put(store, hashes)
-    staging, reads, fetch = store._staging, [], SlabReader.read
+    staging, reads, fetch = store._client._staging, [], SlabReader.read
 
     async def stuck(self, blocks):
         import asyncio
@@ -207,7 +207,7 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
     assert get(store, hashes) == [False] * 3
     assert staging.num_free == staging.num_cells - 3
     monkeypatch.setattr(SlabReader, "read", fetch)
-    for node in store._links.nodes:
+    for node in store._client.links.nodes:
         node.back_off = BackOff()  # the back-off has ended
     assert get(store, hashes) == [True] * 3
     assert staging.num_free == staging.num_cells - 3

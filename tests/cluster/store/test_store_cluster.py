@@ -83,9 +83,11 @@ async def test_what_one_worker_computed_another_brings_from_the_store_and_from_i
         assert loaded.loaded_blocks == len(hashes)
 
         await asyncio.to_thread(store.delete, hashes)
-        assert not any(await asyncio.to_thread(lambda: store._wait(store._exist([store.key(h) for h in hashes]))))
+        assert not any(
+            await asyncio.to_thread(lambda: store._wait(store._client.exist([store.key(h) for h in hashes])))
+        )
         assert await tokens(cluster, 2, "from a worker") == (expected, LENGTH // 16 * 16)
-        lent = [store_of(worker)._peer_blocks.num_leased for worker in cluster.inside]
+        lent = [store_of(worker)._client.peer_blocks.num_leased for worker in cluster.inside]
         assert sum(lent) == len(hashes), lent
         assert lent[2] == 0
 

@@ -1,0 +1,305 @@
+"""The asynchronous side of a client of the cluster's store: lookups, reads and writes over all nodes.
+
+Knows the nodes and which of them keep which block (placement), reads from them, and lets them read. When a node does not
+answer, the next replica is tried. Must not import Ray.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvrelay.cluster.store.links import NodeLink, StoreLinks
+from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
+from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, BlockBuffer, BlockStager, cut_in_batches
+from kvrelay.errors import PeerLost
+from kvrelay.kvcache.stores.codecs import Codec
+from kvrelay.kvcache.stores.placement import StoreAddress
+from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
+from kvrelay.kvtransfer.slabs.messages import BlockOffer
+from kvrelay.kvtransfer.slabs.server import SlabServer
+from kvrelay.kvtransfer.slabs.slabs import SharedSlab, StuckRead
+from kvrelay.kvtransfer.slabs.staging import StagingSlab
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.plane.tls import ClusterTls
+from kvrelay.types import KvMemory
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 32 << 20
+_MIN_CELLS, _MAX_CELLS = 4, 64
+_BATCH_BYTES = 64 << 20  # of one request to one node
+_PUT_BYTES, _MAX_PUTS = 8 << 20, 3  # of one write; writes at once
+PUT_TIMEOUT_S = 10.0
+
+
+class StoreClient:
+    """Blocks by key in the cluster's store. Used on one loop.
+
+    More than 12 attributes: nine are parameters of its connections.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        worker_id: str,
+        host: str,
+        codec: Codec,
+        transit_bytes: int,
+        memory: KvMemory | None,
+        num_replicas: int,
+        answer_s: float,
+        stall_s: float,
+        transport: str,
+        transports: Mapping[str, Transport],
+        tls: ClusterTls | None,
+        tamper: Any,
+        shared_keys: SharedKeys,
+    ) -> None:
+        """A client that is not started.
+
+        Args:
+            transit_bytes: the largest encoded block.
+            memory: the caller's slab, if blocks are read from and into it directly.
+            shared_keys: of the blocks in `memory`, for other workers.
+        """
+        self._secret, self._worker_id, self._host = secret, worker_id, host
+        self._codec, self._transit_bytes, self._memory = codec, transit_bytes, memory
+        self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s
+        self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
+        self._shared_keys = shared_keys
+        self.links = StoreLinks(self._make_peer, num_replicas=num_replicas, on_connected=self._announce_all)
+        self._slabs: list[SharedSlab] = []
+        self._staging: StagingSlab | None = None
+        self._stager: BlockStager | None = None
+        self.peer_blocks: PeerBlocks | None = None
+        self._peer_server: SlabServer | None = None
+
+    # ---- life
+
+    async def start(self, nodes: Sequence[StoreAddress]) -> None:
+        """Raises BackendUnavailable."""
+        num_cells = min(max(STAGING_BYTES // self._transit_bytes, _MIN_CELLS), _MAX_CELLS)
+        self._staging = StagingSlab(self._transit_bytes, num_cells)
+        self._stager = BlockStager(self._staging.memory, self._memory, self._codec)
+        for memory in (self._staging.memory, *([self._memory] if self._memory is not None else [])):
+            slab = SharedSlab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
+            self._slabs.append(slab)
+            await slab.start()
+        self.links.set_nodes(nodes)
+
+    async def aclose(self) -> None:
+        """Close every connection. Blocks stay in the store."""
+        if self._peer_server is not None and self.peer_blocks is not None:
+            self.peer_blocks.is_closed = True
+            await self._peer_server.aclose()
+        await self.links.aclose()
+        for slab in self._slabs:
+            await slab.aclose()
+        if self._staging is not None:
+            self._staging.free()
+
+    async def share(self, blocks: PeerBlocks) -> int:
+        """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""
+        assert self._memory is not None
+        server = SlabServer(
+            self._slabs[IN_PLACE], blocks, self._secret, self._host, stall_s=self._stall_s, tls=self._tls
+        )
+        await server.start()
+        self.peer_blocks, self._peer_server = blocks, server
+        await asyncio.gather(*(self._announce_all(node) for node in self.links.nodes))
+        return server.port
+
+    # ---- blocks
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which blocks are in the store, or at a worker that shares them."""
+        found = await self.exist(keys)
+        missing = [i for i, here in enumerate(found) if not here]
+        for i, address in zip(missing, await self._find_holders([keys[i] for i in missing]), strict=True):
+            found[i] = bool(address)
+        return found
+
+    async def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(keys)
+        order = self.links.order(keys)
+
+        async def call(node: NodeLink, chosen: list[int]) -> None:
+            peer = await self.links.peer_of(node)
+            if peer is not None:
+                try:
+                    for i, here in zip(chosen, await peer.exists([keys[i] for i in chosen]), strict=True):
+                        found[i] |= here
+                except PeerLost as error:
+                    self.links.failed(node, error.why)
+
+        await self.links.by_rank(order, found, call)
+        return found
+
+    async def load(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
+        loaded = [False] * len(buffers)
+        staging = self._staging
+        assert staging is not None
+        order = self.links.order([buffer.key for buffer in buffers])
+
+        async def call(node: NodeLink, chosen: list[int]) -> None:
+            for batch in cut_in_batches([buffers[i] for i in chosen], _BATCH_BYTES, staging.num_cells):
+                await self._get(node, [buffers[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
+
+        await self.links.by_rank(order, loaded, call)
+        missing = [i for i, here in enumerate(loaded) if not here]
+        if missing:
+            at = await self._find_holders([buffers[i].key for i in missing])
+            workers = [[self.links.worker(address)] if address else [] for address in at]
+            found = [False] * len(missing)
+
+            async def load_from_worker(node: NodeLink, chosen: list[int]) -> None:
+                await call(node, [missing[i] for i in chosen])
+
+            await self.links.by_rank(workers, found, load_from_worker)
+        return loaded
+
+    async def _get(
+        self, node: NodeLink, buffers: Sequence[BlockBuffer], loaded: list[bool], index: Sequence[int]
+    ) -> None:
+        """Read one batch from one node, as far as it has the blocks."""
+        assert self._staging is not None and self._stager is not None
+        staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
+        try:
+            async with self._staging.reserve(len(staged)) as free:
+                peer = await self.links.peer_of(node)
+                if peer is None:
+                    return
+                cells = dict(zip(staged, free, strict=True))
+                sizes = await peer.get([self._wanted(buffer, cells.get(i)) for i, buffer in enumerate(buffers)])
+                good = [size == buffer.view.nbytes for size, buffer in zip(sizes, buffers, strict=True)]
+                if staged:
+                    good = await asyncio.to_thread(self._arrived, buffers, cells, sizes)
+        except PeerLost as error:
+            self.links.failed(node, error.why)
+        except StuckRead as error:
+            if len(staged) < len(buffers):
+                await asyncio.wait({error.read})  # the caller must not get its own memory back before
+            self.links.failed(node, error.why)
+        else:
+            for i, is_good in zip(index, good, strict=True):
+                loaded[i] = is_good
+
+    def _wanted(self, buffer: BlockBuffer, cell: int | None) -> BlockRequest:
+        if cell is None:
+            return BlockRequest(buffer.key, IN_PLACE, buffer.offset or 0, buffer.view.nbytes)
+        return BlockRequest(buffer.key, STAGED, cell, self._transit_bytes)
+
+    def _arrived(self, buffers: Sequence[BlockBuffer], cells: Mapping[int, int], sizes: Sequence[int]) -> list[bool]:
+        stager = self._stager
+        assert stager is not None
+        return [
+            stager.arrived(buffer, cells[i], sizes[i]) if i in cells and sizes[i] else sizes[i] == buffer.view.nbytes
+            for i, buffer in enumerate(buffers)
+        ]
+
+    async def store(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
+        """Let every replica read these blocks; returns which are stored by at least one."""
+        kept = [False] * len(buffers)
+        assert self._staging is not None
+        few = asyncio.Semaphore(_MAX_PUTS)  # one is checksummed while another is read
+
+        async def put(batch: list[int]) -> None:
+            async with few:
+                for i in await self._store_batch([buffers[i] for i in batch]):
+                    kept[batch[i]] = True
+
+        async with asyncio.TaskGroup() as group:
+            for batch in cut_in_batches(buffers, _PUT_BYTES, self._staging.num_cells):
+                group.create_task(put(batch))
+        return kept
+
+    async def _store_batch(self, buffers: Sequence[BlockBuffer]) -> set[int]:
+        assert self._staging is not None and self._stager is not None
+        staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
+        async with self._staging.reserve(len(staged)) as free:
+            offers = await asyncio.to_thread(self._stager.offers, buffers, dict(zip(staged, free, strict=True)))
+            groups: dict[int, tuple[NodeLink, list[int]]] = {}
+            for i, nodes in enumerate(self.links.order([buffer.key for buffer in buffers])):
+                for node in nodes[: self._num_replicas] if offers[i] is not None else ():
+                    groups.setdefault(id(node), (node, []))[1].append(i)
+            putting = [self._put(node, chosen, buffers, offers) for node, chosen in groups.values()]
+            return {i for answers in await asyncio.gather(*putting) for i in answers}
+
+    async def _put(
+        self, node: NodeLink, chosen: Sequence[int], buffers: Sequence[BlockBuffer], offers: Sequence[BlockOffer | None]
+    ) -> list[int]:
+        """Indices of the blocks that this node stored."""
+        kept: list[int] = []
+        peer = await self.links.peer_of(node)
+        if peer is None:
+            return kept
+        try:
+            for slab in (STAGED, IN_PLACE):
+                some = [i for i in chosen if (buffers[i].offset is None) == (slab == STAGED)]
+                if some:
+                    answers = await peer.put(
+                        slab, [offer for i in some if (offer := offers[i])], within_s=PUT_TIMEOUT_S
+                    )
+                    kept += [i for i, is_kept in zip(some, answers, strict=True) if is_kept]
+        except PeerLost as error:
+            self.links.failed(node, error.why)
+        return kept
+
+    async def _find_holders(self, keys: Sequence[bytes]) -> list[str]:
+        """For each key the "host:port" of another worker that announced it to the key's first node, or ""."""
+        addresses = [""] * len(keys)
+
+        async def call(node: NodeLink, chosen: list[int]) -> None:
+            peer = await self.links.peer_of(node)
+            if peer is not None:
+                try:
+                    answers = await peer.find_holders([keys[i] for i in chosen])
+                except PeerLost as error:
+                    self.links.failed(node, error.why)
+                    return
+                for i, address in zip(chosen, answers, strict=True):
+                    addresses[i] = address
+
+        await self.links.by_rank([nodes[:1] for nodes in self.links.order(keys)], [False] * len(keys), call)
+        own = "" if self._peer_server is None else f"{self._host}:{self._peer_server.port}"
+        return ["" if address == own else address for address in addresses]
+
+    async def announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Announce changes of the caller's slab to each key's first node."""
+        changes: defaultdict[int, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
+        nodes: dict[int, NodeLink] = {}
+        for which, keys in enumerate((added, removed)):
+            for key, (node, *_) in zip(keys, self.links.order(keys) if self.links.nodes else (), strict=False):
+                nodes[id(node)] = node
+                changes[id(node)][which].append(key)
+        for name, (some, gone) in changes.items():
+            peer = await self.links.peer_of(nodes[name])
+            if peer is not None and self._peer_server is not None:
+                peer.announce(self._host, self._peer_server.port, some, gone)
+
+    async def _announce_all(self, node: NodeLink) -> None:
+        """Announce all shared blocks to a node that has just been connected."""
+        if self.peer_blocks is None or self._peer_server is None or node not in self.links.nodes:
+            return
+        keys = self._shared_keys.keys()
+        mine = [key for key, (first, *_) in zip(keys, self.links.order(keys), strict=True) if first is node]
+        peer = await self.links.peer_of(node)
+        if peer is not None and mine:
+            peer.announce(self._host, self._peer_server.port, mine, [])
+
+    def _make_peer(self, address: StoreAddress) -> SlabPeer:
+        return SlabPeer(
+            address.host,
+            address.port,
+            self._secret,
+            self._slabs,
+            peer_id=self._worker_id,
+            block_bytes=self._transit_bytes,
+            answer_s=self._answer_s,
+            stall_s=self._stall_s,
+            tls=self._tls,
+            tamper=self._tamper,
+        )
