@@ -51,7 +51,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder as a list of parts. Sizes are elements; windows and positions are tokens.
+    """A decoder as a list of parts: one record per checkpoint, hence its size. Sizes are elements; windows and
+    positions are tokens.
 
     layer_windows: per layer, the sliding window or None for full attention.
     layer_ropes: per layer, an index into `ropes`.

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaBackend:
-    """FlashInfer kernels on one device. It has the methods of Backend and AsyncBackend, which are more than 25.
+    """FlashInfer kernels on one device. The methods of Backend and AsyncBackend make it large.
 
     Raises:
         BackendUnavailable: no CUDA device, FlashInfer is not installed, or it cannot build its kernels.

@@ -1,5 +1,4 @@
-"""Compiled helpers that several folders share: the loader that builds C sources once, block hashing, and the index of
-block hashes.
+"""Compiled helpers of several folders: the loader that builds C sources once, block hashing, and the hash index.
 
 May import kvrelay.
 """

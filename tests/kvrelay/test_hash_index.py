@@ -180,7 +180,7 @@ def test_each_name_once_in_their_order(has_library, hashes):
         assert distinct(hashes) == distinct(tuple(hashes)) == list(dict.fromkeys(hashes))
 
 
-def test_many_names_and_names_that_crowd_are_told_apart():
+def test_many_names_and_names_that_collide_are_distinguished():
     """The first all lie in one place of the compiled check."""
     inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
     crowded = [(number * inverse % (1 << 64)).to_bytes(8, "little") + bytes(8) for number in range(300)]

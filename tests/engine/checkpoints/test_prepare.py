@@ -77,7 +77,7 @@ def test_an_unsupported_architecture_is_refused_before_any_worker_starts(folder:
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./nothing.gguf", "nothing", "a/b/c", "~nobody/x"])
-def test_what_is_not_there_is_told_with_the_choices(source: str, tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_with_the_choices(source: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"{source}.*hub id.*{DEFAULT_MODEL}"):
         prepare_checkpoint(settings(source, tmp_path))
 
@@ -102,7 +102,7 @@ def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 7, done.stderr
-    assert "the hub did not give it" in done.stdout and "check the name, the network" in done.stdout
+    assert "the hub did not return it" in done.stdout and "check the name, the network" in done.stdout
 
 
 def test_pip_that_cannot_reach_its_index_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_result_that_cannot_be_served_is_never_kept(folder: Path, tmp_path: Pa
     assert not (tmp_path / "cache" / "checkpoints" / "key").exists()
 
 
-def test_a_cache_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(ModelError, match="cannot write the converted model"):
         cached(tmp_path, folder)
@@ -200,10 +200,10 @@ checkpoint._cached(ModelSettings(source="x", cache_dir=cache), "key", build, lam
 def test_processes_that_race_convert_once(folder: Path, tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", _RACER, str(tmp_path / "cache"), str(folder), str(tmp_path / "log")]
     racers = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [racer.communicate(timeout=120)[0] for racer in racers]
+    output = [racer.communicate(timeout=120)[0] for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     assert builds(tmp_path) == 1
-    assert any("waiting for another process" in text for text in said)
+    assert any("waiting for another process" in text for text in output)
 
 
 # ---- names and digests

@@ -137,21 +137,21 @@ def test_qwens_vocab_and_merges_are_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"kind": 1}, "not BPE"),
-        ({"charsmap": b"\x01\x02"}, "rewrites the text"),
-        ({"squeeze": 1}, "rewrites the text"),
+        ({"charsmap": b"\x01\x02"}, "normalises text"),
+        ({"squeeze": 1}, "normalises text"),
     ],
 )
-def test_other_sentencepiece_models_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_other_sentencepiece_models_are_refused(change: dict[str, Any], output: str, tmp_path: Path) -> None:
     folder = mistral(tmp_path)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(["<unk>"], [], dummy_prefix=True, **change))
-    with pytest.raises(UnsupportedModel, match=said):
+    with pytest.raises(UnsupportedModel, match=output):
         prepare(folder, tmp_path)
 
 
-def test_a_damaged_or_foreign_file_is_told(tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_file_is_reported(tmp_path: Path) -> None:
     folder = mistral(tmp_path)
     whole = (folder / "tokenizer.model").read_bytes()
     for content in (b"IQ== 0\nIg== 1\n", b"", whole[:-3], whole[: len(whole) // 2]):

@@ -151,7 +151,7 @@ V2, V3 = TINY_CONFIGS["deepseek_v2"], TINY_CONFIGS["deepseek_v3"]
         (V3 | {"qk_rope_head_dim": 15}, CheckpointCorrupt, "qk_rope_head_dim 15 is odd"),
         (V3 | {"kv_lora_rank": None}, CheckpointCorrupt, "kv_lora_rank"),
         (V3 | {"n_group": 3}, CheckpointCorrupt, "8 experts in 3 groups"),
-        (V3 | {"topk_group": 5}, CheckpointCorrupt, "of which 5"),
+        (V3 | {"topk_group": 5}, CheckpointCorrupt, "5 of them chosen"),
         (V3 | {"n_group": 8}, CheckpointCorrupt, "two best"),
         (V3 | {"num_experts_per_tok": 5}, CheckpointCorrupt, "cannot choose 5"),
         (V3 | {"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "fp8"),

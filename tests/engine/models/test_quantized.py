@@ -140,7 +140,7 @@ def test_without_compiled_kernels_torch_serves(make, monkeypatch):
         assert run(make(on=on), PROMPTS[2:4]) == run(make(), PROMPTS[2:4])
 
 
-def test_the_error_is_told_at_start(make, caplog):
+def test_the_error_is_logged_at_start(make, caplog):
     with caplog.at_level(logging.INFO, "kvrelay.engine.models.decoder"):
         engine = make()
         make(quantization=None)

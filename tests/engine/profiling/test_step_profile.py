@@ -14,7 +14,7 @@ from kvrelay.kernels.select import select_backend
 
 
 class Clock:
-    """Says what it is told."""
+    """A clock that the test sets."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -51,7 +51,7 @@ def test_time_belongs_to_the_innermost_phase_and_kernels_are_apart():
     inner = meter.phase("inner", clock.lasting(1.0, kernel))
     outer = meter.phase("outer", clock.lasting(2.0, inner))
     meter.begin()
-    clock.now_s += 7.0  # nobody's
+    clock.now_s += 7.0  # outside of all phases
     outer()
     times = meter.taken()
     assert times.outside_s == {"outer": 2.0, "inner": 1.0}

@@ -90,7 +90,7 @@ def test_whatever_becomes_of_drafts_the_shadow_has_the_text_and_no_block_is_lost
     assert model.cache.pool.counts().used == 0
 
 
-def test_who_was_not_drafted_for_the_longest_gives_its_blocks_back():
+def test_the_least_recently_drafted_sequence_loses_its_blocks():
     model = Model(num_blocks=4)
     first, second, third = (sequence(name, [number] * 7, keep=False) for number, name in enumerate("abc"))
     model.draft(first, [1])
@@ -103,7 +103,7 @@ def test_who_was_not_drafted_for_the_longest_gives_its_blocks_back():
     model.cache.check([first, third])
 
 
-def test_who_is_needed_gives_nothing_back():
+def test_a_needed_sequence_keeps_its_blocks():
     model = Model(num_blocks=4)
     first, second, third = (sequence(name, [number] * 7) for number, name in enumerate("abc"))
     model.draft(first, [1])
@@ -139,7 +139,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_not_followed():
     model.cache.check([seq])
 
 
-def test_drafts_are_drawn_as_the_request_says_and_nothing_is_told_of_them():
+def test_drafts_use_the_requests_sampling_without_logprobs():
     model = Model(vocab_size=10)
     seq = sequence("r", [1, 2], temperature=0.7, seed=3, logprobs=2, min_tokens=4, logit_bias={3: 1.0, 30: 2.0})
     shadow = model.cache.follow(seq)

@@ -134,15 +134,15 @@ class Device:
         return self.by_model.lengths(count, candidates, has_drafts=False, chunk=512)
 
     def _passes(self, lengths: list[int]) -> list[Pass]:
-        who = [index for index, length in enumerate(lengths) if length]
-        if not who:
+        rows = [index for index, length in enumerate(lengths) if length]
+        if not rows:
             return []
-        tokens = sum(min(self.behind[index], 512) for index in who)
-        self.num_caught_up += tokens - len(who)
-        for index in who:
+        tokens = sum(min(self.behind[index], 512) for index in rows)
+        self.num_caught_up += tokens - len(rows)
+        for index in rows:
             self.behind[index] = max(1, self.behind[index] - 512) if self.behind[index] > 512 else self.behind[index]
-        first = Pass(len(who), tokens, self.pass_s + self.pass_s / 20 * (tokens - len(who)))
-        return [first] + [Pass(len(who), len(who), self.pass_s)] * (max(lengths) - 1)
+        first = Pass(len(rows), tokens, self.pass_s + self.pass_s / 20 * (tokens - len(rows)))
+        return [first] + [Pass(len(rows), len(rows), self.pass_s)] * (max(lengths) - 1)
 
 
 def speed(device: Device, steps: int = 600) -> float:

@@ -114,22 +114,22 @@ def request(
 
 
 def serve(engine: Engine, **sampling) -> tuple[list, int]:
-    """(what each stream said, with log-probabilities and its end), steps."""
+    """(the output of each stream, with log-probabilities and its end), steps."""
     for index, prompt in enumerate(prompts()):
         engine.add(request(str(index), prompt, **sampling))
-    said = {str(index): ([], [], []) for index in range(len(prompts()))}
+    streams = {str(index): ([], [], []) for index in range(len(prompts()))}
     steps = 0
     while engine.scheduler.has_work:
         steps += 1
         for output in engine.step().outputs:
-            tokens, logprobs, ends = said[output.request_id]
+            tokens, logprobs, ends = streams[output.request_id]
             assert output.position == len(tokens)
             tokens += output.token_ids
             logprobs += [(one.token_id, round(one.logprob, 4)) for one in output.logprobs]
             ends += [output.finish_reason] * (output.finish_reason is not None)
         engine.check()
     assert engine.pool.counts().used == engine.load().draft_used_blocks == 0
-    return list(said.values()), steps
+    return list(streams.values()), steps
 
 
 @pytest.mark.parametrize(
@@ -179,17 +179,17 @@ def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatc
 
 
 def run(engine: Engine, *wanted: SequenceRequest) -> tuple[dict[str, list[int]], int]:
-    """(what each stream said, steps)."""
-    said: dict[str, list[int]] = {one.request_id: [] for one in wanted}
+    """(the output of each stream, steps)."""
+    streams: dict[str, list[int]] = {one.request_id: [] for one in wanted}
     steps = 0
     for one in wanted:
         engine.add(one)
     while engine.scheduler.has_work:
         for output in engine.step().outputs:
-            said[output.request_id] += output.token_ids
+            streams[output.request_id] += output.token_ids
         engine.check()
         steps += 1
-    return said, steps
+    return streams, steps
 
 
 def test_the_model_itself_as_draft_takes_a_fraction_of_the_steps(make):
@@ -207,7 +207,7 @@ def test_passes_are_replayed_from_recordings(make):
 
 
 @pytest.mark.parametrize("blocks", [14, 20])
-def test_who_is_pre_empted_is_forgotten_and_goes_on_the_same(make, blocks):
+def test_a_preempted_sequence_is_forgotten_and_continues_the_same(make, blocks):
     expected, _ = serve(make(), temperature=0.8, seed=2)
     engine = make("itself", blocks=blocks)
     assert serve(engine, temperature=0.8, seed=2)[0] == expected
@@ -262,7 +262,7 @@ def test_an_aborted_sequence_leaves_nothing_behind(make):
     assert engine.load().draft_used_blocks == 0
 
 
-def test_a_block_that_is_held_by_nobody_is_noticed(make):
+def test_a_block_without_a_holder_is_noticed(make):
     engine = make("itself")
     engine.drafts.model.cache.pool.allocate(1)
     with pytest.raises(AssertionError, match="held by no sequence"):

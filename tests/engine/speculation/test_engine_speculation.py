@@ -83,14 +83,14 @@ def request(
 
 
 def serve(engine: Engine, **sampling) -> tuple[list, int]:
-    """(what each stream said, with log-probabilities and its end), steps."""
+    """(the output of each stream, with log-probabilities and its end), steps."""
     for index, prompt in enumerate(prompts()):
         engine.add(request(str(index), prompt, **sampling))
-    said = {str(index): ([], [], []) for index in range(len(prompts()))}
+    streams = {str(index): ([], [], []) for index in range(len(prompts()))}
     steps = 0
     while engine.scheduler.has_work:
         for output in engine.step().outputs:
-            tokens, logprobs, ends = said[output.request_id]
+            tokens, logprobs, ends = streams[output.request_id]
             assert output.position == len(tokens)
             tokens += output.token_ids
             logprobs += [(one.token_id, round(one.logprob, 4)) for one in output.logprobs]
@@ -98,7 +98,7 @@ def serve(engine: Engine, **sampling) -> tuple[list, int]:
         engine.check()
         steps += 1
     assert engine.pool.counts().used == 0
-    return list(said.values()), steps
+    return list(streams.values()), steps
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -151,7 +151,7 @@ def test_text_that_repeats_takes_a_fraction_of_the_steps(make):
 
 
 @pytest.mark.parametrize("blocks", [14, 20])
-def test_nobody_is_pre_empted_for_a_draft_and_who_is_goes_on_the_same(make, blocks):
+def test_drafts_never_preempt_and_a_preempted_sequence_continues_the_same(make, blocks):
     expected, _ = serve(make(draft_tokens=0), temperature=0.0)
     plain = make(draft_tokens=0, blocks=blocks)
     assert serve(plain, temperature=0.0)[0] == expected
@@ -195,11 +195,11 @@ def test_groups_are_left_alone(make):
     def run(draft_tokens: int) -> dict[int, list[int]]:
         engine = make(draft_tokens=draft_tokens)
         engine.add(request("g", prompts()[0], max_tokens=12, temperature=0.7, seed=3, group=Group(seeds=(3, 4, 5))))
-        said: dict[int, list[int]] = {}
+        streams: dict[int, list[int]] = {}
         while engine.scheduler.has_work:
             for output in engine.step().outputs:
-                said.setdefault(output.choice, []).extend(output.token_ids)
-        return said
+                streams.setdefault(output.choice, []).extend(output.token_ids)
+        return streams
 
     assert run(6) == run(0) and len(run(0)) == 3
 

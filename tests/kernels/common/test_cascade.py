@@ -49,8 +49,8 @@ def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
         at = torch.arange(length)
         filled[tables[row, at // size].long(), at % size] = True
     kv = torch.where(filled[:, None, :, None, None], kv, float("nan")).to(case.dtype)
-    news = [new for new, _ in case.sequences]
-    starts = [0, *itertools.accumulate(news)]
+    new_tokens = [new for new, _ in case.sequences]
+    starts = [0, *itertools.accumulate(new_tokens)]
     own = [torch.arange(length - new, length) for new, length in case.sequences]
     slots = [tables[row, at // size].long() * size + at % size for row, at in enumerate(own)]
     batch = AttentionBatch(
@@ -60,7 +60,7 @@ def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
         slot_mapping=torch.cat(slots),
         positions=torch.cat(own),
         num_decode=len(contexts),
-        max_query_len=max(news),
+        max_query_len=max(new_tokens),
         max_context_len=max(lengths),
     )
     return KernelStep(
@@ -150,7 +150,7 @@ def test_decode_rows_of_a_mixed_step_share_and_its_chunks_are_as_before(backend)
 
 
 def test_a_schedule_that_claims_what_is_not_so_gives_other_results(backend):
-    """The oracle can fail: of two rows told to share, whose blocks differ after all, one gets the other's KV."""
+    """The oracle can fail: of two rows made to share although their blocks differ, one gets the other's KV."""
     contexts = (600, 590)
     step, apart = shared_step(contexts, ((1, 0, 512),)), shared_step(contexts, ())
     plan = backend.plan(step.batch, step.case.shape)

@@ -41,7 +41,7 @@ def test_unknown_names_and_unknown_devices_of_a_backend_are_refused():
         select_backend("cpu", "cuda:0")
 
 
-def test_the_reference_runs_where_it_is_told():
+def test_the_reference_runs_on_the_given_device():
     assert select_backend("reference", "auto").device == torch.device("cpu")
 
 
@@ -53,7 +53,7 @@ def test_the_caches_that_a_backend_takes_are_known_before_it_is_made():
         kv_layouts("cuda")
 
 
-def test_a_role_whose_backend_cannot_read_its_kv_layout_is_told_by_the_key():
+def test_a_role_whose_backend_cannot_read_its_kv_layout_is_reported_with_the_key():
     settings = settings_from({"decode": {"kv_layout": "HND"}})
     check_kv_layout("cpu", ("NHD",), settings, Role.PREFILL)
     check_kv_layout("cuda", ("NHD", "HND"), settings, Role.DECODE)

@@ -1,4 +1,4 @@
-"""A mixture of experts on the CPU: the choice and the sums are the reference's, and no token sees another."""
+"""A mixture of experts on the CPU: the choice and the totals are the reference's, and no token sees another."""
 
 from dataclasses import replace
 
@@ -199,8 +199,8 @@ def test_the_best_experts_are_chosen_with_their_scores_as_weights(cpu):
 def test_experts_outside_of_the_best_groups_are_not_chosen(cpu):
     groups = ExpertChoice(4, 2, num_groups=2, num_chosen_groups=1)
     assert cpu.choose_experts(LOGITS, None, groups)[1].tolist() == [[1, 0]]  # by the best of a group: 3 > 2
-    sums = replace(groups, scoring="sigmoid")
-    assert sorted(cpu.choose_experts(LOGITS, torch.zeros(4), sums)[1][0].tolist()) == [
+    totals = replace(groups, scoring="sigmoid")
+    assert sorted(cpu.choose_experts(LOGITS, torch.zeros(4), totals)[1][0].tolist()) == [
         2,
         3,
     ]  # by the sum of its two best

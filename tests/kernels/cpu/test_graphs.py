@@ -134,7 +134,7 @@ def test_few_sequences_logits_belong_to_the_recording(backend, tmp_path):
         known = decoder.graphs.logits_of(replayed)
         if len(contexts) == len(few):
             expected = known is None if contexts is few else torch.equal(known, decoder.model.logits(hidden))
-            assert expected, "the step that is recorded computes them by itself, those that are replayed tell them"
+            assert expected, "the recorded step computes them itself, replayed steps return them"
         else:
             assert known is None
         assert decoder.graphs.logits_of(hidden) is None, "of another tensor than the last run's"

@@ -46,7 +46,7 @@ def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2
 
 @pytest.mark.parametrize("in_features", [1536, 1537, 1600, 4864, 5001])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_sums_over_blocks_of_inputs_are_the_same_bits_as_in_one_go(compiled, dtype, in_features):
+def test_totals_over_blocks_of_inputs_are_the_same_bits_as_in_one_go(compiled, dtype, in_features):
     """One row goes in one go, several tiles of rows go block by block from 1537 inputs on."""
     native = compiled._native
     kinds = {native.linear_kind(dtype, in_features)} | ({KIND_BF16} if dtype == BF16 else set())

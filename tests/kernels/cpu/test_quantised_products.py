@@ -25,7 +25,7 @@ def random(*shape, seed=0):
 
 
 def restored(linear, in_features):
-    """The weight that a packed one stands for, as its own products tell it."""
+    """The weight that a packed one holds, restored by its own products."""
     return linear(torch.eye(in_features)).T
 
 
@@ -48,7 +48,7 @@ def test_every_product_is_that_of_the_weight_it_holds(cpu, scheme, out_features,
 @pytest.mark.parametrize(
     ("scheme", "least", "most"), [(INT8, 0.003, 0.007), (INT4, 0.05, 0.08), (Scheme(4, 128), 0.08, 0.12)]
 )
-def test_the_error_told_is_the_error_made(cpu, scheme, least, most):
+def test_the_reported_error_is_the_real_one(cpu, scheme, least, most):
     weight = random(200, 300)
     linear = cpu.pack_quantized(weight, None, scheme, torch.float32)
     error = float((restored(linear, 300) - weight).norm() / weight.norm())

@@ -54,7 +54,7 @@ def test_idle_threads_sleep(compiled):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_threads_stay_on_the_cores_of_whoever_made_the_pool(compiled):
+def test_threads_stay_on_the_cores_of_the_thread_that_made_the_pool(compiled):
     core = min(os.sched_getaffinity(0))
     found = []
 

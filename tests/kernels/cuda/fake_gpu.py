@@ -161,7 +161,7 @@ class FakeGpu:
 
 
 def tokens_then_heads(cache, kv_layout):
-    """The cache [blocks, 2, block_size, heads, head_dim], however FlashInfer was told that it lies."""
+    """The cache [blocks, 2, block_size, heads, head_dim], for either layout that FlashInfer was given."""
     assert cache.is_contiguous() and kv_layout in ("NHD", "HND")
     return cache if kv_layout == "NHD" else cache.transpose(2, 3)
 
@@ -225,12 +225,12 @@ class FakePrefill(FakeDecode):
             assert not return_lse
             return super().run(q, cache, out)
         assert len(q) == self._starts[-1]
-        out, sums = torch.empty_like(q), torch.empty(q.shape[:2])
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         cache = tokens_then_heads(cache, self._kv_layout)
-        self._gpu.kernel(lambda: self._run_all(q, cache, out, sums))
-        return (out, sums) if return_lse else out
+        self._gpu.kernel(lambda: self._run_all(q, cache, out, lse))
+        return (out, lse) if return_lse else out
 
-    def _run_all(self, q, cache, out, sums):
+    def _run_all(self, q, cache, out, lse):
         indptr, indices, last = (t.tolist() for t in self._index)
         cap, scale = (self._options[name] for name in ("logits_soft_cap", "sm_scale"))
         for s in range(len(last)):
@@ -241,7 +241,7 @@ class FakePrefill(FakeDecode):
             scores = torch.einsum("qhd,chd->qhc", q[rows].float(), k) * scale
             scores = scores if cap is None else cap * torch.tanh(scores / cap)
             out[rows] = torch.einsum("qhc,chd->qhd", scores.softmax(-1), v).to(q.dtype)
-            sums[rows] = scores.logsumexp(-1) / torch.tensor(2.0).log()  # FlashInfer's are to the base of 2
+            lse[rows] = scores.logsumexp(-1) / torch.tensor(2.0).log()  # FlashInfer's are to the base of 2
 
 
 class FakeMla:

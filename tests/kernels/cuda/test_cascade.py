@@ -1,4 +1,4 @@
-"""Cascade attention on CUDA: who is grouped (pure), and a step in two levels over the fake GPU equals the reference."""
+"""Cascade attention on CUDA: the groups (pure), and a step in two levels over the fake GPU equals the reference."""
 
 import dataclasses
 import itertools

@@ -54,7 +54,7 @@ def crowded(num_tokens, k):
 @pytest.mark.parametrize("product", [slow_product, grouped_product])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
 @pytest.mark.parametrize("make", [lambda tokens: choices(tokens, 8, 3), lambda tokens: crowded(tokens, 3)])
-def test_sorted_rows_give_the_sums_of_the_loop(product, num_tokens, make):
+def test_sorted_rows_equal_the_loop(product, num_tokens, make):
     gate_up, down = stacked(8, 32, 16, BF16)
     x, (shares, chosen) = random(num_tokens, 32, dtype=BF16), make(num_tokens)
     found = sum_sorted(x, shares, chosen, gate_up, down, gate, product)
@@ -62,7 +62,7 @@ def test_sorted_rows_give_the_sums_of_the_loop(product, num_tokens, make):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_gathered_weights_give_the_sums_of_the_loop(num_tokens):
+def test_gathered_weights_equal_the_loop(num_tokens):
     gate_up, down = stacked(8, 32, 16, torch.float32)
     x, (shares, chosen) = random(num_tokens, 32), choices(num_tokens, 8, 3)
     found = sum_gathered(x, shares, chosen, gate_up, down, gate)
@@ -86,7 +86,7 @@ def test_nothing_of_the_sorted_form_depends_on_data():
 
 @pytest.mark.parametrize("is_grouped", [True, False])
 @pytest.mark.parametrize("num_tokens", [2, 40])  # few rows, and too many to copy weights for
-def test_every_way_gives_the_same_sums(monkeypatch, is_grouped, num_tokens):
+def test_every_path_gives_the_same_result(monkeypatch, is_grouped, num_tokens):
     monkeypatch.setattr(cuda_experts, "has_grouped_products", lambda *found: is_grouped)
     weights = make_weights(8, 32, 16, BF16)
     experts, oracle = CudaExperts(iter(weights), gate, torch.device("cpu")), loop(*zip(*weights, strict=True))

@@ -122,7 +122,7 @@ def test_a_borrowed_view_is_the_same_memory_and_does_not_hold_it():
     assert torch.equal(found, view) and found.stride() == view.stride()
     view[1] = 3.0
     assert torch.equal(found, view) and found.untyped_storage()._cdata != view.untyped_storage()._cdata
-    assert unowned(view) is view  # off a GPU memory is nobody's pool's
+    assert unowned(view) is view  # without a GPU there is no memory pool
 
 
 @pytest.mark.gpu

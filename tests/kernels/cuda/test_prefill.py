@@ -49,7 +49,7 @@ def test_another_processor_tries_nothing(fake_gpu, seconds, monkeypatch):
     assert chosen(fake_gpu) == ("fa2", "fa2")
 
 
-def test_kernels_that_do_not_build_are_told_once_and_not_taken(fake_gpu, seconds, caplog):
+def test_kernels_that_do_not_build_are_logged_once_and_not_used(fake_gpu, seconds, caplog):
     fake_gpu.gpu.kernels = {"fa2"}
     assert chosen(fake_gpu) == ("fa2", "fa2")
     assert caplog.text.count("fa3 does not work here") == 1

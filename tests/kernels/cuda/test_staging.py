@@ -1,4 +1,4 @@
-"""Steps on a GPU begin without waiting for the one before, and what they are told lies where it may. On a fake GPU."""
+"""Steps on a (fake) GPU begin without waiting for the previous one, and copy from pinned memory only."""
 
 import pytest
 import torch
