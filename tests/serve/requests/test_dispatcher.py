@@ -255,6 +255,35 @@ async def test_leaving_frees_both_workers_at_every_stage(make_cluster, stage):
     await cluster.all_released()
 
 
+@pytest.mark.parametrize("is_first", ["token", "transfer"])
+async def test_a_prefill_worker_is_aborted_until_its_token_and_its_kv_have_both_arrived(make_cluster, is_first):
+    cluster = await make_cluster()
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    request = sequence()
+
+    def hold(message):
+        """It has the request's blocks, and has sent its first token or not."""
+        prefill.holding.add(request.request_id)
+        if is_first == "transfer":
+            return wire.LoadReport(seq=2)
+        token = wire.TokenOutput(request_id=request.request_id, position=0, token_ids=[97], timings=wire.Timings())
+        return wire.Tokens(outputs=[token])
+
+    prefill.answers = [hold]
+    reading = asyncio.create_task(collect(cluster.dispatcher.generate(request)))
+    await prefill.until(lambda w: w.holding)
+    if is_first == "transfer":
+        decode.commit(request.request_id)
+        decode.pause_at = 1
+    await cluster.dispatcher.queries.status("p0")
+    await cluster.dispatcher.queries.status("d0")  # both have been delivered now
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+    await prefill.until(lambda w: w.count(wire.Abort) == 1)
+    await cluster.all_released()
+
+
 async def test_closing_the_generator_aborts_at_once(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].pause_at = 3
