@@ -7,7 +7,6 @@ import asyncio
 
 from kvrelay.errors import ConnectionLost, ProtocolError, RequestError
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision
 from kvrelay.serve.requests.retries import AttemptFailed
 from kvrelay.serve.requests.token_order import GroupOrder, TokenOrder
@@ -29,13 +28,12 @@ class SequenceAttempt:
         decision: Decision,
         submission: Submission,
         order: TokenOrder | GroupOrder,
-        router: Router,
         placer: Placer,
         observer: RequestObserver,
     ) -> None:
         self.request, self.decision = request, decision
         self._submission, self._order = submission, order
-        self._router, self._placer, self._observer = router, placer, observer
+        self._placer, self._observer = placer, observer
         self._has_first_token = False
         self._is_committed = decision.prefill is None or decision.decode is None  # else: once the KV is transferred
         self._ticket: bytes | None = None
@@ -140,8 +138,7 @@ class SequenceAttempt:
     def _on_first_token(self, output: wire.TokenOutput) -> None:
         self._has_first_token = True
         now_s = self._observer.first_token(output)
-        self._router.on_first_token(self.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0)
-        self._placer.load_changed()
+        self._placer.first_token(self.id, output, now_s)
         self._release_prefill()
 
     def _on_committed(self) -> None:
@@ -168,8 +165,7 @@ class SequenceAttempt:
         """
         group = self.request.group
         if isinstance(self._order, GroupOrder) and group is not None and group.beams is None:
-            self._router.on_narrowed(self.id, group.num_choices - len(self._order.ended))
-            self._placer.load_changed()
+            self._placer.narrowed(self.id, group.num_choices - len(self._order.ended))
 
     def interrupt(self, error: RequestError) -> None:
         """Have the current step raise `error`."""
@@ -180,6 +176,5 @@ class SequenceAttempt:
         any more. Idempotent.
         """
         if not self._submission.is_closed:
-            self._router.on_end(self.id)
-            self._placer.load_changed()
+            self._placer.ended(self.id)
             self._submission.close(reason)

@@ -69,7 +69,6 @@ class Dispatcher:
         return RequestDriver(
             request,
             settings=self.settings,
-            router=self.router,
             placer=self.placer,
             submissions=self.submissions,
             observer=observer,

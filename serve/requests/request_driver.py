@@ -16,7 +16,6 @@ from kvrelay.config import Settings
 from kvrelay.errors import DeadlinePassed, KvrelayError, RequestError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloVerdict
 from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.requests.attempt import SequenceAttempt
@@ -34,7 +33,7 @@ RETRY_AFTER_DEADLINE_S = 1.0
 class RequestDriver:
     """Runs one sequence, or one group of choices, over as many attempts as it takes.
 
-    Iterate over `tokens` once, and close it.
+    Iterate over `tokens` once, and close it. 14 attributes: its parts, and how far the sequence has come.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class RequestDriver:
         request: wire.SequenceRequest,
         *,
         settings: Settings,
-        router: Router,
         placer: Placer,
         submissions: Submissions,
         observer: RequestObserver,
@@ -54,7 +52,7 @@ class RequestDriver:
         `slo` is judged with the first attempt.
         """
         self._request, self._settings, self._force, self._slo = request, settings, force, slo
-        self._router, self._placer, self._submissions, self._observer = router, placer, submissions, observer
+        self._placer, self._submissions, self._observer = placer, submissions, observer
         limit, group = request.sampling.max_tokens, request.group
         self._order: TokenOrder | GroupOrder = (
             TokenOrder(request.request_id, limit)
@@ -128,7 +126,7 @@ class RequestDriver:
         """
         observer = self._observer
         if self._attempt is not None and self._num_attempts == 1 and observer.num_tokens:
-            self._router.on_finished(self._attempt.id, observer.num_tokens, observer.tpot_s, observer.now_s())
+            self._placer.finished(self._attempt.id, observer.num_tokens, observer.tpot_s, observer.now_s())
         verdict = self._slo.verdict if self._slo is not None else None
         if verdict is not None and (target := verdict.target) is not None:
             is_kept = observer.ttft_s <= (target.ttft_s or math.inf) and observer.tpot_s <= (target.tpot_s or math.inf)
@@ -157,7 +155,7 @@ class RequestDriver:
             raise self._retries.error_of(decision)
         submission = self._submissions.open(request.request_id)
         self._attempt = SequenceAttempt(
-            self._with_class_priority(request), decision, submission, self._order, self._router, self._placer, observer
+            self._with_class_priority(request), decision, submission, self._order, self._placer, observer
         )
         return self._attempt
 
@@ -216,7 +214,7 @@ class RequestDriver:
             wire.Reserve(
                 request=self._with_time_left(attempt.request, decision),
                 timeout_s=self._settings.router.reserve_timeout_s,
-                prefill_tokens_per_s=self._router.prefill_tokens_per_s(decision.prefill),
+                prefill_tokens_per_s=self._placer.prefill_tokens_per_s(decision.prefill),
             )
         )
 

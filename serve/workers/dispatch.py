@@ -77,6 +77,33 @@ class Placer:
         self._router.on_end(request_id)
         self.wake_deferred()
 
+    # ---- placed requests
+
+    def prefill_tokens_per_s(self, worker_id: str) -> float:
+        """Measured prefill speed of a worker; 0: not known."""
+        return self._router.prefill_tokens_per_s(worker_id)
+
+    def first_token(self, request_id: str, output: wire.TokenOutput, now_s: float) -> None:
+        """The prompt is computed: its tokens no longer queue anywhere."""
+        self._router.on_first_token(request_id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0)
+        self.load_changed()
+
+    def narrowed(self, request_id: str, num_sequences: int) -> None:
+        """Only so many sequences of a group still run."""
+        self._router.on_narrowed(request_id, num_sequences)
+        self.load_changed()
+
+    def finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
+        """The request ran to its own end on these workers; the forecast learns from it. `ended` must follow."""
+        self._router.on_finished(request_id, num_tokens, tpot_s, now_s)
+
+    def ended(self, request_id: str) -> None:
+        """Nothing is counted for the request any more. Idempotent."""
+        self._router.on_end(request_id)
+        self.load_changed()
+
+    # ---- deferral and load sharing
+
     def wake_deferred(self) -> None:
         """Call after anything that may let a deferred request go: load, a first token, an end, a worker that comes
         or goes.

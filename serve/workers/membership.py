@@ -23,7 +23,10 @@ _SAME_SETTINGS = "start every worker and ingress with the same settings"
 
 
 class Membership:
-    """The members, their links and pairs. Lives on one event loop."""
+    """The members, their links and pairs. Lives on one event loop.
+
+    15 attributes: most are the parts that get what the links deliver.
+    """
 
     def __init__(
         self,
