@@ -202,7 +202,7 @@ def _engine(settings: "Settings") -> "Engine":
 def _measure(
     engine: "Engine", profiler: Any, workloads: "list[StepWorkload]", *, with_flame: bool
 ) -> "tuple[list[StepProfile], list[dict[str, Any]]]":
-    from kvrelay.cluster.profiles.flame import below, sampled, tree_of
+    from kvrelay.cluster.profiles.flame import frames_under, sampled, tree_of
 
     profiles: list[StepProfile] = []
     trees: list[dict[str, Any]] = []
@@ -216,7 +216,7 @@ def _measure(
         def sample(run_rounds: Callable[[], None], name: str = workload.name) -> None:
             with sampled(threading.get_ident()) as sampler:
                 run_rounds()
-            trees.append(tree_of(below(sampler.seconds, _SAMPLED_FUNCTION), name))
+            trees.append(tree_of(frames_under(sampler.seconds, _SAMPLED_FUNCTION), name))
 
         profiler.sample(workload, rounds, sample)
     return profiles, trees

@@ -1,7 +1,7 @@
-"""Steps of a real engine as samples for a speed curve, and a profile of what they give. Runs on the engine's thread.
+"""Measures steps of a real engine for a speed curve, and builds the profile. Runs on the engine's thread.
 
-Every step that is taken on the way counts: prompts alone, chunk by chunk; decoding at fewer and fewer sequences of one length;
-prompts beside decoding; all of it again, as long as there is time. Steps of the same work are one sample: their median.
+Every step counts: prompts alone, chunk by chunk; decode steps with fewer and fewer sequences of one length; prompts beside
+decoding; repeated while there is time. Steps of the same work are one sample, their median.
 """
 
 import math
@@ -24,7 +24,7 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.router.planning.speed_curve import StepWork
 from kvrelay.router.planning.speed_fit import Fitted, StepSample
 
-PASSES = 3  # over all kinds of work: what else the machine does for a while then spoils few samples of each
+PASSES = 3  # over all kinds of work, so that other load of the machine spoils few samples of each
 ROUNDS = 4  # decode steps of each number of sequences, in a pass
 REPEATS = 2  # prompts of each length
 CONTEXTS = (64, 512, 2048, 192, 1024, 4096)
@@ -33,7 +33,7 @@ LONG_PROMPT = 4096
 BESIDE = (64, 384, 192)
 MOST_CONTEXT = 16_384  # tokens of the sequences that decode together, in all
 POOL_SHARE = 0.8
-_SPARE = 24  # steps: of prompts beside those that decode
+_SPARE = 24  # steps for prompts beside those that decode
 _COPY_BYTES = 64 << 20
 _CELLS_PER_OCTAVE = 4  # of context tokens
 LINK_BYTES_PER_S = 1.25e9  # 10 Gb/s
@@ -41,7 +41,7 @@ REFERENCE_PROMPT, REFERENCE_SEQUENCES = 256, 4
 
 
 def work_of(plan: StepPlan) -> StepWork:
-    """What a plan computes. A prompt's last token that comes alone counts as decoding: it is computed so."""
+    """What a plan computes. A prompt's last token that is computed alone counts as decoding."""
     chunks = plan.work[plan.num_single :]
     return StepWork(
         prompt_tokens=sum(item.num_tokens for item in chunks),
@@ -54,9 +54,9 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 def step_clock_of(engine: Engine) -> Callable[[], float]:
-    """What its steps are measured by: where one CPU thread computes them, that thread's own time on a core.
+    """The clock for its steps in seconds: where one CPU thread computes them, that thread's own CPU time.
 
-    Whatever else the machine runs then takes cores away from it without making its steps seem longer. Seconds.
+    Other load of the machine then does not make its steps seem longer.
     """
     computes_alone = engine.backend.device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if computes_alone else time.perf_counter
@@ -82,7 +82,7 @@ class _Cell:
 
 
 class StepSampler:
-    """Drives one idle engine until all kinds of steps are measured, or `budget_s` are over."""
+    """Drives one idle engine until all kinds of steps are measured, or for `budget_s`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class StepSampler:
         clock: Callable[[], float] = time.perf_counter,
         step_clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock` says when the time is over; `step_clock`, by default the same, what a step takes."""
+        """clock: for the budget. step_clock: for the steps; default: the same."""
         self._engine, self._clock, self._step_clock = engine, clock, step_clock or clock
         self._end_s = clock() + budget_s
         self._cells: defaultdict[_Cell, list[tuple[StepWork, float]]] = defaultdict(list)
@@ -101,7 +101,7 @@ class StepSampler:
         self._pool_tokens = int(POOL_SHARE * engine.pool.num_blocks * engine.config.block_size)
 
     def run(self) -> list[StepSample]:
-        """One sample for each kind of work. The first steps are not counted: recordings, graphs, caches."""
+        """One sample for each kind of work. The first steps, which record graphs and fill caches, are not counted."""
         with self._watched(), suppress(_TimeIsOver):
             self._prompts(min(64, self._engine.config.token_budget), 2)
             self._decode(16, min(4, self._engine.config.max_running))
@@ -113,9 +113,9 @@ class StepSampler:
         return self.samples()
 
     def spread(self) -> float:
-        """How far steps of the same work are apart: all but the fastest and slowest tenth, as a share of their median.
+        """The spread of steps of the same work without the fastest and slowest tenth, as a share of their median.
 
-        The mean over all kinds of work with at least four steps; 0: none came so often.
+        The mean over all kinds of work with at least four steps; 0: there is none.
         """
         found = [_spread([taken_s for _, taken_s in steps]) for steps in self._cells.values() if len(steps) >= 4]
         return statistics.fmean(found) if found else 0.0
@@ -125,7 +125,7 @@ class StepSampler:
         return [_sample(steps) for steps in self._cells.values()]
 
     def reference_s(self, rounds: int) -> dict[str, float]:
-        """What a step takes on average, always of the same work, by kind: prefill and decode."""
+        """Mean time of reference steps in seconds, by kind: prefill and decode."""
         self._cells.clear()
         self._engine.reset_cache()  # an earlier sampler's prompts are the same
         with self._watched():
@@ -139,7 +139,7 @@ class StepSampler:
         return {kind: statistics.fmean(values) for kind, values in seconds.items()}
 
     def _parts(self) -> Iterator[Callable[[], None]]:
-        """Short ones of each kind first: the time may be over."""
+        """Short ones of each kind first, because time may run out."""
         budget, longest = self._engine.config.token_budget, min(self._engine.max_model_len - 2, self._pool_tokens)
         sizes = dict.fromkeys(min(size, budget, longest) for size in PROMPTS)
         long = min(LONG_PROMPT, longest)
@@ -166,7 +166,7 @@ class StepSampler:
                 self._end([name])
 
     def _decode(self, context: int, most: int | None = None) -> None:
-        """As many sequences of `context` tokens as may be, a power of two, then half as many, down to one."""
+        """The largest power of two of sequences of `context` tokens that fits, then half as many, down to one."""
         most = min(self._engine.config.max_running, most or MOST_CONTEXT // context)
         fits = self._pool_tokens // (context + self._output_tokens(most, context))
         count = 1 << (max(1, min(most, fits)).bit_length() - 1)
@@ -179,7 +179,7 @@ class StepSampler:
                 del names[len(names) // 2 :]
 
     def _output_tokens(self, count: int, context: int) -> int:
-        """That a sequence brings while the others' prompts are computed, and while all are measured."""
+        """Output tokens of a sequence while the others' prompts are computed and all are measured."""
         return -(-count * context // self._engine.config.token_budget) + ROUNDS * (count.bit_length() + 1) + _SPARE
 
     def _mixed(self) -> None:
@@ -199,7 +199,7 @@ class StepSampler:
 
     @contextmanager
     def _decoding(self, count: int, context: int) -> Iterator[list[str]]:
-        """So many sequences whose prompts are computed."""
+        """Sequences whose prompts are computed; yields their names."""
         output_tokens = self._output_tokens(count, context)
         names = [self._add(context, max_tokens=output_tokens) for _ in range(count)]
         try:
@@ -214,7 +214,7 @@ class StepSampler:
     # ---- one step
 
     def _step(self) -> StepResult:
-        """Raises _TimeIsOver instead, once it is."""
+        """Raises _TimeIsOver when the budget is spent."""
         if self._clock() >= self._end_s:
             raise _TimeIsOver
         return self._step_now()
@@ -229,13 +229,13 @@ class StepSampler:
         return result
 
     def _note(self, result: StepResult, seconds: float) -> None:
-        """A step was collected: the oldest that was planned. One that lost sequences meanwhile is no sample."""
+        """A step was collected, the oldest that was planned. It is a sample unless sequences left meanwhile."""
         work = self._planned.popleft()
         if work.prompt_tokens + work.sequences == result.num_tokens:
             self._cells[_Cell.of(work)].append((work, seconds))
 
     def _end(self, names: list[str]) -> None:
-        """And whatever else is still to be computed: the last prompt beside them."""
+        """Abort these, and compute what else is left: the last prompt beside them."""
         for name in names:
             self._engine.abort(name)
         while self._engine.scheduler.has_work:
@@ -250,7 +250,7 @@ class StepSampler:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Every plan with work in it is noted."""
+        """Record every plan that has work."""
         scheduler = self._engine.scheduler
         schedule = scheduler.schedule
 
@@ -280,7 +280,7 @@ def _spread(values: list[float]) -> float:
 
 
 def copy_bytes_per_s() -> float:
-    """How fast this machine copies memory: what a transfer between its workers is bounded by."""
+    """How fast this machine copies memory, which bounds a transfer between its workers."""
     source = np.ones(_COPY_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
     best = math.inf
@@ -301,9 +301,9 @@ def profile_of(
     spread: float | None = None,
     between_s: float = 0.0,
 ) -> SimulatorProfile:
-    """What the simulator needs to know of workers like this engine. `date`: of the measurement; `spread`: see StepSampler.
+    """A profile of workers like this engine. date: of the measurement; spread: see StepSampler.
 
-    between_s: what a worker takes between two steps; it counts as part of each.
+    between_s: a worker's time between two steps, which is added to each.
     """
     curve = replace(fitted.curve, overhead_s=fitted.curve.overhead_s + between_s)
     compute_dtype, device = engine.cache.fingerprint.compute_dtype, engine.backend.device.type

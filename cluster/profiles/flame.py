@@ -1,7 +1,7 @@
-"""Flame graphs without further packages: a thread that samples another one's stack, and a page that shows the sums.
+"""Flame graphs without further packages: a thread that samples another one's stack, and a self-contained HTML page.
 
-The page is one HTML file that loads nothing. Weights are seconds: each sample counts for the time since the one before it, so
-that a sampler that was kept waiting for the interpreter's lock gets the length right, if not the place within it.
+Weights are seconds: each sample counts for the time since the one before it, so that durations are right even when the
+sampler had to wait for the interpreter's lock.
 """
 
 import json
@@ -19,7 +19,7 @@ from kvrelay.errors import ConfigError
 
 Stack = tuple[str, ...]  # outermost first
 _PAGE = Path(__file__).parent / "flame.html"
-_SWITCH_S = 5e-6  # else a sample would wait until the sampled thread lets go of the lock by itself: in a kernel, mostly
+_SWITCH_S = 5e-6  # otherwise a sample waits until the sampled thread releases the lock, mostly inside a kernel
 _MOST_FRAMES = 100
 
 
@@ -54,7 +54,7 @@ class StackSampler:
 
 @contextmanager
 def sampled(thread_id: int, period_s: float = 0.0005) -> Iterator[StackSampler]:
-    """Sample that thread inside. Threads take turns faster meanwhile, process-wide."""
+    """Sample a thread inside the context. Threads switch faster meanwhile, process-wide."""
     sampler, before_s = StackSampler(thread_id, period_s), sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     sampler.start()
@@ -75,8 +75,8 @@ def stack_of(frame: FrameType | None) -> Stack:
     return tuple(reversed(names))
 
 
-def below(seconds: Mapping[Stack, float], function: str) -> dict[Stack, float]:
-    """The stacks that pass through a frame whose name ends in `function`, from just below it."""
+def frames_under(seconds: Mapping[Stack, float], function: str) -> dict[Stack, float]:
+    """Stacks that pass through a frame whose name ends in `function`, from the frame that it calls on."""
     cut: Counter[Stack] = Counter()
     for stack, value in seconds.items():
         at = next((index for index, name in enumerate(stack) if name.endswith(function)), None)
@@ -86,7 +86,7 @@ def below(seconds: Mapping[Stack, float], function: str) -> dict[Stack, float]:
 
 
 def tree_of(seconds: Mapping[Stack, float], name: str) -> dict[str, Any]:
-    """{"name", "value", "children"}, nested; a value is the seconds of a frame with all below it."""
+    """{"name", "value", "children"}, nested; a value is the seconds of a frame with all that it calls."""
     root: dict[str, Any] = {"name": name, "value": 0.0, "children": {}}
     for stack, value in sorted(seconds.items()):
         node = root
@@ -102,7 +102,7 @@ def _listed(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(title: str, trees: list[dict[str, Any]], notes: list[str]) -> str:
-    """The HTML: a tree can be chosen by its name; `notes` stand under the title of the tree of the same index."""
+    """The HTML: a tree can be chosen by its name; `notes` are shown under the title of the tree of the same index."""
     data = json.dumps({"title": title, "trees": trees, "notes": notes}).replace("<", "\\u003c")
     return _PAGE.read_text().replace("/*DATA*/null", data)
 

@@ -1,9 +1,9 @@
-"""How much longer a worker's steps take while other workers of the machine compute, too: measured with processes of its own.
+"""How much longer a worker's steps take while other workers of the machine compute: measured beside neighbour processes.
 
-    python -m kvrelay.cluster.profiles.neighbours      one neighbour: reads its order from standard input, computes until that closes
+    python -m kvrelay.cluster.profiles.neighbours    one neighbour: reads its order from standard input, computes until it closes
 
-Workers of one machine share its memory's bandwidth, its caches and its clock rate; on a CPU, where there are more of them than
-cores, the cores as well. A neighbour computes prompts and decodes, in turn, without a pause.
+Workers of one machine share memory bandwidth, caches and clock rate, and cores where there are more workers than cores. A
+neighbour prefills and decodes in turn, without a pause.
 """
 
 import json
@@ -24,16 +24,16 @@ from kvrelay.router.planning.speed_fit import DECODE, PREFILL
 from kvrelay.types import Role
 
 ROUNDS = 6  # of reference steps, with each number of neighbours
-_FOR_EVER_S = 1e9
+_NO_LIMIT_S = 1e9
 _READY = "ready"
 
 
 def slowdowns(engine: Engine, settings: Settings, folder: Path, most: int) -> dict[str, tuple[float, ...]]:
-    """By kind of step: how many times as long it takes while 1, 2, ... `most` workers compute, itself among them.
+    """By kind of step: the factor on its time while 1, 2, ... `most` workers compute, itself included.
 
-    Raises ConfigError: a neighbour could not be started.
+    Raises ConfigError: a neighbour did not start.
     """
-    sampler = StepSampler(engine, budget_s=_FOR_EVER_S)
+    sampler = StepSampler(engine, budget_s=_NO_LIMIT_S)
     sampler.reference_s(1)
     alone = sampler.reference_s(ROUNDS)
     found = {kind: [1.0] for kind in (PREFILL, DECODE)}
@@ -47,7 +47,7 @@ def slowdowns(engine: Engine, settings: Settings, folder: Path, most: int) -> di
 
 @contextmanager
 def _neighbours(settings: Settings, folder: Path, count: int) -> Iterator[None]:
-    """So many processes that compute."""
+    """Run `count` processes that compute."""
     order = json.dumps({"settings": settings.model_dump(), "folder": str(folder)}) + "\n"
     processes = [
         subprocess.Popen(
@@ -64,7 +64,7 @@ def _neighbours(settings: Settings, folder: Path, count: int) -> Iterator[None]:
         for process in processes:
             assert process.stdout is not None
             if not any(line.strip() == _READY for line in process.stdout):
-                raise ConfigError("a neighbour to measure beside ended while starting")
+                raise ConfigError("a neighbour process ended while starting")
         yield
     finally:
         for process in processes:
@@ -76,7 +76,7 @@ def _neighbours(settings: Settings, folder: Path, count: int) -> Iterator[None]:
 
 
 def profiled_engine(settings: Settings, folder: Path) -> Engine:
-    """As a decode worker makes it, without speculation: a step that brings several tokens of a sequence is not the next one's like.
+    """A decode worker's engine without speculation, whose steps bring different numbers of tokens.
 
     Raises ModelError, BackendUnavailable.
     """
@@ -89,10 +89,10 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     order = json.loads(sys.stdin.readline())
     engine = profiled_engine(settings_from(order["settings"]), Path(order["folder"]))
-    sampler = StepSampler(engine, budget_s=_FOR_EVER_S)
+    sampler = StepSampler(engine, budget_s=_NO_LIMIT_S)
     sampler.reference_s(1)
     print(_READY, flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:  # it is closed when the one who measures has ended
+    while not select.select([sys.stdin], [], [], 0)[0]:  # closed when the measuring process has ended
         sampler.reference_s(1)
     engine.close()
     return 0

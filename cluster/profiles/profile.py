@@ -60,7 +60,7 @@ class ConstantSource(_File):
 
 
 class FitError(_File):
-    """How far the curve is from what it was fitted to, in one kind of step: shares of the measured time."""
+    """Error of the curve in one kind of step, as shares of the measured time."""
 
     num_samples: Count
     median: float = Field(ge=0)
@@ -68,7 +68,7 @@ class FitError(_File):
 
 
 class Fit(_File):
-    """What was measured, and how well the curve says it. errors: by kind of step (prefill, decode, mixed)."""
+    """What was measured, and how well the curve fits. errors: by kind of step (prefill, decode, mixed)."""
 
     model: str
     dtype: str

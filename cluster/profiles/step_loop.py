@@ -1,7 +1,7 @@
-"""What a worker takes between two steps: measured on its engine's own thread, with what follows a step for the ingresses.
+"""The time between two steps of a worker: measured on its engine thread, with the messages that follow a step.
 
-Messages are encoded and written to a socket that somebody reads, as a worker does it. Not in it: what a worker's event loop takes of
-the interpreter for requests that come and KV that is read meanwhile.
+Messages are encoded and written to a socket that another thread reads, as in a worker. Left out: the interpreter time that
+a worker's event loop takes for new requests and KV reads.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.plane.messages import Tokens, encode
 
 NUM_SEQUENCES, PROMPT_TOKENS, NUM_STEPS = 4, 64, 120
-_FIRST_NUMBER = 1 << 20  # of prompts: an earlier sampler's are not the same
+_FIRST_NUMBER = 1 << 20  # of prompts: unlike those of an earlier sampler
 _LIMIT_S = 60.0
 
 
 def between_steps_s(engine: Engine) -> float:
-    """Of steps that decode a few sequences; the lower quartile, for what else the machine runs only makes it longer.
+    """Seconds between steps that decode a few sequences: the lower quartile, since other load only makes it longer.
 
     The engine must be idle, and is so afterwards.
     """
     step, close = engine.step, engine.close
     try:
-        engine.close = lambda: None  # type: ignore[method-assign]  # the thread would, at its end
+        engine.close = lambda: None  # type: ignore[method-assign]  # the thread closes its engine at its end
         return asyncio.run(_between_steps_s(engine))
     finally:
         engine.step, engine.close = step, close  # type: ignore[method-assign]
@@ -59,7 +59,7 @@ async def _between_steps_s(engine: Engine) -> float:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LIMIT_S):
                 while await thread.call(lambda e: e.scheduler.has_work):
-                    await asyncio.sleep(0.25)  # seldom: every call is between two steps, too
+                    await asyncio.sleep(0.25)  # rarely: every call runs between two steps
     finally:
         await thread.aclose()
         ours.close()
@@ -77,7 +77,7 @@ def _add_sequences(engine: Engine) -> None:
 
 
 def _timed(engine: Engine) -> list[tuple[float, float]]:
-    """Begins and ends of its steps, from now on."""
+    """Record the beginnings and ends of its steps from now on."""
     spans: list[tuple[float, float]] = []
     step: Callable[..., StepResult] = engine.step
 

@@ -1,4 +1,5 @@
-"""A cluster in virtual time: production's router, scheduler, block pool and retry rules over simulated computing and copying.
+"""A cluster in virtual time: production's router, scheduler, block pool and retries over simulated steps and transfers.
 
-May import kvrelay, cluster/autoscaling, cluster/profiles, cluster/simulator/reporting, cluster/simulator/resources, cluster/workloads, engine, kvcache, router, serve.
+May import kvrelay, cluster/autoscaling, cluster/profiles, cluster/simulator/operations, cluster/simulator/reporting,
+cluster/simulator/resources, cluster/workloads, engine, kvcache, router, serve.
 """

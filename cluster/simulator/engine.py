@@ -1,7 +1,8 @@
-"""One worker's engine without a model: production's scheduler, pool, appender and events; a step takes what its curve says.
+"""One worker's engine without a model: production's scheduler, pool, output processor and events over a speed curve.
 
-As engine/step/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. Sequences to
-which nothing happens but a token are not looked at, and stretches of such steps are taken at once (`cluster/simulator/fast_forward.py`). Left out: speculation, groups, swapping.
+Follows engine/step/engine.py: grant reservations, plan a step, compute, advance, append tokens. Sequences that only get a
+token are not looked at, and stretches of such steps are computed at once (fast_forward.py). Left out: speculation, groups,
+swapping.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,14 +85,14 @@ class SimulatedEngine:
     # ---- requests
 
     def refusal(self, request: SimulatedSequenceRequest) -> str | None:
-        """Why it cannot be taken, in a word; None: it can."""
+        """The reason for which a request is refused, as a word; None: it is not."""
         if len(request.token_ids) >= self.max_model_len + (request.sampling.max_tokens <= 1):
             return "too_long"
         refusal = self.scheduler.refusal(request)
         return None if refusal is None else refusal[0]
 
     def abort(self, request_id: str) -> None:
-        """Free everything that it holds. Idempotent."""
+        """Free everything that a request holds. Idempotent."""
         seq = self.scheduler.sequences.get(request_id)
         if seq is not None:
             if seq.state is State.RUNNING:
@@ -99,14 +100,14 @@ class SimulatedEngine:
             self.scheduler.finish(seq, FinishReason.ABORT)
 
     def activate(self, request_id: str) -> TokenOutput | None:
-        """The prompt's KV is here. The end, when the sequence came with its last token."""
+        """The prompt's KV has arrived. Returns the end, if the sequence has come with its last token."""
         seq = self.scheduler.activate(request_id, [WORD_TOKEN])
         return None if seq is None else self._output_processor.end_if_too_long(seq)
 
     # ---- steps
 
     def grants(self, now_s: float) -> list[Sequence]:
-        """What is due before a step is planned: who has a reservation from now on."""
+        """Do what is due before a step is planned; returns the sequences whose reservation is granted."""
         self.pool.tick(now_s)
         if self.tiers is not None:
             self.tiers.lower.poll()
@@ -116,7 +117,7 @@ class SimulatedEngine:
         return scheduler.grant_reservations() if scheduler.reserving else []
 
     def begin(self, now_s: float, factor: float) -> Stride | None:
-        """What is computed from now on; None: nothing can be. `factor`: on the curve's times."""
+        """Begin to compute what can be computed, if anything. factor: on the curve's times."""
         fast_forward = self._fast_forward
         count, wakes = fast_forward.look()
         if count:
@@ -135,7 +136,7 @@ class SimulatedEngine:
         return Stride(now_s, plan, 1, max(seconds, self._loading_s(plan, now_s)), num_parked=num_parked)
 
     def _loading_s(self, plan: StepPlan, now_s: float) -> float:
-        """How long this step has to wait for what comes up from below the pool: layer by layer, beside its computing."""
+        """Seconds until all that the step needs of lower tiers is loaded, which happens beside its computing."""
         if self.tiers is None or not any(item.seq.load for item in plan.work):
             return 0.0
         for item in plan.work:
@@ -150,7 +151,7 @@ class SimulatedEngine:
         return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
 
     def end(self, stride: Stride, count: int, events: StepEvents) -> None:
-        """So many of its steps are computed; the others are not begun."""
+        """The stride's first `count` steps have been computed; the others are not begun."""
         size, plan = stride.num_parked, stride.plan
         self.num_steps += count
         self.busy_s += stride.seconds(count)
@@ -172,7 +173,7 @@ class SimulatedEngine:
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
 
     def take_left(self) -> StepEvents | None:
-        """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
+        """Take what left without an end: rejected from the queue, or returned to prefill."""
         rejected, returned = self.scheduler.arrivals.take_rejected(), self.scheduler.preemption.take_returned()
         if not rejected and not returned:
             return None
@@ -182,7 +183,7 @@ class SimulatedEngine:
         return events
 
     def _sample(self, plan: StepPlan, events: StepEvents) -> None:
-        """Who reached its end gets a token: the last of an output that is over with it."""
+        """Append a token to each sequence of the plan that is due one; the last of an output ends it."""
         seqs = [item.seq for item in plan.work if item.samples]
         fresh = [seq for seq in seqs if not seq.plain_until]
         tokens = [
@@ -194,7 +195,7 @@ class SimulatedEngine:
         self.output_tokens += len(seqs)
         events.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
         for seq in fresh:
-            if seq.plain_until:  # the end that it does not know of is looked at closely, too
+            if seq.plain_until:  # its end, which the output processor does not know, is looked at as well
                 seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
 
     def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
@@ -204,7 +205,7 @@ class SimulatedEngine:
         if self.tiers is not None:
             self.tiers.lower.end_step(self.pool, self.speed.prefill_tokens_per_s)
 
-    # ---- what others may know
+    # ---- reports
 
     @property
     def has_work(self) -> bool:
@@ -221,11 +222,11 @@ class SimulatedEngine:
         return self._events.snapshot()
 
     def next_deadline_s(self) -> float | None:
-        """When a request in line stops waiting for a store, if any does."""
+        """When the first queued request stops waiting for a store, if any waits."""
         return None if self.tiers is None else self.tiers.lower.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
-        """With these fields of its worker's."""
+        """A load report with the worker's own fields."""
         self._load_seq += 1
         return load_report(
             self._load_seq, self.scheduler, self.speed, own, tiers=self._lower_tiers,
@@ -238,7 +239,7 @@ class SimulatedEngine:
         return 0 if seq is None else seq.num_loaded_blocks * seq.block_size
 
     def num_output(self, request_id: str) -> int:
-        """Tokens of output that it has, as of the steps that ended."""
+        """Tokens of a request's output, as of the steps that ended."""
         self._fast_forward.refresh()
         seq = self.scheduler.sequences.get(request_id)
         return 0 if seq is None else seq.num_output
@@ -257,7 +258,7 @@ def target(seq: Sequence) -> int:
 
 
 def work_of(plan: StepPlan, num_others: int = 0, context_tokens: int = 0) -> StepWork:
-    """A plan as the curve has it, with so many others that decode and attend to so many tokens."""
+    """What a plan computes, beside `num_others` sequences that decode and attend to `context_tokens`."""
     prompt_tokens = pairs = 0
     for item in plan.work[plan.num_single :]:
         size = item.num_tokens

@@ -1,4 +1,4 @@
-"""Requests as the simulator knows them: lengths, names of blocks, and what became of them. Pure."""
+"""Requests of the load: lengths, block names, and their outcome. Pure."""
 
 import hashlib
 import math
@@ -14,12 +14,12 @@ from kvrelay.hashing import HASH_BYTES, tenant_of
 from kvrelay.plane import messages as wire
 
 END_TOKEN, WORD_TOKEN = 2, 7
-_OUTPUT_NAME = 1 << 127  # names of outputs do not meet those of prompts
-_PROMPT_NAME = 1 << 126  # nor those of prompts without names in the trace
+_OUTPUT_NAME = 1 << 127  # keeps names of outputs apart from those of prompts
+_PROMPT_NAME = 1 << 126  # and from those of prompts that the trace does not name
 
 
 class SimulatedSequenceRequest(wire.SequenceRequest, frozen=True, kw_only=True):
-    """What a worker gets. The model will end the output after so many tokens; scheduler and router do not look at that."""
+    """A request as a worker gets it. The model ends the output after `output_tokens`, which scheduler and router ignore."""
 
     output_tokens: int
 
@@ -37,11 +37,11 @@ class SimulatedRequest:
     ]  # of full blocks: the prompt's, and those of its output that a later prompt is known to begin with
     session: str = ""
     tenant: str = ""
-    outcome: str = "running"  # done, or why not: overloaded, slo, deadline, error
+    outcome: str = "running"  # or done, overloaded, slo, deadline, error
     first_s: float = math.nan
     end_s: float = math.nan
-    cached_tokens: int = 0  # not computed, at its first attempt that brought a token
-    tier_tokens: int = 0  # of those, brought up from below the pool
+    cached_tokens: int = 0  # of the prompt, at the first attempt that brought a token
+    tier_tokens: int = 0  # of those, loaded from a lower tier
     num_attempts: int = 0
     retry_after_s: float = 0.0
     _chain: list[bytes] = field(default_factory=list)
@@ -55,7 +55,7 @@ class SimulatedRequest:
         return (self.end_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     def chain(self, block_size: int) -> list[bytes]:
-        """Names of all full blocks that its prompt and whole output will fill. Other output is nobody else's."""
+        """Names of all full blocks of its prompt and whole output. Output that no later prompt begins with is named uniquely."""
         if not self._chain:
             total = (self.num_tokens + self.output_tokens) // block_size
             first = _OUTPUT_NAME | self.index << 32
@@ -63,7 +63,7 @@ class SimulatedRequest:
         return self._chain
 
     def request(self, request_id: str, block_size: int, max_tokens: int, num_emitted: int) -> SimulatedSequenceRequest:
-        """What a worker is asked for: the prompt and what was emitted of it, to go on from."""
+        """The request that is sent to a worker: the prompt, and the output so far to continue from."""
         return SimulatedSequenceRequest(
             request_id=request_id, token_ids=counted(self.num_tokens + num_emitted), num_prompt_tokens=self.num_tokens,
             block_hashes=self.chain(block_size), sampling=wire.Sampling(max_tokens=max_tokens), tokens_per_hash=block_size,
@@ -72,9 +72,9 @@ class SimulatedRequest:
 
 
 def continued(entries: Sequence[TraceEntry]) -> dict[int, tuple[int, ...]]:
-    """By index: hash ids of the blocks that an entry's output ends in, where the next prompt of its session goes on from it."""
+    """By index: hash ids of the blocks that an entry's output fills, where the next prompt of its session continues it."""
     last: dict[str, int] = {}
-    spoken: dict[int, tuple[int, ...]] = {}
+    outputs: dict[int, tuple[int, ...]] = {}
     for index, entry in enumerate(entries):
         if not entry.session:
             continue
@@ -84,24 +84,24 @@ def continued(entries: Sequence[TraceEntry]) -> dict[int, tuple[int, ...]]:
             continue
         earlier, size = entries[before], entry.block_tokens
         first, end = earlier.input_tokens // size, (earlier.input_tokens + earlier.output_tokens) // size
-        goes_on = entry.input_tokens >= earlier.input_tokens + earlier.output_tokens and len(entry.hash_ids) >= end
-        if goes_on and entry.hash_ids[:first] == earlier.hash_ids[:first]:
-            spoken[before] = entry.hash_ids[first:end]
-    return spoken
+        is_continued = entry.input_tokens >= earlier.input_tokens + earlier.output_tokens and len(entry.hash_ids) >= end
+        if is_continued and entry.hash_ids[:first] == earlier.hash_ids[:first]:
+            outputs[before] = entry.hash_ids[first:end]
+    return outputs
 
 
 def _name(number: int) -> bytes:
-    """Looks like a hash: what is placed by a block's name is spread."""
+    """Like a hash, so that placement by block name is spread."""
     return hashlib.blake2b(number.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
 def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[SimulatedRequest]:
-    """The load, one job for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated so.
+    """The load, one request for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated.
 
-    Hash ids must name prefixes, as Mooncake's do: one id always follows the same other one. Of a sequence of entries (not an
-    iterator) the sessions tell what outputs say: see `continued`.
+    Hash ids must name prefixes, as Mooncake's do: an id always follows the same other one. In a sequence of entries (not
+    an iterator), later prompts of a session name the blocks of earlier outputs: see `continued`.
     """
-    spoken = continued(entries) if isinstance(entries, Sequence) else {}
+    outputs = continued(entries) if isinstance(entries, Sequence) else {}
     known: dict[int, bytes] = {}
     parents: dict[int, int] = {}
     last_s, tenants = 0.0, lru_cache(1024)(tenant_of)
@@ -109,12 +109,12 @@ def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Simulate
         if entry.hash_ids and entry.block_tokens != block_size:
             raise ConfigError(f"the trace has blocks of {entry.block_tokens} tokens, the workers of {block_size}")
         if entry.arrival_s < last_s:
-            raise ConfigError(f"request {index} of the trace arrives before the one ahead of it")
+            raise ConfigError(f"request {index} of the trace arrives before its predecessor")
         last_s = entry.arrival_s
         num_tokens, output_tokens = max(1, entry.input_tokens), max(1, entry.output_tokens)
         names = _names(index, entry, num_tokens // block_size, known, parents)
         names += tuple(
-            known.get(hash_id) or known.setdefault(hash_id, _name(hash_id)) for hash_id in spoken.get(index, ())
+            known.get(hash_id) or known.setdefault(hash_id, _name(hash_id)) for hash_id in outputs.get(index, ())
         )
         yield SimulatedRequest(
             index,

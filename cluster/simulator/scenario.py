@@ -1,4 +1,4 @@
-"""What is simulated: the cluster, its settings, and what happens to it. As a YAML file, or made from flags."""
+"""What is simulated: the cluster, its settings, and what happens to it. From a YAML file or from flags."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,26 +20,26 @@ class _Section(BaseModel):
 
 
 class Fault(_Section):
-    """Something that happens to a worker, its machine's links, or an ingress; after `for_s` it is over."""
+    """A fault of a worker, its machine's links, or an ingress, for `for_s`."""
 
     kind: FaultKind
     at_s: float = Field(ge=0, allow_inf_nan=False)
     target: str = Field(description="a worker (p0, d3), or an ingress (i0)")
-    for_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="then it is back; none: never")
+    for_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="how long it lasts; none: to the end")
     share: float = Field(
-        0.5, gt=0, le=1, description="slow: of its speed; link: of its machine's bandwidth, while it lasts"
+        0.5, gt=0, le=1, description="slow: share of its speed; link: share of its machine's bandwidth, while it lasts"
     )
 
 
 class FaultRate(_Section):
-    """Crashes at random: each worker, so often on average, and back after `down_s`."""
+    """Random crashes of every worker, which is back after `down_s`."""
 
     every_s: float = Field(gt=0, allow_inf_nan=False, description="mean time between two crashes of one worker")
     down_s: float = Field(60.0, gt=0, allow_inf_nan=False)
 
 
 class Scaling(_Section):
-    """From then on there are to be so many workers; none: as before."""
+    """The number of workers from `at_s` on; none: unchanged."""
 
     at_s: float = Field(ge=0, allow_inf_nan=False)
     prefill: int | None = Field(None, ge=0)
@@ -53,29 +53,31 @@ class Scenario(_Section):
     decode: int = Field(1, ge=1)
     ingress: int = Field(1, ge=1)
     prefill_pool_tokens: int | None = Field(
-        None, ge=1, description="of a prefill worker's pool, instead of the profile's"
+        None, ge=1, description="KV tokens of a prefill worker's pool; default: the profile's"
     )
-    decode_pool_tokens: int | None = Field(None, ge=1, description="of a decode worker's pool, the like")
+    decode_pool_tokens: int | None = Field(
+        None, ge=1, description="KV tokens of a decode worker's pool; default: the profile's"
+    )
     seed: int = 0
     max_tokens: int = Field(
-        4096, ge=1, description="of output, that every client allows; the cluster knows no more of it"
+        4096,
+        ge=1,
+        description="output tokens that every client allows; all that the cluster knows of an output's length",
     )
-    message_s: float = Field(0.001, ge=0, description="of a message between ingress and worker")
-    report_s: float = Field(0.05, gt=0, description="at most so often a worker tells its load")
-    noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of each step's own factor")
-    detect_s: float = Field(1.0, ge=0, description="after which a crashed worker is known to be gone")
-    freeze_limit_s: float = Field(10.0, gt=0, description="after which a worker that says nothing is taken for gone")
-    start_s: float = Field(60.0, ge=0, description="a further worker's start: until it takes requests")
-    ttft_s: float = Field(5.0, gt=0, description="what counts as kept, whether or not it is promised")
-    tpot_s: float = Field(0.1, gt=0)
-    warm_up_s: float = Field(0.0, ge=0, description="requests that arrive before it count nowhere")
+    message_s: float = Field(0.001, ge=0, description="delay of a message between ingress and worker")
+    report_s: float = Field(0.05, gt=0, description="least time between load reports of a busy worker")
+    noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of a random factor on each step's time")
+    detect_s: float = Field(1.0, ge=0, description="time until ingresses know that a worker has crashed")
+    freeze_limit_s: float = Field(10.0, gt=0, description="time after which a frozen worker is dropped")
+    start_s: float = Field(60.0, ge=0, description="time until a started worker takes requests")
+    ttft_s: float = Field(5.0, gt=0, description="TTFT that counts as kept, whether or not an SLO is set")
+    tpot_s: float = Field(0.1, gt=0, description="mean time per further token that counts as kept")
+    warm_up_s: float = Field(0.0, ge=0, description="requests that arrive before it are not counted")
     faults: tuple[Fault, ...] = ()
     fault_rate: FaultRate | None = None
     scale: tuple[Scaling, ...] = ()
-    drain_s: float = Field(120.0, ge=0, description="what a worker that is given up may take to finish")
-    settings: dict[str, dict[str, Any]] = Field(
-        {}, description="of the product, by section: router, slo, engine, cache..."
-    )
+    drain_s: float = Field(120.0, ge=0, description="most time that a retiring worker has to finish")
+    settings: dict[str, dict[str, Any]] = Field({}, description="settings by section: router, slo, engine, cache...")
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -89,7 +91,7 @@ class Scenario(_Section):
                 or int(number) >= counts[letter]
                 or (letter == "i") != is_ingress
             ):
-                raise ValueError(f"{fault.kind} of {fault.target}: there is none")
+                raise ValueError(f"{fault.kind} of {fault.target}: no such target")
         return self
 
     def product_settings(self) -> Settings:
@@ -102,7 +104,7 @@ class Scenario(_Section):
         )
 
     def profile_of(self, role: Role, profile: SimulatorProfile) -> SimulatorProfile:
-        """The profile with this role's pool."""
+        """The profile, with the pool that the scenario gives this role."""
         tokens = self.prefill_pool_tokens if role is Role.PREFILL else self.decode_pool_tokens
         if tokens is None:
             return profile
@@ -112,13 +114,13 @@ class Scenario(_Section):
         return Delays(self.message_s, self.report_s, self.noise, settings.router.reserve_timeout_s)
 
     def worker_ids(self) -> list[tuple[str, Role]]:
-        """Those of the beginning."""
+        """Names and roles of the workers at the start."""
         prefills = [(f"p{number}", Role.PREFILL) for number in range(self.prefill)]
         return prefills + [(f"d{number}", Role.DECODE) for number in range(self.decode)]
 
 
 def scenario_from(data: dict[str, Any], name: str = "scenario") -> Scenario:
-    """Raises ConfigError naming the field."""
+    """A checked scenario. Raises ConfigError that names the field."""
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""One simulation: builds the cluster of a scenario, lets the load come, and sums up."""
+"""One simulation: builds the cluster of a scenario, plays the load, and summarises."""
 
 import contextlib
 import gc
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.autoscaler import Autoscaler
-from kvrelay.cluster.simulator.faults import FaultInjector
-from kvrelay.cluster.simulator.fleet import SimulatedFleet
 from kvrelay.cluster.simulator.ingress import IngressRules, SimulatedIngress
+from kvrelay.cluster.simulator.operations.autoscaler import Autoscaler
+from kvrelay.cluster.simulator.operations.faults import FaultInjector
+from kvrelay.cluster.simulator.operations.fleet import SimulatedFleet
 from kvrelay.cluster.simulator.reporting.course import RunTimeline
 from kvrelay.cluster.simulator.reporting.results import Tally
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
@@ -29,7 +29,7 @@ from kvrelay.types import Role
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Python looks for cycles of garbage less often meanwhile: there are next to none, and many objects to look at."""
+    """Collect garbage cycles less often: there are next to none, and many objects to traverse."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 50, 100)
     try:
@@ -39,10 +39,10 @@ def rare_collections() -> Iterator[None]:
 
 
 class Simulation:
-    """Made, run once, and looked at."""
+    """Is built, run once, and summarised. Its 20 attributes are the parts of the cluster; faults and the fleet read them."""
 
     def __init__(self, scenario: Scenario, profile: SimulatorProfile, entries: Iterable[TraceEntry]) -> None:
-        """`entries`: in order of arrival; taken one by one as their time comes."""
+        """entries: in order of arrival; each is taken when it is due."""
         self.scenario, self.profile = scenario, profile
         self.settings = scenario.product_settings()
         promised = slo_of(None, self.settings.slo, 1)
@@ -56,7 +56,7 @@ class Simulation:
         self.holders = BlockHolders()
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
-        self.workers: list[SimulatedWorker] = []  # those that are gone, too
+        self.workers: list[SimulatedWorker] = []  # stopped ones, too
         self._course = RunTimeline(self.clock, self.workers, lambda: self.num_open)
         self._jobs: Iterator[SimulatedRequest] = jobs_of(entries, profile.block_size)
         self.num_open = 0
@@ -83,13 +83,13 @@ class Simulation:
         return SimulatedIngress(self.clock, self.network, rules, self._ended)
 
     def node_of(self, number: int) -> str:
-        """The machine of the so-manieth worker."""
+        """The machine of a worker, by its number."""
         return f"n{number // self.profile.workers_per_node}"
 
     def start_worker(
         self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None
     ) -> SimulatedWorker:
-        """It takes requests from now on; `paid_from_s`: it was begun then."""
+        """Add a worker that takes requests from now on. paid_from_s: when its start began; default: now."""
         worker = SimulatedWorker(
             worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
             settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network,
@@ -106,7 +106,7 @@ class Simulation:
         job = next(self._jobs, None)
         if job is None:
             self.is_all_arrived = True
-            self._look_for_end()
+            self._stop_if_done()
         else:
             self.clock.at(job.arrival_s, self._arrive, job)
 
@@ -118,10 +118,10 @@ class Simulation:
     def _ended(self, job: SimulatedRequest) -> None:
         self.num_open -= 1
         self.tally.add(job)
-        self._look_for_end()
+        self._stop_if_done()
 
-    def _look_for_end(self) -> None:
-        """When nothing is left to come or to end, the simulation is over."""
+    def _stop_if_done(self) -> None:
+        """Stop the clock when no request is left to arrive or to end."""
         if self.is_all_arrived and not self.num_open:
             self.ended_s = self.clock.now_s
             self.clock.stop()
@@ -143,10 +143,10 @@ class Simulation:
         self._course.begin()
         self.clock.run()
 
-    # ---- what came of it
+    # ---- results
 
     def summary(self) -> dict[str, Any]:
-        """All figures, as plain data; the same for the same scenario, profile and load, to the bit."""
+        """All figures as plain data; bit-identical for the same scenario, profile and load."""
         return {
             "scenario": self.scenario.model_dump(mode="json", exclude_defaults=True),
             "profile": self.profile.name,
@@ -164,19 +164,19 @@ class Simulation:
         }
 
     def details(self) -> dict[str, Any]:
-        """What pictures are made of: percentiles of TTFT and TPOT, and the course."""
+        """What plots show: percentiles of TTFT and TPOT, and figures over time."""
         return {**self.tally.percentiles(), "course": self._course.data()}
 
     def _tiers(self) -> dict[str, int]:
-        """Blocks brought up to pools from host tiers, and into those from elsewhere; none without such tiers."""
-        below = [worker.engine.tiers for worker in self.workers if worker.engine.tiers is not None]
-        if not below:
+        """Blocks moved between pools, host tiers and the store; empty without host tiers."""
+        found = [worker.engine.tiers for worker in self.workers if worker.engine.tiers is not None]
+        if not found:
             return {}
         return {
-            "loaded_blocks": sum(one.lower.controller.stats.loaded for one in below),
-            "saved_blocks": sum(one.lower.controller.stats.saved for one in below),
-            "fetched_blocks": sum(one.store.num_loaded for one in below if one.store is not None),
-            "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
+            "loaded_blocks": sum(one.lower.controller.stats.loaded for one in found),
+            "saved_blocks": sum(one.lower.controller.stats.saved for one in found),
+            "fetched_blocks": sum(one.store.num_loaded for one in found if one.store is not None),
+            "stored_blocks": sum(one.store.num_stored for one in found if one.store is not None),
         }
 
     def _alive_s(self, worker: SimulatedWorker) -> float:

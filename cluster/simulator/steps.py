@@ -65,7 +65,7 @@ class WorkerSteps:
     def rest(self) -> None:
         """Nothing is computed, as far as other workers of the machine are concerned. Idempotent."""
         if self._machine is not None:
-            self._machine.rests(self)
+            self._machine.ends(self)
 
     def cut_short(self) -> None:
         """Of several steps, end the stride after the one in progress."""

@@ -1,9 +1,9 @@
-"""Tiers below a worker's pool, in virtual time: production's controller (kvcache/tiers/controller.py) over threads and stores without bytes.
+"""A worker's lower tiers in virtual time: production's controller (kvcache/tiers/controller.py) over jobs without bytes.
 
-What is moved takes what a worker's host memory and the network give: copies between pool and host tier go one after the other at
-the profile's speed; what comes from, or goes to, another machine is a flow that shares the links with all others. Whom a worker
-can ask is as in the cluster's own store (cluster/store/remote_store.py): other workers' host tiers, and the store's nodes, one on each
-machine. Left out: local disk, Redis and object stores, replicas that are repaired.
+Copies between pool and host tier run one after the other at the profile's speed; blocks from or to another machine are
+flows that share the links with all others. Sources are those of the cluster's store (cluster/store/remote_store.py): other
+workers' host tiers, and the store's nodes, one on each machine. Left out: local disk, Redis and object stores, repair of
+replicas.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +27,12 @@ from kvrelay.kvcache.tiers.rules import TierRules
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
-LEAST_UNDER_WAY = 4  # blocks: traces' blocks are large
+LEAST_UNDER_WAY = 4  # blocks in flight: traces' blocks are large
 MOST_REMEMBERED = 1_000_000  # blocks' homes
 
 
 class SimulatedSlab:
-    """A host tier's memory, of so many rows; every block is as it was put there."""
+    """A host tier's memory of `num_rows` rows without content."""
 
     num_layers = 1
 
@@ -43,7 +43,7 @@ class SimulatedSlab:
         return [0] * len(rows)
 
     def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
-        """Its time is the copying threads' to tell."""
+        """Takes no time here: `TierCopies` accounts for it."""
 
     def checksums(self, rows: Sequence[int]) -> list[int]:
         return [0] * len(rows)
@@ -56,7 +56,7 @@ class SimulatedSlab:
 
 
 class JobTime:
-    """The tiers' clock: within a job, its beginning and then its end, so that it measures what it took."""
+    """The controller's clock: a job that reads it twice gets its beginning and its end, and so measures its duration."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,7 +74,7 @@ class JobTime:
 
 
 class _VirtualThreads:
-    """So many jobs at once. Subclasses say what one takes."""
+    """A pool of threads in virtual time. Subclasses define how long a job takes."""
 
     def __init__(
         self, clock: Clock, time: JobTime, num_threads: int, queue: JobQueue, wake: Callable[[], None]
@@ -83,7 +83,7 @@ class _VirtualThreads:
         self._finished: list[tuple[IoJob, object]] = []
 
     def start(self) -> None:
-        """There is nothing to start."""
+        """Nothing to start."""
 
     def close(self) -> None:
         self._queue.drop_all()
@@ -111,7 +111,7 @@ class _VirtualThreads:
         raise NotImplementedError
 
     def end(self, job: IoJob, began_s: float) -> None:
-        """It has been moved. Who only puts things away hears of it at the next step."""
+        """The job is over. Only fetches wake the worker; saves are noticed at its next step."""
         self._queue.done(job)
         self._free += 1
         self._finished.append((job, self._time.run(job, began_s)))
@@ -121,10 +121,10 @@ class _VirtualThreads:
 
 
 class TierCopies(_VirtualThreads):
-    """Between pool and host tier, at so many bytes per second. A load goes at once: its step waits for it (`loaded_s`)."""
+    """Copies between pool and host tier. A load begins immediately, and its step waits for it (`loaded_s`)."""
 
     bytes_per_s = 1.0
-    loaded_s = 0.0  # when all loads so far are in place
+    loaded_s = 0.0  # when all loads so far have ended
 
     def put(self, job: IoJob) -> bool:
         if job.urgency is not Urgency.LOAD:
@@ -140,20 +140,20 @@ class TierCopies(_VirtualThreads):
 
 
 class StoreTransfers(_VirtualThreads):
-    """To and from stores: a job says what it would move (`SimulatedStore.asked`) and then moves it as flows."""
+    """Transfers to and from stores: a job is run once to find what it moves (`SimulatedStore.planned`), then as flows."""
 
     store: "SimulatedStore"
     lookup_s = 0.0
 
     def begin(self, job: IoJob, now_s: float) -> None:
         store = self.store
-        store.asked = {}
+        store.planned = {}
         run(job)
-        asked, store.asked = store.asked, None
-        if not asked:
+        planned, store.planned = store.planned, None
+        if not planned:
             self.clock.after(self.lookup_s, self.end, job, now_s)
             return
-        pending = len(asked)
+        pending = len(planned)
 
         def arrived() -> None:
             nonlocal pending
@@ -161,13 +161,13 @@ class StoreTransfers(_VirtualThreads):
             if not pending:
                 self.end(job, now_s)
 
-        for (source, target), num_bytes in asked.items():
+        for (source, target), num_bytes in planned.items():
             store.begin_flow(source, target, num_bytes, arrived)
 
 
 @dataclass(slots=True)
 class BlockHolders:
-    """Who has which block below its pool: every worker that lends, and the store's nodes."""
+    """Where blocks are below the pools: host tiers of workers, which serve reads, and nodes of the store."""
 
     workers: dict[BlockHash, dict[str, str]] = field(default_factory=dict)  # worker -> machine
     nodes: dict[str, TierIndex] = field(default_factory=dict)  # by machine
@@ -183,21 +183,21 @@ class BlockHolders:
             self.workers.setdefault(digest, {})[worker_id] = node_id
 
     def remove_worker(self, worker_id: str) -> None:
-        """It lends nothing any more."""
+        """A worker is gone, with its host tier."""
         for digest in [digest for digest, holders in self.workers.items() if worker_id in holders]:
             del self.workers[digest][worker_id]
             if not self.workers[digest]:
                 del self.workers[digest]
 
     def add_node(self, node_id: str, num_rows: int, policy: str) -> None:
-        """A machine's part of the store; the same machine adds it once."""
+        """Add a machine's node of the store. Idempotent."""
         if num_rows and node_id not in self.nodes:
             self.nodes[node_id] = TierIndex(num_rows, make_policy(policy, num_rows))
             self.addresses.append(StoreAddress(node_id, node_id, 1, num_rows))
             self._homes.clear()
 
     def homes(self, hashes: Sequence[BlockHash], num_replicas: int) -> list[tuple[str, ...]]:
-        """The machines whose nodes should hold each, best first; remembered, for each block is asked about several times."""
+        """The machines whose nodes should hold each block, best first. Cached: each block is looked up several times."""
         if len(self._homes) >= MOST_REMEMBERED:
             self._homes.clear()
         known = self._homes
@@ -206,16 +206,16 @@ class BlockHolders:
                 known[digest] = tuple(home.node_id for home in found)
         return [known[digest] for digest in hashes]
 
-    def source(self, digest: BlockHash, asking: str) -> str | None:
-        """The machine to ask for a block: a worker's before a node's; never the one that asks."""
+    def source(self, digest: BlockHash, reader: str) -> str | None:
+        """The machine to read a block from: a worker's before a node's, and not `reader`'s own."""
         for worker_id, node_id in self.workers.get(digest, {}).items():
-            if worker_id != asking:
+            if worker_id != reader:
                 return node_id
         return next((node_id for node_id, index in self.nodes.items() if digest in index), None)
 
 
 class SimulatedStore:
-    """The cluster's store as one worker's tier. While `asked` is a dict, nothing is done but noted: machines -> bytes."""
+    """The cluster's store as one worker's tier. While `planned` is a dict, reads and writes only add to it: machines -> bytes."""
 
     name = "cluster"
     keeps_checksums = True
@@ -225,7 +225,7 @@ class SimulatedStore:
     ) -> None:  # fmt: skip
         self._worker_id, self._node_id, self._holders = worker_id, node_id, holders
         self._network, self._clock, self._block_bytes, self._num_replicas = network, clock, block_bytes, num_replicas
-        self.asked: dict[tuple[str, str], int] | None = None
+        self.planned: dict[tuple[str, str], int] | None = None
         self.flows: dict[Flow, None] = {}
         self.num_loaded = self.num_stored = 0
 
@@ -239,7 +239,7 @@ class SimulatedStore:
         flow.close(num_bytes)
 
     def start(self) -> None:
-        """There is nothing to open."""
+        """Nothing to open."""
 
     def close(self) -> None:
         for flow in self.flows:
@@ -250,7 +250,7 @@ class SimulatedStore:
         self._holders.changed(self._worker_id, self._node_id, CacheChange(tuple(stored), tuple(removed)))
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """A worker's word is no reason to forget what others may want."""
+        """Ignored: other workers may read the blocks."""
 
     def stats(self) -> StoreStats:
         return StoreStats(loaded_blocks=self.num_loaded, stored_blocks=self.num_stored)
@@ -260,7 +260,7 @@ class SimulatedStore:
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         sources = [self._holders.source(digest, self._worker_id) for digest in hashes]
-        if self.asked is not None:
+        if self.planned is not None:
             self._note((source, self._node_id) for source in sources if source is not None)
             return [False] * len(hashes)
         came = [source is not None for source in sources]
@@ -271,7 +271,7 @@ class SimulatedStore:
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
         homes = self._holders.homes(hashes, self._num_replicas)
-        if self.asked is not None:
+        if self.planned is not None:
             missing = [
                 (self._node_id, home)
                 for digest, own in zip(hashes, homes, strict=True)
@@ -294,14 +294,14 @@ class SimulatedStore:
             index.put(digest, rows[0], now_s, parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority)
 
     def _note(self, ways: Iterable[tuple[str, str]]) -> None:
-        assert self.asked is not None
+        assert self.planned is not None
         for way in ways:
-            self.asked[way] = self.asked.get(way, 0) + self._block_bytes
+            self.planned[way] = self.planned.get(way, 0) + self._block_bytes
 
 
 @dataclass(slots=True)
 class SimulatedTiers:
-    """One worker's tiers, and what drives them."""
+    """The lower tiers of one worker."""
 
     lower: LowerTiers
     copies: TierCopies
@@ -316,7 +316,7 @@ def make_tiers(
     pool: BlockPool, profile: SimulatorProfile, settings: Settings, holders: BlockHolders, network: Network, clock: Clock,
     *, worker_id: str, node_id: str, wake: Callable[[], None], message_s: float,
 ) -> SimulatedTiers | None:  # fmt: skip
-    """As engine/worker/tier_setup.py makes them; None where the settings give a worker no host memory."""
+    """As engine/worker/tier_setup.py does; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
     num_rows = cache.host_bytes // block_bytes
     if not num_rows:

@@ -1,8 +1,7 @@
 """A sequence's tokens when only their number matters. Pure.
 
-Prompts of traces are lengths and block names; keeping a list of a hundred thousand numbers for each sequence, twice, would cost
-a large simulation gigabytes. What reads the numbers gets none: cached blocks are found by name as ever, but no beginning of a
-block is (`BlockPool.tail`).
+Prompts of traces are lengths and block names; two lists of a hundred thousand token ids for each sequence would cost a
+large simulation gigabytes. Slices are empty: cached blocks are found by name, partial blocks are not found.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any, Self, cast
 
 
 class CountedTokens:
-    """Stands where the engine has a list of token ids."""
+    """Stands in for a list of token ids."""
 
     __slots__ = ("_count", "_last")
 
@@ -24,7 +23,7 @@ class CountedTokens:
         if isinstance(place, slice):
             return []
         if place != -1:
-            raise IndexError("of counted tokens only the last is known")
+            raise IndexError("only the last of counted tokens is known")
         return self._last
 
     def append(self, token: int) -> None:
@@ -47,5 +46,5 @@ class CountedTokens:
 
 
 def counted(count: int) -> list[int]:
-    """So many tokens, for a SequenceRequest."""
+    """`count` tokens for a SequenceRequest."""
     return cast("list[int]", CountedTokens(count))

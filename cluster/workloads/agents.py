@@ -1,7 +1,7 @@
-"""Agents: each loops over tool calls behind a system prompt that many share, and at times splits into siblings. Pure, seeded.
+"""Agents: loops over tool calls behind shared system prompts, which at times fan out into siblings. Pure, seeded.
 
-A task's prompts grow by what the model wrote and what the tool answered. Siblings begin with all that their parent has said, and
-arrive together; the parent goes on when the last of them has ended. How long answers take is assumed: a trace does not wait.
+A task's prompts grow by the model's output and the tool's result. Siblings begin with the whole prompt of their parent and
+arrive together; the parent continues when the last of them has ended. Durations of answers are assumed.
 """
 
 import heapq
@@ -68,7 +68,7 @@ class _Task:
         self._run(loop, self._spec.mean_steps, "", may_split=True)
 
     def _run(self, loop: _Loop, mean_steps: float, name: str, *, may_split: bool) -> int:
-        """The loop to its end; returns how long its last answer is."""
+        """Run the loop to its end; returns the length of its last answer."""
         spec, draw = self._spec, self._draw
         num_output = 0
         for _ in range(_geometric(draw, mean_steps)):
@@ -97,9 +97,9 @@ class _Task:
         return num_output
 
     def _split(self, parent: _Loop) -> None:
-        """Siblings work at once; their last answers become the parent's next input."""
+        """Siblings run concurrently; their last answers become the parent's next input."""
         spec, start_s = self._spec, parent.at_s
-        parent.prompt.ids(parent.num_tokens)  # what it has said so far is the siblings', too
+        parent.prompt.ids(parent.num_tokens)  # its blocks so far are the siblings', too
         for index in range(self._draw.randint(*spec.fan_out)):
             sibling = _Loop(
                 parent.prompt.branch(),
@@ -126,7 +126,7 @@ class _Systems:
         self._ids: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def prompt(self, tenant: int, kind: int, fresh: Iterator[int]) -> tuple[GrowingPrompt, int]:
-        """And how many tokens it has, of which the last block, if it is not full, is shared with nobody."""
+        """And how many tokens it has, of which the last block, if it is not full, is not shared."""
         num_blocks = self._tokens[kind] // MOONCAKE_BLOCK_TOKENS
         if (tenant, kind) not in self._ids:
             self._ids[tenant, kind] = tuple(islice(fresh, num_blocks))
@@ -151,7 +151,7 @@ def agent_entries(spec: AgentSpec, num_requests: int) -> list[TraceEntry]:
 
 
 def requests_per_task(spec: AgentSpec, num_tasks: int = 400) -> float:
-    """The mean, of so many tasks."""
+    """The mean over `num_tasks` tasks."""
     systems, fresh = _Systems(spec), count()
     tasks = [_Task(spec, number, systems, fresh) for number in range(num_tasks)]
     for task in tasks:

@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson, Gamma and Markov-modulated Poisson processes, in seconds, for ever. Pure, seeded."""
+"""When requests arrive: Poisson, Gamma and Markov-modulated Poisson processes, in seconds, without end. Pure, seeded."""
 
 import random
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ def poisson_arrivals(rate_per_s: float, *, seed: int) -> Iterator[float]:
 
 
 def gamma_arrivals(rate_per_s: float, *, variation: float, seed: int) -> Iterator[float]:
-    """Independent gaps with mean 1 / rate; their deviation is `variation` times that. 1: Poisson; more: in bursts."""
+    """Independent gaps with mean 1 / rate; their standard deviation is `variation` times that. 1: Poisson; more: bursts."""
     _check(rate_per_s)
     if variation <= 0:
-        raise ConfigError("the variation of gaps must be above 0")
+        raise ConfigError("the variation of gaps must be positive")
     shape = variation**-2
     draw = random.Random(f"gamma:{seed}")
     now_s = 0.0
@@ -38,7 +38,7 @@ def switching_arrivals(
     """
     _check(rate_per_s)
     if min(burst_factor, calm_s, burst_s) <= 0:
-        raise ConfigError("a burst's factor and both durations must be above 0")
+        raise ConfigError("a burst's factor and both durations must be positive")
     calm_rate = rate_per_s * (calm_s + burst_s) / (calm_s + burst_factor * burst_s)
     draw = random.Random(f"switching:{seed}")
     now_s, is_burst = 0.0, False
@@ -55,4 +55,4 @@ def switching_arrivals(
 
 def _check(rate_per_s: float) -> None:
     if rate_per_s <= 0:
-        raise ConfigError("an arrival rate must be above 0")
+        raise ConfigError("an arrival rate must be positive")

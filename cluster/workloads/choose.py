@@ -1,4 +1,4 @@
-"""A workload by its name or its file, at a rate. Reads files; all else is pure and seeded."""
+"""Workloads by generator name or file, at a rate. Reads files; otherwise pure and seeded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,29 +81,29 @@ def make_workload(
 
     Args:
         source: a name in GENERATORS, or a trace file.
-        rate_per_s: of a generator, in the long run (default 1); a trace is played faster or slower to have it (default: its own).
+        rate_per_s: of a generator, in the long run (default 1); a trace is scaled to it (default: its own).
         limit: how many; a generator needs it.
 
     Raises ConfigError.
     """
     if rate_per_s is not None and rate_per_s <= 0:
-        raise ConfigError("an arrival rate must be above 0")
+        raise ConfigError("an arrival rate must be positive")
     if limit is not None and limit < 1:
         raise ConfigError("a workload needs at least one request")
     if source in GENERATORS:
         if limit is None:
-            raise ConfigError(f"{source} never ends: say how many requests")
+            raise ConfigError(f"{source} is endless: give the number of requests")
         return GENERATORS[source](rate_per_s or DEFAULT_RATE_PER_S, limit, seed)
     path = Path(source)
     if not path.exists():
-        raise ConfigError(f"{source} is no trace file, and none of {', '.join(GENERATORS)}")
+        raise ConfigError(f"{source} is neither a trace file nor one of {', '.join(GENERATORS)}")
     entries = load_trace(path, limit=limit, seed=seed)
     return with_own_blocks(entries if rate_per_s is None else at_rate(entries, rate_per_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a workload is like. Shares are of 1."""
+    """Figures of a workload. Shares are of 1."""
 
     num_requests: int
     span_s: float
@@ -118,7 +118,7 @@ class Outline:
 
 
 def outline(entries: list[TraceEntry]) -> Outline:
-    """Of at least one entry, in order of arrival."""
+    """Figures of at least one entry, in order of arrival."""
     seen: set[int] = set()
     repeated = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Single requests of several kinds, each behind one of its kind's shared prefixes, at given times. Pure, seeded."""
+"""Single requests of several kinds, each with one of its kind's shared prefixes. Pure, seeded."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Block ids of prompts that grow: conversations and agents, whose next prompt begins with the last one. Pure."""
+"""Block ids of prompts that grow, as in conversations and agents. Pure."""
 
 from collections.abc import Iterator
 
@@ -6,21 +6,21 @@ from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS
 
 
 class GrowingPrompt:
-    """Ids of one prompt's full blocks so far. `fresh` gives ids that nobody has."""
+    """Ids of one prompt's full blocks so far. `fresh` yields unused ids."""
 
     __slots__ = ("_fresh", "_full")
 
     def __init__(self, fresh: Iterator[int], shared: tuple[int, ...] = ()) -> None:
-        """`shared`: ids of the blocks that it begins with, as others do."""
+        """shared: ids of the blocks that it begins with, as other prompts do."""
         self._fresh, self._full = fresh, list(shared)
 
     def ids(self, num_tokens: int) -> tuple[int, ...]:
-        """Of the prompt when it has so many tokens. A block that is not full yet is named anew each time, as traces do."""
+        """Ids of the prompt at `num_tokens` tokens. A partial block gets a new id each time, as in traces."""
         full, rest = divmod(num_tokens, MOONCAKE_BLOCK_TOKENS)
         while len(self._full) < full:
             self._full.append(next(self._fresh))
         return (*self._full[:full], next(self._fresh)) if rest else tuple(self._full[:full])
 
     def branch(self) -> "GrowingPrompt":
-        """Another that begins alike and goes on by itself."""
+        """Another prompt that shares the blocks so far."""
         return GrowingPrompt(self._fresh, tuple(self._full))

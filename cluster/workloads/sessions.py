@@ -34,7 +34,7 @@ class SessionSpec:
 
 
 class _Session:
-    """One conversation: what it is made of so far, and when it speaks next."""
+    """One conversation: its prompt so far, and when its next request arrives."""
 
     def __init__(self, spec: SessionSpec, number: int, systems: list[int], start_s: float) -> None:
         self._spec = spec
@@ -106,7 +106,7 @@ def _system_lengths(spec: SessionSpec, draw: random.Random) -> list[int]:
 
 
 def requests_per_session(spec: SessionSpec, num_sessions: int = 1000) -> float:
-    """The mean, of so many sessions."""
+    """The mean over `num_sessions` sessions."""
     systems = _system_lengths(spec, random.Random(f"sessions:{spec.seed}"))
     sessions = [_Session(spec, number, systems, 0.0) for number in range(num_sessions)]
     num_requests = 0

@@ -1,4 +1,4 @@
-"""One request of a trace, and what can be done to a whole trace: spread, scale, set to a rate, name its blocks. Pure."""
+"""Trace entries, and operations on whole traces: spread, scale, set a rate, name blocks, write. Pure."""
 
 import json
 import random
@@ -17,7 +17,7 @@ MOONCAKE_JITTER_S = 0.003  # give or take so much: 29% of them are 1 to 3 ms off
 class TraceEntry:
     """One request of a trace. `hash_ids` name its prompt's blocks of `block_tokens` tokens; equal ids, equal tokens.
 
-    session: of one conversation or agent; tenant: whose it is; empty: not told.
+    session: of one conversation or agent; empty session or tenant: unknown.
     """
 
     arrival_s: float
@@ -41,7 +41,7 @@ def spread_buckets(entries: Sequence[TraceEntry], *, bucket_s: float, seed: int)
 
 
 def is_rounded(entries: Sequence[TraceEntry], bucket_s: float = MOONCAKE_BUCKET_S) -> bool:
-    """Whether all times are whole buckets but for a few milliseconds (Mooncake's trace has 5999 ms, too), and there are several."""
+    """Whether all of several times are whole buckets within a few milliseconds (Mooncake's trace has 5999 ms, too)."""
     times = {entry.arrival_s for entry in entries}
     off_s = (round(abs(time_s - round(time_s / bucket_s) * bucket_s), 6) for time_s in times)
     return len(times) > 1 and all(one <= MOONCAKE_JITTER_S for one in off_s)
@@ -87,15 +87,15 @@ def rate_of(entries: Sequence[TraceEntry]) -> float:
 
 
 def at_rate(entries: Sequence[TraceEntry], rate_per_s: float) -> list[TraceEntry]:
-    """The same requests in the same rhythm, faster or slower; the first arrives at 0. Raises ConfigError."""
+    """The same requests with scaled gaps; the first arrives at 0. Raises ConfigError."""
     if rate_per_s <= 0:
-        raise ConfigError("an arrival rate must be above 0")
+        raise ConfigError("an arrival rate must be positive")
     scale, first_s = rate_of(entries) / rate_per_s, entries[0].arrival_s
     return [replace(entry, arrival_s=(entry.arrival_s - first_s) * scale) for entry in entries]
 
 
 def with_own_blocks(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
-    """Entries that name fewer blocks than their prompts have get ids that no other has for the rest."""
+    """Give unique ids to blocks of prompts that an entry does not name."""
     fresh = count(1 + max((max(entry.hash_ids, default=-1) for entry in entries), default=-1))
     named: list[TraceEntry] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What a simulation is summed up to, as numbers, tables and plots.
+"""Results of a simulation as numbers, tables and plots.
 
 May import kvrelay, cluster/simulator, cluster/simulator/resources.
 """

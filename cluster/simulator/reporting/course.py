@@ -1,6 +1,6 @@
-"""The course of a simulation: how busy the workers were, and how many requests were open, over time. Pure.
+"""Busy shares of workers and open requests over time. Pure.
 
-At most MOST_SAMPLES are kept: when there are more, every second one goes, and the next come half as often.
+At most MOST_SAMPLES are kept: when there are more, every second one is dropped and the interval doubles.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ MOST_SAMPLES = 240
 
 
 class RunTimeline:
-    """Looks at the workers from time to time, as long as the clock runs."""
+    """Samples the workers as long as the clock runs."""
 
     def __init__(self, clock: Clock, workers: Sequence[SimulatedWorker], num_open: Callable[[], int]) -> None:
         self._clock, self._workers, self._num_open = clock, workers, num_open
         self._interval_s = FIRST_INTERVAL_S
         self._times = [0.0]
         self._open = [0]
-        self._busy_s = {role: [0.0] for role in Role}  # of all workers so far
+        self._busy_s = {role: [0.0] for role in Role}  # of all workers until now
         self._alive_s = {role: [0.0] for role in Role}
 
     def begin(self) -> None:
-        self._clock.at(self._interval_s, self._look)
+        self._clock.at(self._interval_s, self._sample)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         now_s = self._clock.now_s
         self._times.append(now_s)
         self._open.append(self._num_open())
@@ -39,7 +39,7 @@ class RunTimeline:
             self._alive_s[role].append(alive_s)
         if len(self._times) > MOST_SAMPLES:
             self._thin()
-        self._clock.after(self._interval_s, self._look)
+        self._clock.after(self._interval_s, self._sample)
 
     def _thin(self) -> None:
         self._interval_s *= 2
@@ -55,7 +55,7 @@ class RunTimeline:
 
 
 def _shares(busy_s: list[float], alive_s: list[float]) -> list[float]:
-    """A step counts when it ends, so a share may be cut to 1 and what is cut is lost from the picture."""
+    """A step counts when it ends, so that shares above 1 occur; they are cut to 1."""
     shares: list[float] = []
     for index in range(1, len(busy_s)):
         alive = alive_s[index] - alive_s[index - 1]

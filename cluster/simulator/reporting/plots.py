@@ -1,7 +1,6 @@
-"""One picture of simulations: goodput, hits and TTFT over the load; distributions and the course at one load. Owns matplotlib.
+"""One picture of simulations: goodput, hits and TTFT over the load; distributions and busy shares at one load.
 
-Takes what `kvrelay simulate --json` and bench/router/policies.py write, also by itself; without distributions and course (the latter does
-not write them), those panels stay empty:
+Reads what `kvrelay simulate --json` and bench/router/policies.py write; panels whose figures are missing stay empty:
 
     python -m kvrelay.cluster.simulator.reporting.plots FIGURES.json PICTURE.png
 """
@@ -19,13 +18,13 @@ import typer
 from kvrelay.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")
-HELD_SHARE = 0.9  # of requests within the SLO: what a load that is held is called
+HELD_SHARE = 0.9  # of requests within the SLO: a load that is held
 _COLOURS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation: of which contender, at how many requests per second, and its summary."""
+    """One simulation: its name, its load in requests per second, and its summary."""
 
     name: str
     load: float
@@ -33,13 +32,13 @@ class Run:
 
 
 def runs_of(document: Any) -> list[Run]:
-    """From the JSON of either. Raises ConfigError: it is neither's."""
+    """Runs from the JSON of either. Raises ConfigError: it is neither's."""
     try:
         found = [run for one in document for run in _runs(one)]
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ConfigError(f"these are no simulations' figures: {error!r}") from error
+        raise ConfigError(f"these are not figures of simulations: {error!r}") from error
     if not found:
-        raise ConfigError("there are no simulations in it")
+        raise ConfigError("no simulations found")
     return found
 
 
@@ -51,15 +50,15 @@ def _runs(one: dict[str, Any]) -> list[Run]:
 
 
 def check_picture(path: Path) -> None:
-    """Before the simulations. Raises ConfigError: it cannot be drawn there."""
+    """Check the path before simulating. Raises ConfigError: unknown format, or no such folder."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{path}: there is no such kind of picture; choose one of {', '.join(SUFFIXES)}")
+        raise ConfigError(f"{path}: unknown picture format; choose one of {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path}: the folder must be there")
+        raise ConfigError(f"{path}: no such folder")
 
 
 def held_load(runs: Sequence[Run]) -> float:
-    """The highest load that any of them holds, else the lowest."""
+    """The highest load that any run holds, else the lowest load."""
     held = [run.load for run in runs if run.summary["kept_share"] >= HELD_SHARE]
     return max(held) if held else min(run.load for run in runs)
 
@@ -67,7 +66,7 @@ def held_load(runs: Sequence[Run]) -> float:
 def over_load(
     runs: Sequence[Run], figure: Callable[[dict[str, Any]], float | None]
 ) -> dict[str, list[tuple[float, float]]]:
-    """By name: (load, the figure's mean over the runs at it), ascending; loads without the figure are left out."""
+    """By name: (load, mean of the figure over its runs), ascending; loads without the figure are left out."""
     values: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if (value := figure(run.summary)) is not None:
@@ -76,7 +75,7 @@ def over_load(
 
 
 def nearest(runs: Sequence[Run], load: float) -> dict[str, Run]:
-    """By name: its run whose load is next to this one."""
+    """By name: the run whose load is nearest."""
     found: dict[str, Run] = {}
     for run in runs:
         if run.name not in found or abs(run.load - load) < abs(found[run.name].load - load):
@@ -85,7 +84,7 @@ def nearest(runs: Sequence[Run], load: float) -> dict[str, Run]:
 
 
 def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0, tpot_slo_s: float = 0.1) -> None:
-    """Write the picture as what the suffix says. Raises ConfigError or OSError when it cannot be written."""
+    """Write the picture in the format of its suffix. Raises ConfigError or OSError."""
     check_picture(path)
     import matplotlib
 
@@ -100,7 +99,7 @@ def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0
     figure, axes = pyplot.subplots(2, 3, figsize=(16, 9))
     try:
         _draw_over_load(axes[0][0], "goodput, requests/s", over_load(runs, lambda one: one["goodput_per_s"]), looks)
-        _draw_line_of_all(axes[0][0])
+        _draw_all_kept(axes[0][0])
         _draw_over_load(
             axes[0][1], "prompt tokens found in caches", over_load(runs, lambda one: one["hit_ratio"]), looks
         )
@@ -115,7 +114,7 @@ def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0
             axes[1][0].set_xscale("log")
         _draw_shares(axes[1][1], f"TPOT, s, at {at:.3g} requests/s", chosen, "tpot_percentiles_s", tpot_slo_s, looks)
         axes[1][1].set_xlim(0, 1.5 * tpot_slo_s)
-        _draw_course(axes[1][2], f"busy prefill workers (thin: decode), at {at:.3g} requests/s", chosen, looks)
+        _draw_busy_shares(axes[1][2], f"busy prefill workers (thin: decode), at {at:.3g} requests/s", chosen, looks)
         handles = [pyplot.Line2D([], [], label=name, **looks[name]) for name in names]
         figure.legend(handles=handles, loc="lower center", ncols=min(len(names), 7), frameon=False)
         figure.suptitle(title)
@@ -134,8 +133,8 @@ def _draw_over_load(axes: Any, title: str, lines: dict[str, list[tuple[float, fl
     axes.set_ylim(bottom=0)
 
 
-def _draw_line_of_all(axes: Any) -> None:
-    """Where every request would be within the SLO."""
+def _draw_all_kept(axes: Any) -> None:
+    """The line on which every request is within the SLO."""
     most = axes.get_xlim()[1]
     axes.plot([0, most], [0, most], color="grey", linewidth=1)
     axes.set_xlim(0, most)
@@ -152,8 +151,8 @@ def _draw_shares(axes: Any, title: str, chosen: dict[str, Run], key: str, slo_s:
     axes.axvline(slo_s, color="grey", linewidth=1)
 
 
-def _draw_course(axes: Any, title: str, chosen: dict[str, Run], looks: dict[str, Any]) -> None:
-    """The prefill workers' solid and thick, the decode workers' thin."""
+def _draw_busy_shares(axes: Any, title: str, chosen: dict[str, Run], looks: dict[str, Any]) -> None:
+    """Thick: prefill workers; thin: decode workers."""
     axes.set_title(title)
     axes.set_xlabel("s")
     axes.set_ylabel("share")

@@ -1,4 +1,4 @@
-"""Simulations' figures as tables for people. The plain data are `Simulation.summary`."""
+"""Figures of simulations as a table. The plain data are `Simulation.summary`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
-    """Three digits; a dash for what there is none of."""
+    """Three digits; a dash for None."""
     return "–" if value is None else f"{value * factor:.3g}" if value * factor < 1000 else f"{value * factor:.0f}"
 
 

@@ -1,4 +1,4 @@
-"""What a simulation is summed up to: percentiles, goodput, hits, bytes, utilisation, cost. Pure."""
+"""Sums and percentiles over a simulation's requests. Pure."""
 
 from array import array
 from collections import Counter
@@ -15,24 +15,24 @@ QUANTILES = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class Tally:
-    """One row for each request that ended; those that arrived before `from_s` count nowhere."""
+    """Counts requests that have ended; those that arrived before `from_s` are ignored."""
 
     from_s: float
     ttft_slo_s: float
     tpot_slo_s: float
     outcomes: Counter[str] = field(default_factory=Counter)
     arrival_s: "array[float]" = field(default_factory=lambda: array("d"))
-    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))  # of those that are done
+    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))  # of completed requests
     tpot_s: "array[float]" = field(default_factory=lambda: array("d"))  # of those with more than one token
     num_kept: int = 0
     num_ttft_kept: int = 0
     num_tpot_kept: int = 0
-    prompt_tokens: int = 0  # of those that are done
+    prompt_tokens: int = 0  # of completed requests
     output_tokens: int = 0
     cached_tokens: int = 0
     tier_tokens: int = 0
     num_attempts: int = 0
-    kept_at_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrivals of those within both
+    kept_at_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrivals of requests within both
 
     def add(self, job: SimulatedRequest) -> None:
         if job.arrival_s < self.from_s:
@@ -82,7 +82,7 @@ class Tally:
         }  # fmt: skip
 
     def percentiles(self) -> dict[str, list[float]]:
-        """0 to 100 of both times, seconds; empty of nothing."""
+        """Percentiles 0 to 100 of TTFT and TPOT in seconds; empty without requests."""
         times = {"ttft_percentiles_s": self.ttft_s, "tpot_percentiles_s": self.tpot_s}
         return {
             name: [float(f"{cut:.4g}") for cut in np.percentile(np.asarray(values), range(101))] if len(values) else []
@@ -91,7 +91,7 @@ class Tally:
 
 
 def quantiles(values: NDArray[np.float64]) -> dict[str, float]:
-    """mean, p50, p90, p95, p99; nothing of nothing."""
+    """mean, p50, p90, p95, p99; empty without values."""
     if not len(values):
         return {}
     cuts = np.percentile(values, QUANTILES)

@@ -1,18 +1,18 @@
-"""Workers of one machine that compute at the same time: each one's steps take longer, as its profile says. Pure."""
+"""Workers of one machine slow each other down while they compute, as their profile states. Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Computing(Protocol):
-    """A worker with a step under way."""
+    """A worker with a step in progress."""
 
     def crowd_changed(self, before: int, now: int) -> None:
-        """So many compute now, itself among them; before it were so many."""
+        """The number of computing workers, itself included, has changed."""
 
 
 class Machine:
-    """Knows who computes, and tells them of each other."""
+    """Notifies the workers that compute when their number changes."""
 
     __slots__ = ("_computing",)
 
@@ -24,18 +24,18 @@ class Machine:
         return len(self._computing) + (worker not in self._computing)
 
     def begins(self, worker: Computing) -> None:
-        """Idempotent, as `rests` is."""
+        """Idempotent, as `ends` is."""
         if worker not in self._computing:
             self._change(1)
             self._computing[worker] = None
 
-    def rests(self, worker: Computing) -> None:
+    def ends(self, worker: Computing) -> None:
         if worker in self._computing:
             del self._computing[worker]
             self._change(-1)
 
     def _change(self, by: int) -> None:
-        """Tell all the others, of whom each counts itself and what has changed."""
+        """Notify all others; each counts itself and the one that changed."""
         others = len(self._computing)
         before, now = (others, others + 1) if by > 0 else (others + 1, others)
         for other in list(self._computing):
@@ -43,5 +43,5 @@ class Machine:
 
 
 def slowed(slowdown: Sequence[float], crowd: int) -> float:
-    """By what steps take longer while so many compute: beyond what was measured, as with the most that were."""
+    """The factor on a step's time while `crowd` workers compute; beyond what was measured, that of the most."""
     return slowdown[min(crowd, len(slowdown)) - 1] if slowdown else 1.0

@@ -1,8 +1,8 @@
-"""Links that transfers share, as fluids: each flow gets an equal share of a link, or less if it needs less. Pure.
+"""Links that transfers share, in a fluid model: each flow gets an equal share of a link, or less if it needs less. Pure.
 
-A flow crosses a few links (out of one machine, into another) and moves at the least of its shares there. Bytes that a prefill
-is still computing come at the prefill's pace: see `Flow.add`. What a flow cannot use of one link because another is slower is
-not handed to others: shares are a little below what a real network's flows would find.
+A flow crosses a few links (out of one machine, into another) at the least of its shares there. Bytes that a prefill is
+still computing arrive at the prefill's rate: see `Flow.add`. What a flow cannot use of one link because another is slower
+is not given to others, so shares are a little below those of a real network.
 """
 
 import math
@@ -18,10 +18,10 @@ class NetworkLink:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.moved_bytes = bytes_per_s, 0.0
-        self.flows: dict[Flow, None] = {}  # that have something to move, in order
+        self.flows: dict[Flow, None] = {}  # with bytes to move, in order
 
     def share(self) -> float:
-        """Bytes per second that a flow may take here at most: who wants less leaves the rest to the others."""
+        """Bytes per second that a flow may take at most; flows that need less leave the rest to the others."""
         if len(self.flows) == 1:
             return self.bytes_per_s
         wants = sorted(flow.rate_limit for flow in self.flows)
@@ -35,7 +35,7 @@ class NetworkLink:
 
 
 class Flow:
-    """Bytes on their way from one worker to another."""
+    """A transfer from one worker to another."""
 
     __slots__ = (
         "_clock", "_done", "_ends", "_is_closed", "_rate", "_settled_s", "_waiting_bytes", "is_over", "links", "moved_bytes",
@@ -46,14 +46,14 @@ class Flow:
         self._clock, self._done = clock, done
         self.links = links
         self.rate_limit = math.inf
-        self.moved_bytes = self.read_s = 0.0  # read_s: what moving them took, pauses left out
+        self.moved_bytes = self.read_s = 0.0  # read_s: time of moving them at full rate, without pauses
         self.is_over = False
         self._waiting_bytes = self._rate = 0.0
         self._settled_s, self._is_closed = clock.now_s, False
         self._ends: Event | None = None
 
     def add(self, num_bytes: float, seconds: float) -> None:
-        """So many more bytes will be ready in the course of so many seconds, with whatever still waits: spread over them."""
+        """Within `seconds`, `num_bytes` more become ready, evenly; bytes that still wait are spread over that time as well."""
         if self.is_over:
             return
         self._settle()
@@ -62,7 +62,7 @@ class Flow:
         self._changed()
 
     def close(self, num_bytes: float) -> None:
-        """These are the last, and all are ready; `done` is called when they have been moved."""
+        """The last bytes, all ready; `done` is called when they have been moved."""
         if self.is_over:
             return
         self._settle()
@@ -71,13 +71,13 @@ class Flow:
         self._changed()
 
     def cancel(self) -> None:
-        """Nobody wants them any more. Idempotent."""
+        """Stop the transfer. Idempotent."""
         if not self.is_over:
             self._settle()
             self._leave()
 
     def set_rate(self, rate: float) -> None:
-        """Its share has changed, to so many bytes per second."""
+        """Its share is `rate` bytes per second from now on."""
         if rate == self._rate and (self._ends is not None or not self._is_closed):
             return
         self._settle()
@@ -89,7 +89,7 @@ class Flow:
             self._ends = self._clock.after(self._waiting_bytes / rate, self._end)
 
     def _settle(self) -> None:
-        """Move what could be moved since it was last looked at."""
+        """Account for what was moved since the last call."""
         now_s = self._clock.now_s
         moved = min(self._waiting_bytes, self._rate * (now_s - self._settled_s))
         if moved > 0:
@@ -124,7 +124,7 @@ class Flow:
 
 
 def _share(links: Iterable[NetworkLink]) -> None:
-    """Tell every flow of these links what it gets now."""
+    """Set the rate of every flow that crosses these links."""
     touched: dict[Flow, None] = {}
     for link in links:
         touched.update(link.flows)
@@ -144,13 +144,13 @@ class Network:
     """The links of every machine."""
 
     def __init__(self, clock: Clock, *, link_bytes_per_s: float, local_bytes_per_s: float) -> None:
-        """Of each machine, each way, and between two workers of one machine."""
+        """link_bytes_per_s: of each machine, each way; local_bytes_per_s: between workers of one machine."""
         self._clock = clock
         self._link_bytes_per_s, self._local_bytes_per_s = link_bytes_per_s, local_bytes_per_s
         self._links: dict[tuple[str, str], NetworkLink] = {}
 
     def open(self, source_node: str, target_node: str, done: Callable[[], object]) -> Flow:
-        """A transfer between two workers of these machines."""
+        """Open a transfer between two workers of these machines."""
         if source_node == target_node:
             links: tuple[NetworkLink, ...] = (self.link(source_node, "local"),)
         else:
@@ -165,7 +165,7 @@ class Network:
         return self._links[key]
 
     def set_speed(self, node: str, share: float) -> None:
-        """From now on this machine's links to others carry so much of what they did at the start."""
+        """Set this machine's links to others to a share of their first bandwidth."""
         links = [self.link(node, direction) for direction in ("out", "in")]
         for link in links:
             link.bytes_per_s = share * self._link_bytes_per_s
@@ -173,5 +173,5 @@ class Network:
 
     @property
     def moved_bytes(self) -> float:
-        """Between machines, and within them; those on their way now as far as they were last looked at."""
+        """Bytes moved between and within machines, as of the last change of each flow."""
         return sum(link.moved_bytes for (_, direction), link in self._links.items() if direction != "in")

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.cluster.commands import profile as profile_command
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
-from kvrelay.cluster.profiles.flame import below, page, sampled, stack_of, tree_of
+from kvrelay.cluster.profiles.flame import frames_under, page, sampled, stack_of, tree_of
 from kvrelay.cluster.profiles.profile import load_profile, parse_profile, published_profile
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
@@ -109,9 +109,9 @@ def test_the_sampler_sees_where_a_thread_spends_its_time_and_gives_the_switch_in
     thread.join()
     assert sys.getswitchinterval() == before_s
     assert sampler.seconds
-    under = below(sampler.seconds, "waits_here")
+    under = frames_under(sampler.seconds, "waits_here")
     assert under and all("Event.wait" in stack[0] for stack in under)
-    assert below(sampler.seconds, "nobody") == {}
+    assert frames_under(sampler.seconds, "nobody") == {}
     assert "stack-sampler" not in [one.name for one in threading.enumerate()]
 
 

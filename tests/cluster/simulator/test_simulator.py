@@ -153,14 +153,14 @@ def test_leaps_change_no_figure(monkeypatch):
         "prefill": 1,
         "decode": 1,
         "settings": {"router": {**SETTINGS["router"], "policy": "round_robin"}},
-    }  # one way: joint could choose to compute locally, and hears of loads at other times where steps are leapt over
-    leaped = simulate(load, **cluster)
+    }  # joint could prefill locally, and gets load reports at other times where steps are fast-forwarded
+    forwarded = simulate(load, **cluster)
     monkeypatch.setattr(engines.FastForward, "look", lambda fast_forward: (0, False))
     stepped = simulate(load, **cluster)
-    assert leaped.clock.num_events < 0.6 * stepped.clock.num_events
-    assert leaped.tally.outcomes == stepped.tally.outcomes
-    assert list(leaped.tally.ttft_s) == pytest.approx(list(stepped.tally.ttft_s), rel=1e-6)
-    assert list(leaped.tally.tpot_s) == pytest.approx(list(stepped.tally.tpot_s), rel=1e-6)
+    assert forwarded.clock.num_events < 0.6 * stepped.clock.num_events
+    assert forwarded.tally.outcomes == stepped.tally.outcomes
+    assert list(forwarded.tally.ttft_s) == pytest.approx(list(stepped.tally.ttft_s), rel=1e-6)
+    assert list(forwarded.tally.tpot_s) == pytest.approx(list(stepped.tally.tpot_s), rel=1e-6)
 
 
 def test_a_scenario_that_cannot_be_is_refused():
@@ -168,7 +168,7 @@ def test_a_scenario_that_cannot_be_is_refused():
         simulate([entry(0.0, 32, 1, [3, 4]), entry(1.0, 32, 1, [7, 4])])
     with pytest.raises(ConfigError, match="arrives before the one ahead"):
         simulate([entry(1.0), entry(0.5)])
-    with pytest.raises(ConfigError, match="crash of p2: there is none"):
+    with pytest.raises(ConfigError, match="crash of p2: no such target"):
         simulate([], faults=[{"kind": "crash", "at_s": 1, "target": "p2"}])
 
 

@@ -6,7 +6,7 @@ nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a
 
 import random
 
-from kvrelay.cluster.simulator.fleet import SimulatedCluster
+from kvrelay.cluster.simulator.operations.fleet import SimulatedCluster
 from kvrelay.cluster.simulator.scenario import Fault, FaultRate
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 

@@ -3,7 +3,7 @@
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.fleet import SimulatedCluster, SimulatedFleet
+from kvrelay.cluster.simulator.operations.fleet import SimulatedCluster, SimulatedFleet
 from kvrelay.config import Settings
 from kvrelay.router.planning.planner import Plan, Planner
 from kvrelay.router.planning.types import Counts, Limits
