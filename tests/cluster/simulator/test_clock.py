@@ -51,7 +51,7 @@ def test_what_was_cancelled_is_forgotten_when_nothing_older_is_left():
     for number in range(1000):
         clock.at(number, lambda: clock.after(0.5, timer.begin(print).cancel))
     clock.run(2000.0)
-    assert len(timer._line) <= 1 and len(clock._heap) <= 1
+    assert len(timer._queue) <= 1 and len(clock._heap) <= 1
 
 
 def test_one_that_is_not_cancelled_keeps_those_behind_it():
@@ -62,7 +62,7 @@ def test_one_that_is_not_cancelled_keeps_those_behind_it():
     for number in range(100):
         clock.at(number, lambda: timer.begin(print).cancel())
     clock.run(599.0)
-    assert not over and len(timer._line) > 1
+    assert not over and len(timer._queue) > 1
     clock.run(600.0)
     assert over == ["first"]
 

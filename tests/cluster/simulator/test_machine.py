@@ -18,15 +18,15 @@ class SimulatedWorker:
         self.heard.append((before, now))
 
 
-def test_whoever_computes_hears_of_the_others():
+def test_computing_workers_are_notified_of_each_other():
     machine, one, other, third = Machine(), SimulatedWorker(), SimulatedWorker(), SimulatedWorker()
     machine.begins(one)
     assert machine.crowd_with(one) == 1 and machine.crowd_with(other) == 2
     for worker in (other, third):
         machine.begins(worker)
         machine.begins(worker)
-    machine.rests(other)
-    machine.rests(other)
+    machine.ends(other)
+    machine.ends(other)
     assert one.heard == [(1, 2), (2, 3), (3, 2)] and third.heard == [(3, 2)] and other.heard == [(2, 3)]
 
 

@@ -84,7 +84,7 @@ def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
 
         return draw
 
-    for name in ("_draw_over_load", "_draw_shares", "_draw_course"):
+    for name in ("_draw_over_load", "_draw_shares", "_draw_busy_shares"):
         monkeypatch.setattr(simulation_plots, name, noting(getattr(simulation_plots, name)))
     runs = [Run(name, load, summary(load, **DETAILS)) for name in ("a", "b") for load in (1.0, 2.0)]
     path = tmp_path / "picture.png"
@@ -112,9 +112,9 @@ def test_a_file_of_figures_is_drawn(tmp_path):
 
 
 def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path):
-    with pytest.raises(ConfigError, match="no such kind"):
+    with pytest.raises(ConfigError, match="unknown picture format"):
         check_picture(tmp_path / "picture.exe")
-    with pytest.raises(ConfigError, match="folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         check_picture(tmp_path / "nowhere" / "picture.png")
 
 

@@ -166,7 +166,7 @@ def test_leaps_change_no_figure(monkeypatch):
 def test_a_scenario_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="follows 7, before it followed another"):
         simulate([entry(0.0, 32, 1, [3, 4]), entry(1.0, 32, 1, [7, 4])])
-    with pytest.raises(ConfigError, match="arrives before the one ahead"):
+    with pytest.raises(ConfigError, match="arrives before its predecessor"):
         simulate([entry(1.0), entry(0.5)])
     with pytest.raises(ConfigError, match="crash of p2: no such target"):
         simulate([], faults=[{"kind": "crash", "at_s": 1, "target": "p2"}])

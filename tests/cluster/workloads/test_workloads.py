@@ -388,10 +388,10 @@ def test_a_workload_is_a_name_or_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("source", "options", "problem"),
     [
-        ("nothing", {}, "none of chat, agents"),
-        ("chat", {}, "how many"),
+        ("nothing", {}, "nor one of chat, agents"),
+        ("chat", {}, "number of requests"),
         ("chat", {"limit": 0}, "at least one"),
-        ("chat", {"limit": 5, "rate_per_s": 0.0}, "above 0"),
+        ("chat", {"limit": 5, "rate_per_s": 0.0}, "positive"),
     ],
 )
 def test_what_is_no_workload_is_refused(source, options, problem):
