@@ -189,7 +189,7 @@ def settings_table() -> str:
         model: Any = field.annotation
         section = "prefill" if name == "prefill" else name
         title = "`prefill`, `decode`" if name == "prefill" else f"`{name}`"
-        lines += [f"## {title}", "", (model.__doc__ or "").strip(), ""]
+        lines += [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
         lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
         for key, one in model.model_fields.items():
             default = "–" if one.default is None else f"`{one.default}`"

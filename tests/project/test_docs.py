@@ -43,9 +43,9 @@ def missing_files(text):
 
 
 def unknown_commands(text, known):
-    named = set(
-        re.findall(r"kvrelay ([a-z]+)(?= |`|$)", "\n".join(re.findall(r"`[^`\n]+`|^kvrelay .*$", text, re.MULTILINE)))
-    )
+    prose, fences = re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.findall(r"```.*?```", text, re.DOTALL)
+    code = re.findall(r"`[^`\n]+`", prose) + re.findall(r"^kvrelay .*$", "\n".join(fences), re.MULTILINE)
+    named = set(re.findall(r"kvrelay ([a-z]+)(?= |`|$)", "\n".join(code)))
     return sorted(named - known)
 
 
