@@ -181,7 +181,7 @@ class Deferred:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RoutingRefusal:
     """No worker can take the request. It counts as no load."""
 
     reason: RefusalReason

@@ -27,27 +27,29 @@ from bench.planner.runs import KEPT, KINDS, Day, Outcome, Runs, Setting
 from bench.planner.search import best_clairvoyant, best_of, static_splits
 from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan_load import planned
-from kvrelay.router.planning.types import Counts, Limits, Target
+from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts
 
 ROOM = (1.0, 1.15, 1.3)  # times what a window's share of the busy ones' workers is
 ALIKE = "static alike"
 OTHERS = ("static", ALIKE, "clairvoyant")
 
 
-def guess_of(day: Day) -> Counts:
+def guess_of(day: Day) -> WorkerCounts:
     """What `kvrelay plan` says of the day's requests."""
     own, kind = day.setting, day.setting.kind
-    limits = Limits(max_prefill=own.most, max_decode=own.most, total=2 * own.most)
-    _, wanted = planned(day.entries(1), model_of(day.profile), Target(kind.ttft_s, kind.tpot_s), limits)
+    limits = CountLimits(max_prefill=own.most, max_decode=own.most, total=2 * own.most)
+    _, wanted = planned(day.entries(1), model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
     return wanted.counts(limits)
 
 
-def first_plans(static: Counts, found: Outcome, most: int) -> list[list[Counts]]:
+def first_plans(static: WorkerCounts, found: Outcome, most: int) -> list[list[WorkerCounts]]:
     """The static split in the busiest windows, and as many fewer elsewhere as less comes; and the like with some more everywhere."""
     busy = sorted(found.came)[round(0.9 * (len(found.came) - 1))]
     return [
         [
-            Counts(*(min(max(1, math.ceil(more * count * min(1.2, came / max(busy, 1)))), most) for count in static))
+            WorkerCounts(
+                *(min(max(1, math.ceil(more * count * min(1.2, came / max(busy, 1)))), most) for count in static)
+            )
             for came in found.came
         ]
         for more in ROOM

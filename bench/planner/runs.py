@@ -23,7 +23,7 @@ from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.router.planning.types import Counts, scaled
+from kvrelay.router.planning.types import WorkerCounts, scaled
 
 WINDOW_S = 600.0
 KEPT = 0.9
@@ -210,7 +210,7 @@ class Day:
             self._entries = {1: last, 2: both}
         return self._entries[num_days]
 
-    def scenario(self, counts: Counts, **fields: Any) -> Scenario:
+    def scenario(self, counts: WorkerCounts, **fields: Any) -> Scenario:
         own, kind = self.setting, self.setting.kind
         settings = {
             "router": {"reserve_timeout_s": 2 * kind.ttft_s, "max_inflight": 10_000},
@@ -251,12 +251,12 @@ class Day:
             "mode": "auto", "max_prefill": own.most, "max_decode": own.most, "horizon_s": own.start_s,
             "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s, "period_s": 0.0, **rules,
         }  # fmt: skip
-        return self.run(name, self.scenario(Counts(1, 1), settings={"planner": settings}), num_days)
+        return self.run(name, self.scenario(WorkerCounts(1, 1), settings={"planner": settings}), num_days)
 
-    def static(self, counts: Counts) -> Outcome:
+    def static(self, counts: WorkerCounts) -> Outcome:
         return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))
 
-    def followed(self, plan: Sequence[Counts]) -> Outcome:
+    def followed(self, plan: Sequence[WorkerCounts]) -> Outcome:
         """So many in each window; more are begun a start ahead of it, at the earliest at once."""
         steps: list[dict[str, Any]] = []
         for window, (before, now) in enumerate(pairwise(plan), start=1):

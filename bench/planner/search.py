@@ -12,15 +12,15 @@ been tried. The best of these runs that keeps 90 % of the day counts. It knows t
 from collections.abc import Callable, Iterator
 
 from bench.planner.runs import KEPT, Outcome
-from kvrelay.router.planning.types import Counts
+from kvrelay.router.planning.types import WorkerCounts
 
 ROUNDS = 3
 FEWEST = 5  # requests in a window that its share is believed of
 MOST_TRIES = 30
 LEAST_GAIN = 0.01  # of the share kept: one more of a role that brings less is not what is missing (prompts wait for decode workers, too)
 
-Static = Callable[[Counts], Outcome]
-Follow = Callable[[list[Counts]], Outcome]
+Static = Callable[[WorkerCounts], Outcome]
+Follow = Callable[[list[WorkerCounts]], Outcome]
 
 
 def better(one: Outcome, other: Outcome, least: float = KEPT) -> bool:
@@ -36,11 +36,11 @@ def misses_prefill(one: Outcome) -> bool:
     return sum(one.kept_ttft) <= sum(one.kept_tpot)
 
 
-def static_splits(run: Static, guess: Counts, most: int) -> dict[Counts, Outcome]:
+def static_splits(run: Static, guess: WorkerCounts, most: int) -> dict[WorkerCounts, Outcome]:
     """All that were tried, the best among them."""
-    tried: dict[Counts, Outcome] = {}
+    tried: dict[WorkerCounts, Outcome] = {}
 
-    def see(counts: Counts) -> Outcome:
+    def see(counts: WorkerCounts) -> Outcome:
         if counts not in tried:
             tried[counts] = run(counts)
         return tried[counts]
@@ -66,7 +66,7 @@ def static_splits(run: Static, guess: Counts, most: int) -> dict[Counts, Outcome
     return tried
 
 
-def best_of(tried: dict[Counts, Outcome], least: float = KEPT) -> Counts:
+def best_of(tried: dict[WorkerCounts, Outcome], least: float = KEPT) -> WorkerCounts:
     """The best of those that keep that share; if none does, the one that keeps most."""
     best = next(iter(tried))
     for counts, found in tried.items():
@@ -75,7 +75,7 @@ def best_of(tried: dict[Counts, Outcome], least: float = KEPT) -> Counts:
     return best
 
 
-def _neighbours(counts: Counts, tried: dict[Counts, Outcome], most: int) -> Iterator[Counts]:
+def _neighbours(counts: WorkerCounts, tried: dict[WorkerCounts, Outcome], most: int) -> Iterator[WorkerCounts]:
     """None that could not be better: fewer of both than a split that keeps too little; more than a third of the misses would pay for."""
     kept = tried[counts].kept_share
     for prefill, decode in ((1, -1), (-1, 1), (-1, 0), (0, -1), (1, 0), (0, 1)):
@@ -90,19 +90,19 @@ def _neighbours(counts: Counts, tried: dict[Counts, Outcome], most: int) -> Iter
             yield moved
 
 
-def _moved(counts: Counts, prefill: int, decode: int, most: int) -> Counts:
-    return Counts(min(max(counts.prefill + prefill, 1), most), min(max(counts.decode + decode, 1), most))
+def _moved(counts: WorkerCounts, prefill: int, decode: int, most: int) -> WorkerCounts:
+    return WorkerCounts(min(max(counts.prefill + prefill, 1), most), min(max(counts.decode + decode, 1), most))
 
 
 def best_clairvoyant(
-    run: Follow, guesses: list[list[Counts]], most: int, rounds: int = ROUNDS
-) -> tuple[list[Counts], Outcome]:
+    run: Follow, guesses: list[list[WorkerCounts]], most: int, rounds: int = ROUNDS
+) -> tuple[list[WorkerCounts], Outcome]:
     """All guesses, and so many changed plans from the best of them on."""
     found, plan = run(guesses[0]), guesses[0]
     for guess in guesses[1:]:
         if better(other := run(guess), found):
             found, plan = other, guess
-    best, floors = (plan, found), [Counts(1, 1)] * len(plan)
+    best, floors = (plan, found), [WorkerCounts(1, 1)] * len(plan)
     for _ in range(rounds):
         plan, floors = changed(plan, floors, found, most)
         found = run(plan)
@@ -111,7 +111,9 @@ def best_clairvoyant(
     return best
 
 
-def changed(plan: list[Counts], floors: list[Counts], found: Outcome, most: int) -> tuple[list[Counts], list[Counts]]:
+def changed(
+    plan: list[WorkerCounts], floors: list[WorkerCounts], found: Outcome, most: int
+) -> tuple[list[WorkerCounts], list[WorkerCounts]]:
     """The next plan, and what each window needs at least by what has been seen."""
     plan, floors = list(plan), list(floors)
     for window, (came, kept) in enumerate(zip(found.came, found.kept, strict=True)):
@@ -134,7 +136,7 @@ def changed(plan: list[Counts], floors: list[Counts], found: Outcome, most: int)
     return plan, floors
 
 
-def _at_least(floor: Counts, counts: Counts, is_prefill: bool) -> Counts:
+def _at_least(floor: WorkerCounts, counts: WorkerCounts, is_prefill: bool) -> WorkerCounts:
     if is_prefill:
-        return Counts(max(floor.prefill, counts.prefill), floor.decode)
-    return Counts(floor.prefill, max(floor.decode, counts.decode))
+        return WorkerCounts(max(floor.prefill, counts.prefill), floor.decode)
+    return WorkerCounts(floor.prefill, max(floor.decode, counts.decode))

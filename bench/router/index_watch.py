@@ -21,7 +21,7 @@ from bench.router.hit_figures import Looked, looked
 from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.worker_link import WorkerLink
 
@@ -57,7 +57,7 @@ class IndexWatch:
             while self._questions:
                 await asyncio.sleep(0.01)
 
-    def _watched_route(self, request: RouteRequest) -> Decision | Refusal:
+    def _watched_route(self, request: RouteRequest) -> Decision | RoutingRefusal:
         for info, _ in self._dispatcher.workers.live_workers():
             chain = list(request.block_hashes[: (request.num_tokens - 1) // info.block_size])
             claimed, query_id = depth_in_pool(self._index, info.worker_id, chain), next(self._ids)

@@ -57,7 +57,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
-from kvrelay.router.types import Decision, IndexState, Refusal, RouteRequest
+from kvrelay.router.types import Decision, IndexState, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.explain import Explain
 
@@ -209,7 +209,9 @@ def _alike(one: Dispatcher, other: Dispatcher, request: RouteRequest) -> bool:
         found.append(choice)
     first, second = found
     if not isinstance(first, Decision) or not isinstance(second, Decision):
-        return isinstance(first, Refusal) and isinstance(second, Refusal) and first.reason == second.reason
+        return (
+            isinstance(first, RoutingRefusal) and isinstance(second, RoutingRefusal) and first.reason == second.reason
+        )
     same_workers = (first.prefill, first.decode) == (second.prefill, second.decode)
     is_alike = same_workers or abs(first.score - second.score) < 1e-6
     if not is_alike:

@@ -53,7 +53,7 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.speed_fit import StepSample, errors_of
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
 
 BLOCK = 16
@@ -134,8 +134,8 @@ class Recorded(Simulation):
         for ingress in self.ingresses:
             router, choose = ingress.router, ingress.router.select_and_reserve
 
-            def noting(request: RouteRequest, now_s: float, choose: Any = choose) -> Decision | Refusal:
-                choice: Decision | Refusal = choose(request, now_s)
+            def noting(request: RouteRequest, now_s: float, choose: Any = choose) -> Decision | RoutingRefusal:
+                choice: Decision | RoutingRefusal = choose(request, now_s)
                 if isinstance(choice, Decision):
                     self.ways[int(request.request_id.partition("~")[0])] = choice
                 return choice

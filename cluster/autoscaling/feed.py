@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.planning.capacity import prompts_of
-from kvrelay.router.planning.types import Interval, Target, WorkerModel, Workload
+from kvrelay.router.planning.types import Interval, PlanningTarget, WorkerModel, Workload
 from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 
 REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
@@ -91,7 +91,7 @@ class FeedState:
 class Feed:
     """Turns observations into intervals. The first observation only begins one."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: PlanningTarget) -> None:
         self._target = target
         self._counters: dict[str, Values] = {}
         self._at_s: float | None = None

@@ -18,8 +18,8 @@ from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
-from kvrelay.router.planning.planner import Plan, Planner, PlannerState
-from kvrelay.router.planning.types import Counts, Limits, WorkerModel
+from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
+from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
@@ -88,7 +88,7 @@ class PlannerPolicy:
         self._planner: Planner | None = None
         self._observed_s = -math.inf
         self._num_observations = 0
-        self._plan: Plan | None = None
+        self._plan: ScalingPlan | None = None
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Replicas of prefill and decode, by deployment; the other counts stay.
@@ -201,7 +201,7 @@ class PlannerPolicy:
     def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any], now_s: float) -> Planner:
         """The planner; a new one, with the state of the last, when the bounds have changed."""
         prefill, decode = by_name[PREFILL], by_name[DECODE]
-        limits = Limits(
+        limits = CountLimits(
             max(prefill.capacity_adjusted_min_replicas, 1),
             max(prefill.capacity_adjusted_max_replicas, 1),
             max(decode.capacity_adjusted_min_replicas, 1),
@@ -211,7 +211,7 @@ class PlannerPolicy:
         if self._planner is None or self._planner.limits != limits:
             if self._planner is not None:
                 self._resumed = self._planner.state(now_s), now_s
-            counts = Counts(
+            counts = WorkerCounts(
                 *(
                     self._planned(role) or self._staying(by_name[role], _candidates(by_name, role))
                     for role in (PREFILL, DECODE)

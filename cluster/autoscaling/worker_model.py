@@ -20,9 +20,9 @@ from kvrelay.cluster.autoscaling.feed import (
 )
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.config import Settings
-from kvrelay.router.planning.planner import Rules
+from kvrelay.router.planning.planner import PlannerRules
 from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.types import Target, WorkerModel
+from kvrelay.router.planning.types import PlanningTarget, WorkerModel
 from kvrelay.router.slo.online_fit import DurationFit, FitState
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Role
@@ -44,12 +44,12 @@ def planner_settings(settings: Settings) -> PlannerSettings:
     )
 
 
-def target_of(settings: PlannerSettings) -> Target:
-    return Target(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, settings.attainment)
+def target_of(settings: PlannerSettings) -> PlanningTarget:
+    return PlanningTarget(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, settings.attainment)
 
 
-def rules_of(settings: PlannerSettings) -> Rules:
-    return Rules(
+def rules_of(settings: PlannerSettings) -> PlannerRules:
+    return PlannerRules(
         horizon_s=settings.horizon_s,
         hold_s=settings.scale_down_delay_s,
         margin=settings.margin,

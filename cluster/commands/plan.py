@@ -18,7 +18,7 @@ from kvrelay.cluster.workloads.choose import GENERATORS, make_workload
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.capacity import batch_of, hopeless_share, prompts_of
 from kvrelay.router.planning.split import Comparison, Needs, compared, needed_aggregated, needs
-from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
+from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 DEFAULT_MOST = 256
 GENERATED = 5000  # requests of a generator by default
@@ -51,8 +51,8 @@ def command(
 ) -> None:
     """Compute how many prefill and decode workers a workload needs, and compare with aggregated workers."""
     speeds = find_profile(profile)
-    model, target = model_of(speeds), Target(ttft, tpot, share)
-    limits = Limits(max_prefill=most, max_decode=most, total=2 * most)
+    model, target = model_of(speeds), PlanningTarget(ttft, tpot, share)
+    limits = CountLimits(max_prefill=most, max_decode=most, total=2 * most)
     notes: list[str] = []
     if source is None:
         load = _stated(rate, input_tokens, output_tokens, cached)
@@ -88,15 +88,15 @@ def _report(
     speeds: SimulatorProfile,
     model: WorkerModel,
     load: Workload,
-    target: Target,
-    limits: Limits,
+    target: PlanningTarget,
+    limits: CountLimits,
     wanted: Needs,
     workers: int | None,
 ) -> dict[str, Any]:
     """Everything that is printed, as plain data."""
     most = limits.max_prefill
     aggregated = needed_aggregated(load, model, target, most)
-    counts = Counts(wanted.prefill, wanted.decode) if wanted.prefill and wanted.decode else None
+    counts = WorkerCounts(wanted.prefill, wanted.decode) if wanted.prefill and wanted.decode else None
     total = workers or max(counts.total if counts else 2, 2)
     found = compared(load, model, target, total)
     model = model.crowded(counts.total if counts else total)
@@ -122,7 +122,7 @@ def _report(
     }
 
 
-def _verdict(counts: Counts | None, aggregated: int | None, found: Comparison) -> str:
+def _verdict(counts: WorkerCounts | None, aggregated: int | None, found: Comparison) -> str:
     """One line: the option with fewer workers wins; with equal counts, the one with more throughput."""
     if counts is None and aggregated is None:
         return "no number of workers up to --most meets the targets: relax them, or raise --most"

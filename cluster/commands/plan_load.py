@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.router.planning.split import Needs, needs
-from kvrelay.router.planning.types import Limits, Target, WorkerModel, Workload
+from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerModel, Workload
 
 WINDOW_S = 60.0
 BUSY_SHARE = 0.95  # quantile of the windows' rates that is planned for
@@ -77,7 +77,7 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
     return hits
 
 
-def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: Target) -> MeasuredLoad:
+def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: PlanningTarget) -> MeasuredLoad:
     """The workload of at least one entry, in order of arrival."""
     hits = cached_tokens(entries, cache_tokens)
     inputs = [entry.input_tokens for entry in entries]
@@ -106,7 +106,7 @@ def _cv2(values: Sequence[int]) -> float:
 
 
 def planned(
-    entries: Sequence[TraceEntry], model: WorkerModel, target: Target, limits: Limits
+    entries: Sequence[TraceEntry], model: WorkerModel, target: PlanningTarget, limits: CountLimits
 ) -> tuple[MeasuredLoad, Needs]:
     """The counts that a trace needs: a fixed point, since the hits depend on the number of prefill workers' pools."""
     workers, tried = 1, set()

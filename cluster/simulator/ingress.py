@@ -21,7 +21,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloRequirement
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
 from kvrelay.serve.telemetry.observer import ServeStats
 
@@ -80,7 +80,7 @@ class SimulatedRequestDriver:
             ingress.defer(request_id, self)
             return
         job.num_attempts = attempt_number
-        if isinstance(choice, Refusal):
+        if isinstance(choice, RoutingRefusal):
             self._not_placed(choice)
             return
         request = msgspec.structs.replace(request, tpot_target_s=choice.tpot_target_s)
@@ -108,7 +108,7 @@ class SimulatedRequestDriver:
         attempt.holders[worker_id] = worker
         self._ingress.links.send(_unless_over, attempt, worker, call)
 
-    def _not_placed(self, refusal: Refusal) -> None:
+    def _not_placed(self, refusal: RoutingRefusal) -> None:
         error = self._retries.error_of(refusal)
         if isinstance(error, AttemptFailed):
             self._retry(error)
@@ -281,7 +281,7 @@ class SimulatedIngress:
         self.drivers[driver] = None
         driver.begin()
 
-    def route(self, request: RouteRequest) -> Decision | Refusal | Deferred:
+    def route(self, request: RouteRequest) -> Decision | RoutingRefusal | Deferred:
         choice = self.router.select_and_reserve(request, self.clock.now_s)
         self.links.assigned_changed()
         return choice

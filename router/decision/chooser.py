@@ -16,7 +16,7 @@ from kvrelay.router.policies.base import WorkerTable
 from kvrelay.router.slo.admission import refusal_message
 from kvrelay.router.slo.candidate_choice import choose_candidate
 from kvrelay.router.slo.forecast import Forecast
-from kvrelay.router.types import Decision, Ranking, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Ranking, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
 
 
@@ -27,11 +27,11 @@ class Chooser:
         """`forecast`: None where no SLO is configured."""
         self._snapshots, self._workers, self._forecast = snapshots, workers, forecast
 
-    def choose(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
+    def choose(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal:
         """Candidates, their cost, and the choice."""
         workers = self._workers
         if workers.unpaired and workers.unpaired.issuperset(workers.columns(Role.DECODE).names):
-            return Refusal("incompatible", "; ".join(sorted(workers.incompatible.values())), MIN_RETRY_S)
+            return RoutingRefusal("incompatible", "; ".join(sorted(workers.incompatible.values())), MIN_RETRY_S)
         snapshot = self._snapshots.take(request, now_s)
         ranking = snapshot.ranking()
         if not ranking.candidates:
@@ -48,7 +48,7 @@ class Chooser:
 
     def _admit(
         self, forecast: Forecast, snapshot: RoutingSnapshot, ranking: Ranking, now_s: float
-    ) -> Decision | Refusal:
+    ) -> Decision | RoutingRefusal:
         """The decision with its prediction, or the refusal of a request whose SLO would be missed."""
         request = snapshot.request
         decisions: dict[int, Decision] = {}
@@ -71,7 +71,7 @@ class Chooser:
         spare = _spare_candidate(ranking, snapshot.prefills)
         chosen, verdict = choose_candidate(request.slo, pairs, predict, clears_in_s, spare)
         if verdict.kind == "refused":
-            return Refusal("slo", refusal_message(verdict), verdict.retry_after_s, verdict)
+            return RoutingRefusal("slo", refusal_message(verdict), verdict.retry_after_s, verdict)
         return replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
 
     def _clears_in_s(

@@ -22,7 +22,7 @@ from kvrelay.router.fleet.columns import NUM_BLOCKS
 from kvrelay.router.fleet.ledger import Ledger
 from kvrelay.router.fleet.live_workers import LiveWorkers
 from kvrelay.router.policies.base import Floats
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
 
 OVERDUE_SHARE = 0.1
@@ -59,7 +59,7 @@ class OverduePlacement:
 
     def place(
         self, request: RouteRequest, decision: Decision, now_s: float, *, is_called: bool
-    ) -> Decision | Refusal | Deferred:
+    ) -> Decision | RoutingRefusal | Deferred:
         """Place an overdue request where it delays no other, or defer it.
 
         `is_called`: its turn has come; then it is placed.
@@ -86,7 +86,7 @@ class OverduePlacement:
             return Deferred(decision.predicted_ttft_s)
         overdue_s = decision.predicted_ttft_s - (decision.ttft_target_s or 0.0)
         message = f"the queue of requests that will miss their TTFT target is full ({len(self._deferral)})"
-        return Refusal("full", message, min(max(overdue_s, MIN_RETRY_S), MAX_RETRY_S))
+        return RoutingRefusal("full", message, min(max(overdue_s, MIN_RETRY_S), MAX_RETRY_S))
 
     def take_ready(self) -> str | None:
         """A deferred request whose turn has come; None: none may be placed now."""

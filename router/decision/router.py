@@ -21,7 +21,7 @@ from kvrelay.router.policies.base import RoutingPolicy
 from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.registry import build_policy
 from kvrelay.router.slo.forecast import Forecast
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest, WorkerView
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, WorkerView
 from kvrelay.settings.router import RouterSettings, SloSettings
 
 HASHES_PER_BLOCK = 16
@@ -140,7 +140,7 @@ class Router:
 
     # ---- requests
 
-    def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal | Deferred:
+    def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal | Deferred:
         """Choose workers, and count the request as their load from now on. An earlier attempt of the same id ends
         first.
 
@@ -149,7 +149,7 @@ class Router:
         is_called = self._deferral.take_called(request.request_id)
         self.on_end(request.request_id)
         self._index.expire(now_s)
-        choice: Decision | Refusal | Deferred = self._chooser.choose(request, now_s)
+        choice: Decision | RoutingRefusal | Deferred = self._chooser.choose(request, now_s)
         if not is_called:
             self._popularity.observe(request.block_hashes, now_s)
         is_overdue = isinstance(choice, Decision) and self._overdue.is_overdue(request, choice)

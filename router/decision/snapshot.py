@@ -32,10 +32,10 @@ from kvrelay.router.types import (
     Decision,
     IncompatiblePair,
     Ranking,
-    Refusal,
     RefusalReason,
     Regret,
     RouteRequest,
+    RoutingRefusal,
 )
 from kvrelay.types import Role
 
@@ -136,7 +136,7 @@ class RoutingSnapshot:
                     best, holder = tokens, other.names[most]
         return Regret(holder, best - chosen, (best - chosen) / float(table.prefill_tokens_per_s[row]))
 
-    def refusal(self, role: Role, live: Columns, unpaired: frozenset[str], prefill_rate: float) -> Refusal:
+    def refusal(self, role: Role, live: Columns, unpaired: frozenset[str], prefill_rate: float) -> RoutingRefusal:
         """Why no worker of `role` is usable.
 
         One that could hold the request, but is busy or excluded, makes it "full".
@@ -144,7 +144,7 @@ class RoutingSnapshot:
         rows = np.array([row for row, name in enumerate(live.names) if name not in unpaired], np.int64)
         if not len(rows):
             reason: RefusalReason = "no_prefill_worker" if role is Role.PREFILL else "no_decode_worker"
-            return Refusal(reason, f"no {role} worker is up", MIN_RETRY_S)
+            return RoutingRefusal(reason, f"no {role} worker is up", MIN_RETRY_S)
         request = self.request
         able = live.fitting(request, needs_output=role is Role.DECODE)
         fitting = rows if able is None else np.intersect1d(rows, able)
@@ -152,11 +152,11 @@ class RoutingSnapshot:
             most = int(np.minimum(live.ints[LONGEST], live.ints[ROOM])[rows].max())
             tokens = f"{request.num_tokens} tokens and up to {request.max_tokens} more"
             message = f"{tokens} do not fit on any {role} worker: the largest holds {most}"
-            return Refusal("too_long", message, MAX_RETRY_S)
+            return RoutingRefusal("too_long", message, MAX_RETRY_S)
         table = live.table(fitting, self.held[role], prefill_rate, self.context.now_s)
         wait_s = float(CommonCost(self.context, table, table, self.model).decode[2].min())
         message = f"all {len(rows)} {role} workers are full or were tried"
-        return Refusal("full", message, min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
+        return RoutingRefusal("full", message, min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
 
 def _cost_terms(cost: CommonCost, candidate: Candidate) -> list[float]:

@@ -14,7 +14,7 @@ from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.prefix_popularity import PrefixPopularity
 from kvrelay.router.policies.base import RoutingContext, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.cost_model import CostModel
-from kvrelay.router.types import IndexState, Refusal, RouteRequest
+from kvrelay.router.types import IndexState, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
 
 
@@ -54,7 +54,7 @@ class SnapshotTaker:
             self._policy.latency_targets(request),
         )
 
-    def refusal(self, snapshot: RoutingSnapshot) -> Refusal:
+    def refusal(self, snapshot: RoutingSnapshot) -> RoutingRefusal:
         """Why the snapshot has no candidate."""
         request = snapshot.request
         lacks_prefill = request.force == "remote" and (not request.needs_decode or len(snapshot.decodes) > 0)

@@ -40,7 +40,7 @@ Ends = list[tuple[int, int]]
 """[(depth, bits of workers that hold exactly so many leading hashes)], ascending."""
 
 
-class BlockHolders:
+class HolderIndex:
     """Which workers hold which block. A call has each hash once, and the bits of one worker."""
 
     def __init__(self, chunk: int = CHUNK) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.router.index.bits import anywhere_bit, both_bits
-from kvrelay.router.index.holders import BlockHolders
+from kvrelay.router.index.holders import HolderIndex
 from kvrelay.router.index.learned import LearnedPrefixes
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
@@ -61,7 +61,7 @@ class IndexedWorker:
         row: int,
         max_blocks: int,
         stride: int,
-        holders: BlockHolders,
+        holders: HolderIndex,
         learned: LearnedPrefixes | None = None,
     ) -> None:
         self.name, self.row, self.max_blocks, self.stride, self.holders = name, row, max_blocks, stride, holders

@@ -23,7 +23,7 @@ from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
 from kvrelay.router.index.deferred_work import DeferredWork
-from kvrelay.router.index.holders import CHUNK, BlockHolders
+from kvrelay.router.index.holders import CHUNK, HolderIndex
 from kvrelay.router.index.indexed_worker import RETRY_EVERY, EventAction, IndexedWorker
 from kvrelay.router.index.learned import LearnedPrefixes
 from kvrelay.router.index.snapshot_ingest import SLICE, SnapshotIngest, Sweep
@@ -69,7 +69,7 @@ class PrefixIndex:
         self._members: dict[str, IndexedWorker] = {}
         self._names: list[str] = []  # by row; "": free
         self._free_rows: set[int] = set()
-        self._holders: dict[int, BlockHolders] = {}  # by stride
+        self._holders: dict[int, HolderIndex] = {}  # by stride
         self._audits: dict[str, AuditCounts] = {}
         self._deferred = DeferredWork()
         self._routable: dict[int, int] = {}  # by stride: bits of the workers that are not STALE
@@ -96,7 +96,7 @@ class PrefixIndex:
         else:
             row = len(self._names)
             self._names.append("")
-        holders = self._holders.setdefault(stride, BlockHolders(self._chunk))
+        holders = self._holders.setdefault(stride, HolderIndex(self._chunk))
         limit = max_blocks if max_learned is None else min(max_learned, max_blocks)
         learned = None if self._mode == "exact" else LearnedPrefixes(limit, self._learned_s)
         member = IndexedWorker(worker_id, row, max_blocks, stride, holders, learned)
@@ -136,7 +136,7 @@ class PrefixIndex:
             self._names.pop()
             self._free_rows.remove(len(self._names))
 
-    def _shrink(self, holders: BlockHolders) -> None:
+    def _shrink(self, holders: HolderIndex) -> None:
         """Compact the holders' array if it is sparse."""
         if holders.begin_compaction():
             self._deferred.add(partial(holders.compact, SLICE))

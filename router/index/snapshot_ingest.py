@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvrelay.native.hash_index import distinct
-from kvrelay.router.index.holders import BlockHolders
+from kvrelay.router.index.holders import HolderIndex
 
 SLICE = 512
 """Hashes that are ingested, or dropped, at a time."""
@@ -24,7 +24,7 @@ class Sweep:
 
     __slots__ = ("_holders", "_kept", "_mine", "_next", "is_done")
 
-    def __init__(self, holders: BlockHolders, own_bits: int) -> None:
+    def __init__(self, holders: HolderIndex, own_bits: int) -> None:
         self._holders, self._mine, self._kept, self._next = holders, own_bits, bytearray(), 0
         self.is_done = False
         holders.begin_sweep()

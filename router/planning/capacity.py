@@ -22,7 +22,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
-from kvrelay.router.planning.types import Target, WorkerModel, Workload
+from kvrelay.router.planning.types import PlanningTarget, WorkerModel, Workload
 
 FULLEST = 0.95  # utilisation of prefill that is planned for, at most
 LINK_SHARE = 0.8  # of the network's bandwidth that is planned for
@@ -116,19 +116,19 @@ def hopeless_share(alone_s: tuple[float, ...], ttft_s: float) -> float:
     return sum(own > ttft_s for own in alone_s) / len(alone_s)
 
 
-def _allowed(alone_s: tuple[float, ...], target: Target) -> float:
+def _allowed(alone_s: tuple[float, ...], target: PlanningTarget) -> float:
     """Share of misses that is planned for. Where hopeless prompts use it up, waiting may add a quarter of it."""
     missing = 1.0 - target.share
     return max(missing, hopeless_share(alone_s, target.ttft_s) + missing / 4)
 
 
-def prefill_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
+def prefill_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     """Whether so many prefill workers meet the TTFT target and their links carry the KV."""
     prompts = prompts_of(load, model.prefill, model.token_budget)
     return _prefill_fits(load, prompts, model, target, workers)
 
 
-def _prefill_fits(load: Workload, prompts: Prompts, model: WorkerModel, target: Target, workers: int) -> bool:
+def _prefill_fits(load: Workload, prompts: Prompts, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     if load.rate * load.input_tokens * model.kv_bytes_per_token > LINK_SHARE * model.link_bytes_per_s * workers:
         return False
     wait = wait_of(prompts.work_s, prompts.work_cv2, load.rate, load.burstiness, workers)
@@ -136,7 +136,7 @@ def _prefill_fits(load: Workload, prompts: Prompts, model: WorkerModel, target: 
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DecodeBatch:
     """Sequences per decode worker, on average and at the peak of their swings, and the time per token at the peak."""
 
     sequences: float
@@ -149,7 +149,7 @@ def context_of(load: Workload) -> float:
     return load.input_tokens + load.output_tokens * (1.0 + load.output_cv2) / 2.0
 
 
-def room_of(load: Workload, model: WorkerModel, target: Target) -> float:
+def room_of(load: Workload, model: WorkerModel, target: PlanningTarget) -> float:
     """Sequences that a pool holds, with room for the swings of their lengths; at most max_running."""
     held = context_of(load)
     swing = _z(target) * math.sqrt(load.input_cv2 * load.input_tokens**2 + load.output_cv2 * load.output_tokens**2)
@@ -157,7 +157,7 @@ def room_of(load: Workload, model: WorkerModel, target: Target) -> float:
     return min(root * root, float(model.max_running))
 
 
-def decode_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
+def decode_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     """Whether so many decode workers meet the TPOT target, hold all sequences, and receive the KV in time."""
     if load.rate * load.input_tokens * model.kv_bytes_per_token > LINK_SHARE * model.link_bytes_per_s * workers:
         return False
@@ -173,7 +173,7 @@ def exposed_s(load: Workload, model: WorkerModel) -> float:
     return EXPOSED_SHARE * load.input_tokens * model.kv_bytes_per_token / model.link_bytes_per_s
 
 
-def batch_of(load: Workload, model: WorkerModel, target: Target, workers: int) -> Batch | None:
+def batch_of(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> DecodeBatch | None:
     """Each decode worker's batch; None: sequences arrive faster than they end."""
     context = context_of(load)
 
@@ -184,7 +184,7 @@ def batch_of(load: Workload, model: WorkerModel, target: Target, workers: int) -
     if sequences is None:
         return None
     peak = _peak(sequences, load, target, workers)
-    return Batch(sequences, peak, step_s(peak))
+    return DecodeBatch(sequences, peak, step_s(peak))
 
 
 def _decode_step_s(curve: SpeedCurve, sequences: float, context: float) -> float:
@@ -196,11 +196,11 @@ def _decode_step_s(curve: SpeedCurve, sequences: float, context: float) -> float
     )
 
 
-def _z(target: Target) -> float:
+def _z(target: PlanningTarget) -> float:
     return _NORMAL.inv_cdf(min(max(target.share, 0.5), 0.999))
 
 
-def _peak(sequences: float, load: Workload, target: Target, workers: int) -> float:
+def _peak(sequences: float, load: Workload, target: PlanningTarget, workers: int) -> float:
     """One worker's share of the peak of all sequences: they are spread evenly, so its swing is small."""
     total = sequences * workers
     return (total + _z(target) * math.sqrt(total * (1.0 + load.burstiness) / 2.0)) / workers
@@ -219,7 +219,7 @@ def _settled(following: Callable[[float], float], most: float) -> float | None:
     return value
 
 
-def aggregated_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
+def aggregated_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     """Whether so many aggregated workers meet both targets."""
     state = mixed_of(load, model, target, workers)
     if state is None:
@@ -242,7 +242,7 @@ class Mixed:
     work_cv2: float
 
 
-def mixed_of(load: Workload, model: WorkerModel, target: Target, workers: int) -> Mixed | None:
+def mixed_of(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> Mixed | None:
     """None: the load exceeds the capacity."""
     prompts = prompts_of(load, model.decode, model.token_budget)
     rate = load.rate / workers
@@ -278,7 +278,7 @@ class _Steps:
     def tpot_s(self) -> float:
         return self.plain_s + self.mixed_share * (self.mixed_s - self.plain_s)
 
-    def tpot_s_at(self, target: Target, output_tokens: float, input_cv2: float) -> float:
+    def tpot_s_at(self, target: PlanningTarget, output_tokens: float, input_cv2: float) -> float:
         """For the request that meets more chunks than share `target.share` of requests: chunks arrive in prompts, not
         singly.
         """
@@ -304,10 +304,10 @@ def _steps(load: Workload, model: WorkerModel, prompts: Prompts, rate: float, se
     return _Steps(plain_s, mixed_s, chunk_s, mixed / (mixed + plain), chunks)
 
 
-Fits = Callable[[Workload, WorkerModel, Target, int], bool]
+Fits = Callable[[Workload, WorkerModel, PlanningTarget, int], bool]
 
 
-def workers_for(fits: Fits, load: Workload, model: WorkerModel, target: Target, most: int) -> int | None:
+def workers_for(fits: Fits, load: Workload, model: WorkerModel, target: PlanningTarget, most: int) -> int | None:
     """The least number of workers that carries this load, at most `most`; None: `most` do not."""
     if not fits(load, model, target, most):
         return None
@@ -321,7 +321,7 @@ def workers_for(fits: Fits, load: Workload, model: WorkerModel, target: Target, 
     return high
 
 
-def rate_of(fits: Fits, load: Workload, model: WorkerModel, target: Target, workers: int) -> float:
+def rate_of(fits: Fits, load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> float:
     """The highest rate, requests per s, that so many workers carry; 0: none."""
     if workers < 1:
         return 0.0

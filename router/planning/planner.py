@@ -20,7 +20,7 @@ from kvrelay.router.planning import split
 from kvrelay.router.planning.capacity import context_of
 from kvrelay.router.planning.damping import Damper, DamperState
 from kvrelay.router.planning.demand import Demand, DemandState
-from kvrelay.router.planning.types import Counts, Interval, Limits, Target, WorkerModel, Workload
+from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 CORRECTION_GAIN = 0.2
 MOST_CORRECTION = 4.0
@@ -33,7 +33,7 @@ RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlannerRules:
     """Parameters of the planner. Seconds."""
 
     horizon_s: float = 60.0  # until a worker started now serves
@@ -44,10 +44,10 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScalingPlan:
     """Counts from now on, and their reasons."""
 
-    counts: Counts
+    counts: WorkerCounts
     load: Workload | None  # the load planned for; None: no request has been seen
     needs: split.Needs | None  # of that load, before limits and damping
     reasons: tuple[str, ...]
@@ -70,7 +70,9 @@ class PlannerState:
 class Planner:
     """Call `observe` once per interval, with times that do not decrease."""
 
-    def __init__(self, model: WorkerModel, target: Target, limits: Limits, rules: Rules, counts: Counts) -> None:
+    def __init__(
+        self, model: WorkerModel, target: PlanningTarget, limits: CountLimits, rules: PlannerRules, counts: WorkerCounts
+    ) -> None:
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
         self._demand = Demand(horizon_s=rules.horizon_s, period_s=rules.period_s)
         start = limits.clipped(counts, within_total=True)
@@ -81,28 +83,28 @@ class Planner:
         self._prefill_strain, self._decode_strain = _Strain(), _Strain()
 
     @property
-    def counts(self) -> Counts:
-        return Counts(self._prefill.count, self._decode.count)
+    def counts(self) -> WorkerCounts:
+        return WorkerCounts(self._prefill.count, self._decode.count)
 
     @property
     def corrected(self) -> WorkerModel:
         """The worker model, corrected by measured step times."""
         return self.model.slowed(self._prefill_slow.factor, self._decode_slow.factor)
 
-    def observe(self, seen: Interval) -> Plan:
+    def observe(self, seen: Interval) -> ScalingPlan:
         """Learn from an interval; returns the counts from now on."""
         self._demand.observe(seen)
         self._prefill_slow.observe(seen.prefill_slowness)
         self._decode_slow.observe(seen.decode_slowness)
         load = self._demand.workload(self._demand.expected(self.target.share))
         if load is None:
-            return Plan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
+            return ScalingPlan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
         waiting = self._overdue_rate(seen, load)
         least = load.at(load.rate * (1.0 + self.rules.margin))
         need, low = self._strained(seen, load, least, waiting)
         before = self.counts
         self._step(need, low, load, seen.end_s)
-        return Plan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
+        return ScalingPlan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
 
     def state(self, now_s: float) -> PlannerState:
         """The learned state, for `resume`."""
@@ -139,7 +141,7 @@ class Planner:
         sequences = load.at((load.rate + waiting) * self._decode_strain.factor)
         return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
 
-    def _reachable(self, load: Workload) -> Target:
+    def _reachable(self, load: Workload) -> PlanningTarget:
         """The target, with a TPOT not below that of a few sequences: no number of workers makes a step shorter."""
         worker = self.corrected.crowded(self.model.most_crowded)
         least_s = BARE_STEPS * worker.decode.decode_step_s(1, round(context_of(load)))
@@ -172,7 +174,7 @@ class Planner:
 
     # ---- counts
 
-    def _hold(self, now_s: float) -> Counts:
+    def _hold(self, now_s: float) -> WorkerCounts:
         """Nothing is known of requests: the counts stay."""
         for damper in (self._prefill, self._decode):
             damper.step(damper.count, damper.count, now_s, most=damper.count)
@@ -193,7 +195,7 @@ class Planner:
     # ---- why
 
     def _reasons(
-        self, before: Counts, load: Workload, waiting: float, need: split.Needs, low: split.Needs
+        self, before: WorkerCounts, load: Workload, waiting: float, need: split.Needs, low: split.Needs
     ) -> list[str]:
         reasons = [
             f"{load.rate:.3g} requests/s expected of {load.input_tokens:.0f} + {load.output_tokens:.0f} tokens, "

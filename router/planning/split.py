@@ -14,7 +14,7 @@ from kvrelay.router.planning.capacity import (
     rate_of,
     workers_for,
 )
-from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
+from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 WORTH = 1.02  # gain over aggregated workers from which a split is worth its complexity
 _Found = TypeVar("_Found")
@@ -26,7 +26,7 @@ class Comparison:
     """Rates in requests per s that the same number of workers carries either way, within the targets."""
 
     workers: int
-    split: Counts  # the best one
+    split: WorkerCounts  # the best one
     split_rate: float
     prefill_rate: float  # the split's prefill workers alone
     decode_rate: float
@@ -45,7 +45,7 @@ class Comparison:
         return float("inf") if self.split_rate > 0 else 1.0
 
 
-def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -> Comparison:
+def compared(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> Comparison:
     """Both alternatives, for `workers` (at least 2) workers in all."""
     model = model.crowded(workers)
     split, prefill_rate, decode_rate = best_split(load, model, target, workers)
@@ -53,7 +53,7 @@ def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -
     return Comparison(workers, split, min(prefill_rate, decode_rate), prefill_rate, decode_rate, rate, budget)
 
 
-def best_aggregated(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[float, int]:
+def best_aggregated(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> tuple[float, int]:
     """(rate of so many aggregated workers at the best token budget, that budget): small chunks protect TPOT."""
     return max(
         (rate_of(aggregated_fits, load, replace(model, token_budget=budget), target, workers), budget)
@@ -67,7 +67,9 @@ def _budgets(model: WorkerModel) -> list[int]:
     return list(dict.fromkeys(max(model.token_budget // part, least) for part in (1, 2, 4, 8)))
 
 
-def best_split(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[Counts, float, float]:
+def best_split(
+    load: Workload, model: WorkerModel, target: PlanningTarget, workers: int
+) -> tuple[WorkerCounts, float, float]:
     """(counts that carry most, at least one of each role; the rates of either role).
 
     More prefill workers carry more prompts and leave fewer to decode: the best split is where the two meet.
@@ -83,7 +85,7 @@ def best_split(load: Workload, model: WorkerModel, target: Target, workers: int)
             high = middle
     options = []
     for prefill in {max(1, low - 1), low}:
-        counts = Counts(prefill, workers - prefill)
+        counts = WorkerCounts(prefill, workers - prefill)
         rates = tuple(
             _rate(fits, load, model, target, count)
             for fits, count in ((prefill_fits, counts.prefill), (decode_fits, counts.decode))
@@ -93,7 +95,7 @@ def best_split(load: Workload, model: WorkerModel, target: Target, workers: int)
     return counts, rates[0], rates[1]
 
 
-def _rate(fits: Fits, load: Workload, model: WorkerModel, target: Target, workers: int) -> float:
+def _rate(fits: Fits, load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> float:
     return rate_of(fits, load, model, target, workers)
 
 
@@ -104,14 +106,16 @@ class Needs:
     prefill: int | None
     decode: int | None
 
-    def counts(self, limits: Limits) -> Counts:
+    def counts(self, limits: CountLimits) -> WorkerCounts:
         """Within the limits; a role that none suffices for gets its maximum."""
         prefill = limits.max_prefill if self.prefill is None else self.prefill
         decode = limits.max_decode if self.decode is None else self.decode
-        return limits.clipped(Counts(prefill, decode))
+        return limits.clipped(WorkerCounts(prefill, decode))
 
 
-def needs(prompts: Workload, sequences: Workload, model: WorkerModel, target: Target, limits: Limits) -> Needs:
+def needs(
+    prompts: Workload, sequences: Workload, model: WorkerModel, target: PlanningTarget, limits: CountLimits
+) -> Needs:
     """Least counts: for prefill of the load `prompts`, for decode of `sequences`, whose rates may differ."""
 
     def needed(crowded: WorkerModel) -> Needs:
@@ -123,7 +127,7 @@ def needs(prompts: Workload, sequences: Workload, model: WorkerModel, target: Ta
     return _among_themselves(model, needed, lambda found: found.counts(limits).total)
 
 
-def needed_aggregated(load: Workload, model: WorkerModel, target: Target, most: int) -> int | None:
+def needed_aggregated(load: Workload, model: WorkerModel, target: PlanningTarget, most: int) -> int | None:
     """The least number of aggregated workers, at the best token budget; None: not even `most` carry the load."""
 
     def needed(crowded: WorkerModel) -> int | None:
@@ -151,11 +155,13 @@ def _among_themselves(
     return found
 
 
-def within_total(counts: Counts, load: Workload, model: WorkerModel, target: Target, limits: Limits) -> Counts:
+def within_total(
+    counts: WorkerCounts, load: Workload, model: WorkerModel, target: PlanningTarget, limits: CountLimits
+) -> WorkerCounts:
     """The counts if they fit `limits.total`, else the split of that total that carries most."""
     if counts.total <= limits.total:
         return counts
     best, _, _ = best_split(load, model.crowded(limits.total), target, limits.total)
-    lows = Counts(limits.min_prefill, limits.min_decode)
+    lows = WorkerCounts(limits.min_prefill, limits.min_decode)
     prefill = min(max(best.prefill, lows.prefill), counts.prefill, limits.total - lows.decode)
-    return Counts(prefill, min(limits.total - prefill, counts.decode))
+    return WorkerCounts(prefill, min(limits.total - prefill, counts.decode))

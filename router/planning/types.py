@@ -67,7 +67,7 @@ def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlanningTarget:
     """`share` of the requests are to have a TTFT of at most ttft_s, and a mean time per token of at most tpot_s."""
 
     ttft_s: float
@@ -75,7 +75,7 @@ class Target:
     share: float = 0.9
 
 
-class Counts(NamedTuple):
+class WorkerCounts(NamedTuple):
     """Workers of each role."""
 
     prefill: int
@@ -87,7 +87,7 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CountLimits:
     """Bounds of the counts, inclusive. `total`: of both roles together."""
 
     min_prefill: int = 1
@@ -103,14 +103,14 @@ class Limits:
         if self.min_prefill + self.min_decode > self.total:
             raise ConfigError(f"planner: max_workers {self.total} is below min_prefill + min_decode")
 
-    def clipped(self, counts: Counts, *, within_total: bool = False) -> Counts:
+    def clipped(self, counts: WorkerCounts, *, within_total: bool = False) -> WorkerCounts:
         """The nearest counts within the bounds; where both together exceed `total`, prefill is reduced first."""
         prefill = min(max(counts.prefill, self.min_prefill), self.max_prefill)
         decode = min(max(counts.decode, self.min_decode), self.max_decode)
         if within_total and prefill + decode > self.total:
             prefill = max(self.min_prefill, self.total - decode)
             decode = min(decode, self.total - prefill)
-        return Counts(prefill, decode)
+        return WorkerCounts(prefill, decode)
 
 
 @dataclass(frozen=True, slots=True)

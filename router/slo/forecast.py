@@ -16,7 +16,7 @@ from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
 from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.objectives import Prediction
 from kvrelay.router.slo.calibration import Bias, Errors
-from kvrelay.router.slo.lifetimes import OutputLengths
+from kvrelay.router.slo.lifetimes import LengthDistribution
 from kvrelay.router.slo.online_fit import DurationFit
 from kvrelay.router.types import Decision, RouteRequest
 
@@ -125,7 +125,7 @@ class Forecast:
         self._confidence = confidence
         self._workers: dict[str, _Worker] = {}
         self._open: dict[str, _Open] = {}
-        self.lengths = OutputLengths()
+        self.lengths = LengthDistribution()
         self.ttft_errors, self.tpot_errors = Errors(), Errors()
 
     def __len__(self) -> int:

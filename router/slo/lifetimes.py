@@ -12,7 +12,7 @@ PRIOR_TOKENS = 256  # mean output before any evidence
 _PRIOR = [2.0 * math.exp(-bucket * _WIDTH / PRIOR_TOKENS) for bucket in range(_NUM_BUCKETS + 1)]
 
 
-class OutputLengths:
+class LengthDistribution:
     """Lengths of finished outputs, in tokens. An output cut at `max_tokens` counts with that length."""
 
     __slots__ = ("_counts", "_longer", "mean_tokens")

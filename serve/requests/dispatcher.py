@@ -9,7 +9,7 @@ from kvrelay.config import Settings
 from kvrelay.errors import Overloaded
 from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.job import SloRecord
 from kvrelay.serve.requests.request_driver import RequestDriver
 from kvrelay.serve.requests.retries import error_of_refusal
@@ -103,7 +103,7 @@ class Dispatcher:
         )
         choice = self.placer.place(query)
         self.router.on_end(request.request_id)  # nothing is computed: it counts as no worker's load
-        if isinstance(choice, Refusal):
+        if isinstance(choice, RoutingRefusal):
             raise error_of_refusal(choice)
         assert isinstance(choice, Decision), "a prefetch is never deferred"
         worker_id = choice.prefill or choice.decode

@@ -17,7 +17,7 @@ from kvrelay.errors import DeadlinePassed, KvrelayError, RequestError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
 from kvrelay.router.objectives import SloVerdict
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.attempt import SequenceAttempt
 from kvrelay.serve.requests.job import SloRecord
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
@@ -151,7 +151,7 @@ class RequestDriver:
             observer.resumed(deferred_s)
         observer.placed(decision, str(self._retries.last_failure or ""))
         self._note_verdict(decision.verdict)
-        if isinstance(decision, Refusal):
+        if isinstance(decision, RoutingRefusal):
             raise self._retries.error_of(decision)
         submission = self._submissions.open(request.request_id)
         self._attempt = SequenceAttempt(
@@ -159,7 +159,7 @@ class RequestDriver:
         )
         return self._attempt
 
-    def _choose(self, query: RouteRequest) -> Decision | Refusal | Deferred:
+    def _choose(self, query: RouteRequest) -> Decision | RoutingRefusal | Deferred:
         if self._num_attempts == 1:
             return self._placer.place(query)
         return self._retries.choose(query, self._placer.place)

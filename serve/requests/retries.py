@@ -19,7 +19,7 @@ from kvrelay.errors import (
 )
 from kvrelay.plane import messages as wire
 from kvrelay.router.slo.admission import verdict_fields
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 
 MAX_REFUSALS = 4
 LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
@@ -53,22 +53,22 @@ class Retries:
     last_failure: AttemptFailed | None = None
 
     def choose(
-        self, query: RouteRequest, place: Callable[[RouteRequest], Decision | Refusal | Deferred]
-    ) -> Decision | Refusal | Deferred:
+        self, query: RouteRequest, place: Callable[[RouteRequest], Decision | RoutingRefusal | Deferred]
+    ) -> Decision | RoutingRefusal | Deferred:
         """The router's answer to a query that takes the failures into account."""
         force = query.force or ("local" if self.num_transfer_faults > 1 else None)
         if force != query.force or self.excluded != query.excluded:
             query = replace(query, excluded=self.excluded, force=force)
         if self.last_failure is not None and self.last_failure.code == wire.PREEMPTED and query.force is None:
             choice = place(replace(query, force="remote"))
-            if not isinstance(choice, Refusal):
+            if not isinstance(choice, RoutingRefusal):
                 return choice
         choice = place(query)
-        if isinstance(choice, Refusal) and self.excluded and not self.num_refusals:
+        if isinstance(choice, RoutingRefusal) and self.excluded and not self.num_refusals:
             return place(replace(query, excluded=frozenset()))  # better a worker that failed once than none
         return choice
 
-    def error_of(self, refusal: Refusal) -> KvrelayError | AttemptFailed:
+    def error_of(self, refusal: RoutingRefusal) -> KvrelayError | AttemptFailed:
         """The client's error when the router refuses; AttemptFailed where the stream has begun and the request
         waits on.
         """
@@ -129,13 +129,13 @@ class SloUnreachable(RequestError):
         self.retry_after_s, self.slo = retry_after_s, slo
 
 
-def slo_refusal(refusal: Refusal) -> SloUnreachable:
+def slo_refusal(refusal: RoutingRefusal) -> SloUnreachable:
     """The error for a refusal of reason "slo"."""
     assert refusal.verdict is not None
     return SloUnreachable(refusal.message, refusal.retry_after_s, verdict_fields(refusal.verdict))
 
 
-def error_of_refusal(refusal: Refusal) -> KvrelayError:
+def error_of_refusal(refusal: RoutingRefusal) -> KvrelayError:
     """The client's error when the router refuses the first attempt."""
     if refusal.reason == "slo":
         return slo_refusal(refusal)

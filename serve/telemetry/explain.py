@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrelay.plane.messages import TokenOutput, Transferred
 from kvrelay.router.objectives import Prediction, RejectedCandidate
-from kvrelay.router.types import CandidateScore, Decision, Refusal, Regret
+from kvrelay.router.types import CandidateScore, Decision, Regret, RoutingRefusal
 
 MAX_CANDIDATES = 16
 
@@ -133,10 +133,10 @@ def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
     return fields | {name: value for name in ("prefill", "decode") if (value := getattr(candidate, name)) is not None}
 
 
-def span_attributes(decision: Decision | Refusal, previous_failure: str) -> dict[str, Any]:
+def span_attributes(decision: Decision | RoutingRefusal, previous_failure: str) -> dict[str, Any]:
     """A routing decision as a span's attributes, with the failure that made this attempt necessary, if any."""
     attributes = {"previous_failure": previous_failure} if previous_failure else {}
-    if isinstance(decision, Refusal):
+    if isinstance(decision, RoutingRefusal):
         return {**attributes, "error": f"{decision.reason}: {decision.message}"}
     workers = {"prefill": decision.prefill, "decode": decision.decode}
     return {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvrelay.errors import KvrelayError
 from kvrelay.plane import messages as wire
 from kvrelay.router.objectives import SloVerdict
-from kvrelay.router.types import Decision, Refusal
+from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
 from kvrelay.serve.telemetry.request_log import Arrival, RequestLog
 from kvrelay.tracing import spans_of
@@ -144,10 +144,10 @@ class RequestObserver:
         if self._explain is not None:
             self._explain.deferred_s += waited_s
 
-    def placed(self, decision: Decision | Refusal, previous_failure: str) -> None:
+    def placed(self, decision: Decision | RoutingRefusal, previous_failure: str) -> None:
         if self._spans is not None:
             self._spans.end("route", **span_attributes(decision, previous_failure))
-        if isinstance(decision, Refusal):
+        if isinstance(decision, RoutingRefusal):
             return
         self._stats.decisions[decision.path] += 1
         self._record.routed(decision, self._clock())

@@ -14,7 +14,7 @@ from kvrelay.errors import ConnectionLost, RequestError
 from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.router import Router
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.workers.worker_link import Links, WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ class Placer:
         """Why KV can travel between no two workers: then nothing is placed. None: it can."""
         self._blocked = why
 
-    def place(self, request: RouteRequest) -> Decision | Refusal | Deferred:
+    def place(self, request: RouteRequest) -> Decision | RoutingRefusal | Deferred:
         """Choose workers and count the request as theirs. After Deferred: `turn`, then ask again."""
         if self._blocked is not None:
             self.give_up(request.request_id)
-            return Refusal("incompatible", self._blocked, RETRY_AFTER_BLOCKED_S)
+            return RoutingRefusal("incompatible", self._blocked, RETRY_AFTER_BLOCKED_S)
         self._turns.pop(request.request_id, None)
         choice = self._router.select_and_reserve(request, self._clock())
         if isinstance(choice, Deferred):

@@ -9,7 +9,7 @@ from bench.planner.loads import made_days
 from bench.planner.planner import summary_of
 from bench.planner.runs import Outcome
 from bench.planner.search import KEPT, best_clairvoyant, best_of, better, static_splits
-from kvrelay.router.planning.types import Counts
+from kvrelay.router.planning.types import WorkerCounts
 
 pytestmark = pytest.mark.alone
 
@@ -29,22 +29,24 @@ def kept_by(workers: int, needed: float) -> int:
     return round(100 * min(1.0, 1.0 - 0.05 * math.exp(min(needed - workers, 2.9) * 1.2)))
 
 
-def static(needed: Counts):
-    def run(counts: Counts) -> Outcome:
+def static(needed: WorkerCounts):
+    def run(counts: WorkerCounts) -> Outcome:
         pair = [[kept_by(have, need)] * len(CAME) for have, need in zip(counts, needed, strict=True)]
         return outcome(*pair, float(counts.total))
 
     return run
 
 
-@pytest.mark.parametrize("guess", [Counts(1, 1), Counts(5, 2), Counts(12, 12)])
-@pytest.mark.parametrize("needed", [Counts(3, 7), Counts(6, 2), Counts(9, 8)])
-def test_the_search_finds_the_best_of_all_static_splits(guess: Counts, needed: Counts):
+@pytest.mark.parametrize("guess", [WorkerCounts(1, 1), WorkerCounts(5, 2), WorkerCounts(12, 12)])
+@pytest.mark.parametrize("needed", [WorkerCounts(3, 7), WorkerCounts(6, 2), WorkerCounts(9, 8)])
+def test_the_search_finds_the_best_of_all_static_splits(guess: WorkerCounts, needed: WorkerCounts):
     run, ran = static(needed), []
     tried = static_splits(lambda one: ran.append(one) or run(one), guess, 12)  # type: ignore[func-returns-value]
     found = tried[counts := best_of(tried)]
     best = max(
-        run(Counts(*pair)).per_hour for pair in product(range(1, 13), repeat=2) if run(Counts(*pair)).kept_share >= KEPT
+        run(WorkerCounts(*pair)).per_hour
+        for pair in product(range(1, 13), repeat=2)
+        if run(WorkerCounts(*pair)).kept_share >= KEPT
     )
     assert found == run(counts) and found.kept_share >= KEPT
     assert found.per_hour == best
@@ -57,16 +59,16 @@ def test_who_keeps_too_little_is_never_better_however_cheap():
 
 
 def test_a_clairvoyant_plan_follows_each_window_and_role():
-    needed = [Counts(1, 4), Counts(6, 2), Counts(3, 3), Counts(1, 1)]
+    needed = [WorkerCounts(1, 4), WorkerCounts(6, 2), WorkerCounts(3, 3), WorkerCounts(1, 1)]
 
-    def run(plan: list[Counts]) -> Outcome:
+    def run(plan: list[WorkerCounts]) -> Outcome:
         kept = [[kept_by(have[role], need[role]) for have, need in zip(plan, needed, strict=True)] for role in (0, 1)]
         return outcome(*kept, float(sum(one.total for one in plan)))
 
-    plan, found = best_clairvoyant(run, [[Counts(2, 2)] * 4, [Counts(4, 4)] * 4], 12, rounds=20)
+    plan, found = best_clairvoyant(run, [[WorkerCounts(2, 2)] * 4, [WorkerCounts(4, 4)] * 4], 12, rounds=20)
     assert found.kept_share >= KEPT
     assert sum(one.total for one in plan) <= sum(one.total for one in needed)
-    assert found.per_hour >= run(needed).per_hour > 1.3 * run([Counts(6, 4)] * 4).per_hour
+    assert found.per_hour >= run(needed).per_hour > 1.3 * run([WorkerCounts(6, 4)] * 4).per_hour
 
 
 def test_ratios_are_of_the_same_day():

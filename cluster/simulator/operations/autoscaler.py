@@ -5,8 +5,8 @@ from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings,
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.operations.fleet import SimulatedCluster, SimulatedFleet
 from kvrelay.config import Settings
-from kvrelay.router.planning.planner import Plan, Planner
-from kvrelay.router.planning.types import Counts, Limits
+from kvrelay.router.planning.planner import Planner, ScalingPlan
+from kvrelay.router.planning.types import CountLimits, WorkerCounts
 from kvrelay.types import Role
 
 
@@ -18,11 +18,13 @@ class Autoscaler:
     ) -> None:
         own = self._settings = planner_settings(settings)
         self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
-        limits = Limits(own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20)
-        counts = Counts(cluster.scenario.prefill, cluster.scenario.decode)
+        limits = CountLimits(
+            own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20
+        )
+        counts = WorkerCounts(cluster.scenario.prefill, cluster.scenario.decode)
         self._planner = Planner(self._model, target_of(own), limits, rules_of(own), counts)
         self._feed = Feed(target_of(own))
-        self._plan: Plan | None = None
+        self._plan: ScalingPlan | None = None
 
     def start(self) -> None:
         self._plan_interval()

@@ -26,7 +26,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.types import Target, WorkerModel, Workload
+from kvrelay.router.planning.types import PlanningTarget, WorkerModel, Workload
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Fingerprint
@@ -34,7 +34,7 @@ from kvrelay.types import Fingerprint
 pytestmark = pytest.mark.pure
 
 
-TARGET = Target(ttft_s=1.0, tpot_s=0.1)
+TARGET = PlanningTarget(ttft_s=1.0, tpot_s=0.1)
 
 
 def stats(requests: int, *, late: int = 0, overloaded: int = 0) -> ServeStats:

@@ -13,13 +13,13 @@ from kvrelay.cluster.commands.plan_load import burstiness, busy_rate, cached_tok
 from kvrelay.cluster.profiles.profile import PUBLISHED, load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.types import Limits, Target
+from kvrelay.router.planning.types import CountLimits, PlanningTarget
 
 pytestmark = pytest.mark.pure
 
 
 PROFILE = PUBLISHED / "llama-3.1-8b-h100-bf16.json"
-TARGET = Target(2.0, 0.05)
+TARGET = PlanningTarget(2.0, 0.05)
 
 
 def entry(at_s: float, *blocks: int, tokens: int = 0, output: int = 10) -> TraceEntry:
@@ -87,7 +87,7 @@ def test_prefill_workers_and_the_hits_of_their_pools_fit_each_other():
         for index in range(3000)
     ]
     model = model_of(load_profile(PROFILE))
-    found, wanted = planned(entries, model, TARGET, Limits())
+    found, wanted = planned(entries, model, TARGET, CountLimits())
     assert wanted.prefill is not None
     assert found.cache_tokens == wanted.prefill * model.pool_tokens
     assert found.load.cached_share == measured(entries, found.cache_tokens, TARGET).load.cached_share > 0.9

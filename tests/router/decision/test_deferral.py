@@ -11,7 +11,7 @@ from kvrelay.router.decision.deferral import OLDEST_EVERY, Deferral
 from kvrelay.router.decision.overdue import OVERDUE_TOKENS
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloRequirement, SloTarget
-from kvrelay.router.types import Deferred, Refusal
+from kvrelay.router.types import Deferred, RoutingRefusal
 from kvrelay.settings.router import RouterSettings, SloSettings
 from tests.cluster.simulator.simulator_cases import entry, everything_is_given_back, profile, simulate
 from tests.router.decision.test_placement_rules import BLOCK, ask, decided, info, load, refused
@@ -278,7 +278,7 @@ def test_a_prompt_that_waits_is_counted_once_as_an_arrival():
     assert arrivals() > once
 
 
-@pytest.mark.parametrize(("on_miss", "kind"), [("queue", Deferred), ("refuse", Refusal)])
+@pytest.mark.parametrize(("on_miss", "kind"), [("queue", Deferred), ("refuse", RoutingRefusal)])
 def test_with_an_slo_only_who_asks_to_be_queued_waits(on_miss, kind):
     target = SloTarget("default", 0.5, None)
     router = cluster(slo=SloSettings(ttft_s=0.5))

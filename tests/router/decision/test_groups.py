@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.plane.messages import LoadReport
-from kvrelay.router.types import Refusal
+from kvrelay.router.types import RoutingRefusal
 from tests.router.decision.test_placement_rules import ask, cluster, decided
 from tests.router.slo.test_slo import Cluster, decoding, verdict, wants
 
@@ -86,7 +86,7 @@ def test_a_group_is_admitted_as_wide_as_it_is():
     cluster = Cluster()
     one, group = (cluster.send(cluster.ask(16, slo=wants(tpot_s=0.025), width=width)) for width in (1, 20))
     assert verdict(one) == "admitted"
-    assert isinstance(group, Refusal) and group.verdict.missed == ("tpot",)
+    assert isinstance(group, RoutingRefusal) and group.verdict.missed == ("tpot",)
 
 
 def test_a_group_that_decodes_slows_the_next_one_by_all_of_its_sequences():

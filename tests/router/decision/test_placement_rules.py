@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, Refusal, RouteRequest
+from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, RouteRequest, RoutingRefusal
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
 
@@ -70,7 +70,7 @@ def decided(choice):
 
 
 def refused(choice):
-    assert isinstance(choice, Refusal), choice
+    assert isinstance(choice, RoutingRefusal), choice
     return choice
 
 
@@ -419,7 +419,7 @@ def test_a_prompt_may_fill_the_context_when_nothing_follows_it(tokens, max_token
     router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     router.worker_up(info("d1", "decode", num_blocks=4, max_model_len=64))
     choice = router.select_and_reserve(ask(tokens=tokens, max_tokens=max_tokens), 0.0)
-    assert isinstance(choice, Decision if is_taken else Refusal)
+    assert isinstance(choice, Decision if is_taken else RoutingRefusal)
 
 
 # ---- workers with blocks of unequal sizes
@@ -460,7 +460,7 @@ def test_room_is_counted_in_the_workers_own_blocks():
     assert isinstance(few.select_and_reserve(ask(tokens=1000, max_tokens=200), 0.0), Decision)
     router = mixed(BLOCK, BLOCK, num_blocks=20)
     refusal = router.select_and_reserve(ask(tokens=1000, max_tokens=200), 0.0)
-    assert isinstance(refusal, Refusal) and "the largest holds 320" in refusal.message
+    assert isinstance(refusal, RoutingRefusal) and "the largest holds 320" in refusal.message
 
 
 def test_blocks_that_a_request_will_take_are_the_decode_workers_own():

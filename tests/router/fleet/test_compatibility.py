@@ -6,7 +6,7 @@ from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.fleet.compatibility import unpaired_workers
 from kvrelay.router.policies.joint import SHORTLIST
-from kvrelay.router.types import Decision, IncompatiblePair, Refusal, RouteRequest
+from kvrelay.router.types import Decision, IncompatiblePair, RouteRequest, RoutingRefusal
 from kvrelay.settings.router import RouterSettings
 
 pytestmark = pytest.mark.pure
@@ -53,13 +53,13 @@ def test_without_misfits_nothing_is_left_out():
 @pytest.mark.parametrize("request_", [{}, {"tokens": 10}, {"force": "local"}, {"force": "remote"}])
 def test_when_no_pair_fits_nothing_is_served_and_the_reason_is_told(request_):
     refusal = route(cluster(["p1"], ["d1", "d2"], [("p1", "d1"), ("p1", "d2")]), **request_)
-    assert isinstance(refusal, Refusal) and refusal.reason == "incompatible"
+    assert isinstance(refusal, RoutingRefusal) and refusal.reason == "incompatible"
     assert refusal.message == "p1 -> d1: dtype; p1 -> d2: dtype"
 
 
 def test_when_no_pair_fits_one_token_is_not_served_by_the_prefill_worker_either():
     refusal = route(cluster(["p1"], ["d1"], [("p1", "d1")]), needs_decode=False)
-    assert isinstance(refusal, Refusal) and refusal.reason == "incompatible"
+    assert isinstance(refusal, RoutingRefusal) and refusal.reason == "incompatible"
 
 
 def test_a_short_prompt_is_still_prefilled_on_decode_while_pairs_work():

@@ -21,7 +21,7 @@ from kvrelay.router.index import hash_array as slots_module
 from kvrelay.router.index.bits import both_bits
 from kvrelay.router.index.hash_array import HashArray
 from kvrelay.router.index.holder_sets import HolderSets
-from kvrelay.router.index.holders import BlockHolders
+from kvrelay.router.index.holders import HolderIndex
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import Sweep
 
@@ -47,7 +47,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.holders, self.held = BlockHolders(chunk=4), [set() for _ in WORKERS]
+        self.holders, self.held = HolderIndex(chunk=4), [set() for _ in WORKERS]
         self.positions, self.sweep = self.holders._array, None
 
     @rule(worker=st.integers(0, 2), road=st.sampled_from(ROADS), start=st.integers(0, 39), length=st.integers(1, 40))
@@ -172,7 +172,7 @@ def test_the_machine_finds_new_blocks_that_come_to_lie_anywhere(monkeypatch):
 
 def closed_up():
     """The depth of a chain in a row that has closed up, whose sixth block's place another block has; what is noted of it."""
-    holders, road = BlockHolders(), ROADS[0]
+    holders, road = HolderIndex(), ROADS[0]
     holders.put(chain("gone", 200), WORKERS[0], WORKERS[0])
     holders.put(road, WORKERS[0], WORKERS[0])
     holders.walk(road, WORKERS[0])  # it is noted that they are a chain

@@ -15,18 +15,18 @@ from kvrelay.router.planning import capacity, split
 from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
 from kvrelay.router.planning.damping import Damper, most_turns
 from kvrelay.router.planning.demand import Demand
-from kvrelay.router.planning.planner import Plan, Planner, PlannerState, Rules
+from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
 from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.types import Counts, Interval, Limits, Target, WorkerModel, Workload
+from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 pytestmark = pytest.mark.pure
 
 
 CURVE = SpeedCurve(overhead_s=0.002, weights_s=0.02, token_s=2e-4, pair_s=1e-9, context_s=2e-8, sequence_s=1e-5)
 MODEL = WorkerModel(CURVE, CURVE, pool_tokens=200_000, token_budget=512, max_running=64)
-TARGET = Target(ttft_s=3.0, tpot_s=0.06, share=0.9)
+TARGET = PlanningTarget(ttft_s=3.0, tpot_s=0.06, share=0.9)
 LOAD = Workload(rate=4.0, input_tokens=2000, output_tokens=200, input_cv2=0.5)
-RULES = Rules(horizon_s=30.0, hold_s=120.0, period_s=0.0)
+RULES = PlannerRules(horizon_s=30.0, hold_s=120.0, period_s=0.0)
 LOOK_S = 10.0
 
 
@@ -51,10 +51,10 @@ def seen(number: int, rate: float, **others: object) -> Interval:
 
 
 def planner(**limits: int) -> Planner:
-    return Planner(MODEL, TARGET, Limits(**limits), RULES, Counts(1, 1))
+    return Planner(MODEL, TARGET, CountLimits(**limits), RULES, WorkerCounts(1, 1))
 
 
-def watch(it: Planner, rates: list[float], start: int = 0) -> list[Plan]:
+def watch(it: Planner, rates: list[float], start: int = 0) -> list[ScalingPlan]:
     return [it.observe(seen(start + number, rate)) for number, rate in enumerate(rates)]
 
 
@@ -155,7 +155,7 @@ def test_a_crowded_worker_is_as_slow_as_its_machine_makes_it():
 
 
 def test_workers_that_slow_each_other_are_needed_in_greater_numbers():
-    limits = Limits()
+    limits = CountLimits()
     much = LOAD.at(12.0)
     alone, crowded = (split.needs(much, much, model, TARGET, limits) for model in (MODEL, CROWDED))
     assert crowded == split.needs(much, much, MODEL.slowed(2.0, 1.3), TARGET, limits)
@@ -484,7 +484,7 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
 )
 @settings(max_examples=25, deadline=None)
 def test_a_constant_load_leads_to_constant_counts(rate, start, kept, slow, first):
-    it = Planner(MODEL, TARGET, Limits(), RULES, Counts(*first))
+    it = Planner(MODEL, TARGET, CountLimits(), RULES, WorkerCounts(*first))
     others = {
         "ttft_kept": kept,
         "tpot_kept": kept,
@@ -509,14 +509,14 @@ def test_a_constant_load_leads_to_constant_counts(rate, start, kept, slow, first
 @settings(max_examples=40, deadline=None)
 def test_a_planner_that_goes_on_from_another_ones_state_decides_as_that_one_would(rates, kept, cuts):
     rules = replace(RULES, period_s=600.0)
-    one = Planner(MODEL, TARGET, Limits(), rules, Counts(1, 1))
-    other = Planner(MODEL, TARGET, Limits(), rules, Counts(1, 1))
+    one = Planner(MODEL, TARGET, CountLimits(), rules, WorkerCounts(1, 1))
+    other = Planner(MODEL, TARGET, CountLimits(), rules, WorkerCounts(1, 1))
     for number, rate in enumerate(rates):
         interval = seen(number, rate, ttft_kept=kept[number], first_tokens=50, prefill_slowness=1.3)
         assert one.observe(interval) == other.observe(interval)
         if number in cuts:
             sent = msgspec.msgpack.encode(other.state(interval.end_s))
-            counts, other = other.counts, Planner(MODEL, TARGET, Limits(), rules, other.counts)
+            counts, other = other.counts, Planner(MODEL, TARGET, CountLimits(), rules, other.counts)
             other.resume(msgspec.msgpack.decode(sent, type=PlannerState), interval.end_s)
             assert other.counts == counts
 
@@ -581,7 +581,7 @@ def test_a_tpot_out_of_reach_does_not_ask_for_all_workers_for_ever():
     assert any("out of reach" in reason for reason in plan.reasons)
     for number in range(120, 160):
         it.observe(seen(number, 0.0))
-    assert it.counts == Counts(1, 1)
+    assert it.counts == WorkerCounts(1, 1)
 
 
 def test_prompts_that_wait_already_are_planned_for():
@@ -594,15 +594,15 @@ def test_prompts_that_wait_already_are_planned_for():
 
 def test_every_plan_says_why():
     it = planner()
-    plan = next(plan for plan in watch(it, [8.0] * 3) if plan.counts != Counts(1, 1))
+    plan = next(plan for plan in watch(it, [8.0] * 3) if plan.counts != WorkerCounts(1, 1))
     assert any("requests/s expected" in reason for reason in plan.reasons)
     assert any(reason.startswith("prefill 1 -> ") for reason in plan.reasons)
     assert planner().observe(Interval(0.0, 10.0)).reasons == ("no request has been seen yet",)
 
 
 def test_before_any_request_the_counts_stay():
-    it = Planner(MODEL, TARGET, Limits(), RULES, Counts(3, 2))
-    assert {it.observe(Interval(n * 10.0, n * 10.0 + 10.0)).counts for n in range(100)} == {Counts(3, 2)}
+    it = Planner(MODEL, TARGET, CountLimits(), RULES, WorkerCounts(3, 2))
+    assert {it.observe(Interval(n * 10.0, n * 10.0 + 10.0)).counts for n in range(100)} == {WorkerCounts(3, 2)}
 
 
 def test_it_compares_with_aggregated_workers_for_the_load_of_now():
@@ -616,8 +616,8 @@ def test_it_compares_with_aggregated_workers_for_the_load_of_now():
 @pytest.mark.parametrize("wrong", [{"min_prefill": 3, "max_prefill": 2}, {"min_decode": 0}, {"total": 1}])
 def test_limits_that_contradict_each_other_are_refused(wrong):
     with pytest.raises(ConfigError):
-        Limits(**wrong)
+        CountLimits(**wrong)
 
 
 def test_too_many_at_the_start_are_cut_to_the_total():
-    assert Planner(MODEL, TARGET, Limits(total=5), RULES, Counts(9, 9)).counts.total <= 5
+    assert Planner(MODEL, TARGET, CountLimits(total=5), RULES, WorkerCounts(9, 9)).counts.total <= 5

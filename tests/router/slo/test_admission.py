@@ -5,7 +5,7 @@ import pytest
 from kvrelay.plane.messages import KvSnapshot
 from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.candidate_choice import MAX_TRIED, choose_candidate
-from kvrelay.router.types import Decision, Refusal
+from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain
 from tests.router.slo.test_slo import Cluster, info, verdict, wants
 
@@ -154,5 +154,5 @@ def test_when_both_miss_nothing_is_counted_for_it():
     for worker_id in ("d", "e"):
         slowed(cluster, worker_id)
     choice = cluster.send(cluster.ask(16, slo=wants(tpot_s=0.03)))
-    assert isinstance(choice, Refusal) and len(choice.verdict.rejected_candidates) == 1
+    assert isinstance(choice, RoutingRefusal) and len(choice.verdict.rejected_candidates) == 1
     assert len(cluster.router.forecast) == 0

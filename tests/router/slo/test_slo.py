@@ -13,9 +13,9 @@ from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.admission import MAX_RETRY_S, judge
 from kvrelay.router.slo.calibration import WINDOW, Bias, Errors
 from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S
-from kvrelay.router.slo.lifetimes import OutputLengths
+from kvrelay.router.slo.lifetimes import LengthDistribution
 from kvrelay.router.slo.online_fit import HALF_LIFE_S, DurationFit
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.job import SloFields, SloRecord, slo_of
 from kvrelay.serve.requests.retries import slo_refusal
 from kvrelay.settings.router import RouterSettings, SloSettings
@@ -101,7 +101,7 @@ def wants(ttft_s=None, tpot_s=None, *rest, on_miss="refuse"):
 
 def verdict(choice):
     found = choice.verdict
-    assert (found.kind == "refused") == isinstance(choice, Refusal)
+    assert (found.kind == "refused") == isinstance(choice, RoutingRefusal)
     return found.kind
 
 
@@ -183,7 +183,7 @@ def test_the_margin_is_what_a_share_of_the_errors_stays_below_and_memory_is_boun
 
 
 def test_an_output_that_is_longer_than_most_goes_on_for_longer():
-    lengths = OutputLengths()
+    lengths = LengthDistribution()
     for _ in range(200):
         lengths.observe(100)
     for _ in range(20):
@@ -375,7 +375,7 @@ def test_without_an_slo_nobody_is_refused():
     for _ in range(5):
         cluster.send(cluster.ask(8000))
     assert isinstance(cluster.send(cluster.ask(8000)), Decision)
-    assert isinstance(cluster.send(cluster.ask(8000, slo=wants(ttft_s=1.0))), Refusal)
+    assert isinstance(cluster.send(cluster.ask(8000, slo=wants(ttft_s=1.0))), RoutingRefusal)
 
 
 @pytest.mark.parametrize("ttft", [1.0, None])
@@ -472,7 +472,7 @@ def test_a_refused_request_is_counted_nowhere():
     cluster = Cluster()
     cluster.send(cluster.ask(8000))
     before = [(view.assigned_requests, view.assigned_tokens) for view in cluster.router.workers()]
-    assert isinstance(cluster.send(cluster.ask(8000, slo=wants(ttft_s=1.0))), Refusal)
+    assert isinstance(cluster.send(cluster.ask(8000, slo=wants(ttft_s=1.0))), RoutingRefusal)
     assert [(view.assigned_requests, view.assigned_tokens) for view in cluster.router.workers()] == before
     assert len(cluster.router.forecast) == 1
 
