@@ -290,6 +290,15 @@ class Scheduler:
         """Whether a step may change something."""
         return self.queues.has_work
 
+    def check_idle(self) -> None:
+        """Raise AssertionError if blocks are used although no sequence holds any: they leaked. Cheap: for every step."""
+        queues = self.queues
+        if not (queues.running or queues.receiving or queues.held):
+            used, aside = self.pool.counts().used, len(self.aside.holders().keys() | set(self.planner.copies.sources))
+            assert used == aside, (
+                f"{used - aside} blocks leaked: no sequence holds any, {used} are used, {aside} set aside"
+            )
+
     def check(self) -> None:
         """Raise AssertionError unless queues, sequences and the pool's references agree."""
         check_holders(self.pool, self.queues, self.aside, self.planner.copies)

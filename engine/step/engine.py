@@ -118,7 +118,8 @@ class Engine:
         Args:
             on_reserved: called with the reservations that were granted, before the batch is computed.
         """
-        now_s, result, batch = self._clock(), StepResult(self._outputs.take_unsent()), self.batch
+        scheduler, batch = self.scheduler, self.batch
+        now_s, result = self._clock(), StepResult(self._outputs.take_unsent())
         self.pool.tick(now_s)
         was_in_flight = batch.in_flight is not None
         if was_in_flight and not self._may_look_ahead():
@@ -131,13 +132,15 @@ class Engine:
             result.ahead_s = self._clock() - now_s
             self._collect(result, launched)
         if launched is None:
-            self.scheduler.copied()
+            scheduler.copied()
             result.is_stuck = not (was_in_flight or plan.preempted or result.reservations or result.refused)
+            scheduler.check_idle()
             return result
         batch.in_flight = launched
         self._advance(launched)
         if launched.pending is None or not launched.is_wanted:
             self._collect(result)
+            scheduler.check_idle()
         return result
 
     def settle(self) -> None:

@@ -288,6 +288,7 @@ class World:
         self.count += 1
         sched, counts = self.sched, self.pool.counts()
         assert counts.free + counts.used + counts.cached == self.setup.num_blocks
+        sched.check_idle()
         in_state = {
             W: len(sched.waiting) + len(sched.reserving), V: len(sched.receiving), R: len(sched.running),
             S: len(sched.swapped), H: len(sched.held),
