@@ -173,7 +173,7 @@ class FastForward:
         )
 
     def _parks(self, seq: Sequence) -> bool:
-        """Park `seq` if the next step just brings it a token. `plain_until` tells where its last token comes.
+        """Park `seq` if the next step just brings it a token. `plain_until` marks its last token.
 
         If the step needs a block, `seq` gets it now, as it would when the step is planned.
         """

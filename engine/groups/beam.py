@@ -1,7 +1,7 @@
-"""Beam search: which beams go on from which, which are done, when to stop. Pure: plain data in, plain data out.
+"""Beam search: which beams continue which, which are done, when to stop. Pure: plain data in, plain data out.
 
 The rules are those of Hugging Face's `generate(num_beams=...)`, rounding to float32 included, so that the results are equal.
-Owns no sequence and no block: whoever does forks and drops them as a `BeamStep` says.
+Owns no sequence and no block: their owner forks and drops them as a `BeamStep` describes.
 """
 
 import math
@@ -27,7 +27,7 @@ class BeamRules:
 
     @property
     def num_candidates(self) -> int:
-        """So many continuations are looked at: enough that `width` of them go on, whichever end."""
+        """Continuations to look at: enough that `width` of them continue, whichever end."""
         return max(2, 1 + len(self.end_ids)) * self.width
 
 
@@ -42,7 +42,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """Beam i goes on from beam parents[i] of before, with token_ids[i]. A beam that is nobody's parent is dropped."""
+    """Beam i continues beam parents[i] of before, with token_ids[i]. A beam that is no parent is dropped."""
 
     parents: tuple[int, ...]
     token_ids: tuple[int, ...]

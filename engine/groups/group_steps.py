@@ -46,7 +46,7 @@ class GroupSteps:
         return draws
 
     def _first_tokens(self, group: Group, leader: Sequence) -> list[Sequence]:
-        """The members that have yet to say their first word. A prefill worker's say it again when a group is continued."""
+        """The members without a first token. A prefill worker's draw it again when a group is continued."""
         members = self._members(group, leader)
         if leader.output_limit is None:
             members = [member for member in members if not group.outputs[member.choice]]

@@ -24,7 +24,7 @@ class GroupTable:
 
     @property
     def num_reserved(self) -> int:
-        """Seats that members will take when their leaders fork, beside those of the leaders."""
+        """Running sequences that members will be when their leaders fork, beside the leaders."""
         return sum(
             group.num_sequences - 1
             for group in self.by_id.values()
@@ -32,7 +32,7 @@ class GroupTable:
         )
 
     def begin(self, leader: Sequence) -> None:
-        """If the request is a group, its leader has arrived."""
+        """A sequence has arrived: if its request is a group, it is the leader."""
         request = leader.request
         if (asked := request.group) is None:
             return

@@ -26,7 +26,7 @@ def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
     member.chain.data[:] = like.chain.data
     member.group, member.choice = group, choice
     member.scheduled_s, member.num_cached, member.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
-    member.queue_rank = like.queue_rank  # it may have a prompt's worth to compute: what its choice said before
+    member.queue_rank = like.queue_rank  # it may have a prompt's worth to compute: its choice's earlier tokens
     return member
 
 
@@ -39,7 +39,7 @@ class Groups:
         self.by_id = table.by_id
 
     def fork(self, group: Group, members: list[Sequence]) -> None:
-        """The leader's prompt is computed: these go on from its blocks, each with at least one token of output."""
+        """The leader's prompt is computed: these continue from its blocks, each with at least one token of output."""
         leader = group.leader
         assert leader is not None and leader.num_computed == group.request.num_prompt_tokens
         for member in members:
@@ -58,7 +58,7 @@ class Groups:
             del self.by_id[group.request.request_id]
 
     def _use_cached(self, member: Sequence) -> None:
-        """What it had computed before a pre-emption may be in the pool still."""
+        """What it had computed before a preemption may still be cached."""
         size, pool = member.block_size, self._pool
         if member.num_tokens - 1 < (len(member.blocks) + 1) * size:
             return
@@ -76,7 +76,7 @@ class Groups:
         self._queues.join_batch(member)
 
     def merge(self, group: Group) -> tuple[Sequence, list[Sequence]]:
-        """(a leader that is to be put in line, the members, which are gone): all blocks are given back."""
+        """(a leader that is to be queued, the members, which have ended): all blocks are released."""
         members, like = list(group.members), group.members[0]
         prompt = group.request.num_prompt_tokens
         outputs = {member.choice: member.token_ids[prompt:] for member in members}
@@ -96,7 +96,7 @@ class Groups:
     # ---- beams
 
     def go_on(self, group: Group, parents: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Sequence]:
-        """Beam i goes on from beam parents[i] with token_ids[i]; returns the beams that are dropped."""
+        """Beam i continues beam parents[i] with token_ids[i]; returns the beams that are dropped."""
         before, after = list(group.members), []
         group.candidates.clear()
         free = dict(enumerate(before))  # whose own sequence has not been taken over by its first child

@@ -16,7 +16,7 @@ from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, goes_first
+from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, ranks_before
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds
@@ -95,7 +95,7 @@ class Turns:
         """(running sequences, blocks) to leave for the head of the other queue, if that goes before `seq`."""
         other_queue = self._other(queue)
         other = self.head(other_queue)
-        if other is None or not goes_first(other_queue, other, queue, seq):
+        if other is None or not ranks_before(other_queue, other, queue, seq):
             return 0, 0
         for_members = other.group.blocks_to_fork() if other.group is not None and will_fork(other) else 0
         return num_sequences_of(other), prompt_blocks(

@@ -1,4 +1,4 @@
-"""What each tenant has been served: virtual token counters, by which a line shares turns fairly. Pure.
+"""What each tenant has been served: virtual token counters, by which queues share turns fairly. Pure.
 
 A counter grows by the weighted tokens that the engine computes for its tenant; the tenant with the least goes first.
 Source: Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
@@ -20,7 +20,7 @@ MAX_NAMED = 32  # tenants with a figure of their own in metrics, beside those th
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """How sequences in line are ordered. See docs for what each is good for."""
+    """How queued sequences are ordered: see docs/scheduling.md."""
 
     oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
     output_weight: float = 2.0  # of an output token, against 1 of a prompt token that is computed
@@ -37,25 +37,25 @@ def queue_rules(settings: SchedulerSettings) -> QueueRules:
 
 
 class FairShare:
-    """The counters of one engine. Both of its lines share them. A counter never falls."""
+    """The counters of one engine, which both of its queues share. A counter never falls."""
 
     def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
-        self.num_waiting: Counter[str] = Counter()  # sequences in line, by tenant
+        self.num_waiting: Counter[str] = Counter()  # queued sequences, by tenant
         self.computed_tokens: dict[str, int] = dict.fromkeys(rules.tenant_weights, 0)
-        self.other_tokens = 0  # computed for tenants without a figure of their own
+        self.other_tokens = 0  # computed for tenants without a count of their own
         self._counters: dict[str, float] = {}
         self._credits: dict[str, float] = {}  # paid for and not computed: the next tokens are paid from it
-        self._idle: dict[str, None] = {}  # tenants that have nothing in line, who left first comes first
-        self._least: list[tuple[float, str]] = []  # of who is in line; a heap that is corrected when it is looked at
+        self._idle: dict[str, None] = {}  # tenants that have nothing queued, in the order in which they left
+        self._least: list[tuple[float, str]] = []  # of queued tenants; a heap that is corrected when it is read
         self._in_least: set[str] = set()
         self._last_left = ""
-        self._level = 0.0  # the highest that the least counter in line has been
+        self._level = 0.0  # the highest that the least counter of a queued tenant has been
 
-    # ---- in line
+    # ---- queued
 
     def joined(self, tenant: str) -> None:
-        """One more of its sequences is in line. A tenant that had none is lifted: it has saved up `credit_tokens` at most."""
+        """One more of its sequences is queued. A tenant that had none is lifted: it has saved up `credit_tokens` at most."""
         if not self.num_waiting[tenant]:
             self._counters[tenant] = max(self.counter(tenant), self.level() - self.rules.credit_tokens, 0.0)
             self._idle.pop(tenant, None)
@@ -65,7 +65,7 @@ class FairShare:
         self.num_waiting[tenant] += 1
 
     def left(self, tenant: str) -> None:
-        """One of its sequences is in line no more."""
+        """One of its sequences left its queue."""
         self.num_waiting[tenant] -= 1
         if self.num_waiting[tenant]:
             return
@@ -83,20 +83,20 @@ class FairShare:
         return self._counters.get(tenant, 0.0)
 
     def turn(self, tenant: str) -> float:
-        """By what tenants are ordered, least first: the counter in steps, so that who is served about alike comes first come first served."""
+        """The order of tenants, least first: counters in steps, so that tenants served about alike are first come first served."""
         quantum = self.rules.credit_tokens / TURNS_IN_CREDIT
         return self.counter(tenant) // quantum if quantum else self.counter(tenant)
 
     def level(self) -> float:
-        """How much tenants have been served that always had something in line: the highest that the least counter has been.
+        """How much a tenant that always had something queued has been served: the highest that the least counter has been.
 
         Not the least itself: newcomers with savings would lower it, each for the next, and come before one another.
         """
-        self._level = max(self._level, self._least_in_line())
+        self._level = max(self._level, self._least_queued())
         return self._level
 
-    def _least_in_line(self) -> float:
-        """With nobody in line, that of who left last."""
+    def _least_queued(self) -> float:
+        """With no tenant queued, the counter of the one that left last."""
         least = self._least
         while least:
             seen, tenant = least[0]
@@ -116,7 +116,7 @@ class FairShare:
     # ---- what is paid
 
     def admit(self, seq: Sequence) -> None:
-        """Pay for all that is to be computed of it: else one tenant could take every seat of a step.
+        """Pay for all that is to be computed of it: else one tenant could take all of a step.
 
         What was cached is free: it costs no step's time. What was paid for before a pre-emption is not paid again.
         """
@@ -162,7 +162,7 @@ class FairShare:
             self._idle.setdefault(tenant)
 
     def most_waiting(self, newcomer: str) -> str | None:
-        """Who takes the most places in line, for its weight; None: not two more than `newcomer` would take."""
+        """The tenant that takes the most places, for its weight; None: not two more than `newcomer` would take."""
         largest = max(self.num_waiting, key=self._places_taken, default=newcomer)
         return largest if self._places_taken(largest) >= self._places_taken(newcomer, 2) else None
 
@@ -172,7 +172,7 @@ class FairShare:
     # ---- what others may know
 
     def computed(self, tenant: str, num_tokens: int) -> None:
-        """Count what was computed, again after a pre-emption, too. Of bounded size: late comers are counted together."""
+        """Count what was computed, again after a pre-emption, too. Of bounded size: later tenants are counted together."""
         if tenant in self.computed_tokens or len(self.computed_tokens) < MAX_NAMED + len(self.rules.tenant_weights):
             self.computed_tokens[tenant] = self.computed_tokens.get(tenant, 0) + num_tokens
         else:

@@ -1,7 +1,7 @@
-"""What becomes of a pre-empted group of sequences: swapped, computed again, or handed back to a prefill worker. Pure.
+"""What becomes of a preempted group of sequences: swapped, recomputed, or returned to prefill. Pure.
 
 Costs are seconds that all sequences of the worker lose together: the group's own delay, and what of it keeps the engine from
-everybody else. All speeds are measured ones and arguments; no clock.
+all other sequences. All speeds are measured ones and arguments; no clock.
 """
 
 import enum
@@ -41,7 +41,7 @@ class VictimGroup:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionRates:
-    """MeasuredSpeeds speeds; 0: not measured. Latencies: of a swap or a hop however little it moves."""
+    """Measured speeds; 0: not measured. Latencies: of a swap or a KV transfer, however little it moves."""
 
     save_bytes_per_s: float = 0.0
     load_bytes_per_s: float = 0.0

@@ -15,11 +15,11 @@ from kvrelay.types import BlockHash, FinishReason
 
 
 class State(enum.StrEnum):
-    WAITING = "waiting"  # in line; holds no blocks
+    WAITING = "waiting"  # queued; holds no blocks
     RECEIVING = "receiving"  # decode: blocks reserved, KV on its way
     RUNNING = "running"  # in the batch
     SWAPPED = "swapped"  # pre-empted; its KV is in host memory, holds no blocks
-    HELD = "held"  # prefill: done; blocks lent to a transfer
+    HELD = "held"  # prefill: done; its blocks are read by a transfer
     FINISHED = "finished"  # holds nothing
 
 
@@ -63,16 +63,16 @@ class Sequence:
     row: int = -1  # the runner's: in its block tables; below zero: none
     num_tabled_blocks: int = 0  # the runner's: that are in that row
     num_given: int = field(init=False)  # tokens that came with the request
-    writable_until: int = 0  # up to this token, the block that is written next is known to be there, and nobody else's
+    writable_until: int = 0  # up to this token the block that is written next is there, and held by no other sequence
     plain_until: int = 0  # the engine's: with fewer tokens, what is not in `stop_ids` is just appended and sent
     stop_ids: frozenset[int] = frozenset()  # the engine's, while `plain_until` says something
-    has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
-    queue_rank: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
+    has_begun: bool = False  # it was admitted once; after a preemption it is queued again
+    queue_rank: tuple[float, ...] = ()  # its rank when it was admitted: see waiting_queue.py
     overdue_tokens: int = (
         0  # uncached ones, when it was put behind those that can still have a first token in time; 0: it is not
     )
     num_passed: int = 0  # sequences that were begun while its prompt, which had begun, waited for its turn
-    num_paid: int = 0  # tokens that its tenant need not pay for any more: see shares.py
+    num_paid: int = 0  # tokens that its tenant need not pay for any more: see fair_share.py
     num_charged: int = 0  # tokens that its tenant has paid for, ahead too
     load: Load | None = None  # blocks that are being brought up from below the pool, or back
     num_loaded_blocks: int = 0  # of its prompt, brought up so
@@ -156,9 +156,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sequences that go on from one prompt. The leader computes it; then the members share its blocks and the leader is gone.
+    """Sequences that continue one prompt. The leader computes it; then the members share its blocks and the leader is gone.
 
-    A group that is pre-empted becomes a leader again; `outputs` is then what its members had said.
+    A group that is preempted becomes a leader again; `outputs` are then its members' tokens.
     """
 
     request: SequenceRequest
@@ -168,7 +168,7 @@ class Group:
     outputs: dict[int, list[int]] = field(default_factory=dict)  # while there is a leader: of each live choice
     num_paid: dict[int, int] = field(default_factory=dict)  # tokens of each of them that are paid for
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)  # of beams that wait for the others, by rank
-    unwanted: set[int] = field(default_factory=set)  # choices that nobody waits for any more
+    unwanted: set[int] = field(default_factory=set)  # choices that were aborted
     num_forks: int = 0
 
     @property

@@ -1,9 +1,9 @@
-"""A line of sequences that wait for their turn: who is next. Pure.
+"""A queue of sequences that wait for admission: which is next. Pure.
 
-The order: who was begun and pre-empted, then deadlines, then tenants by what they were served, first come first served within a
-tenant, but who is late (see `mark_overdue`) behind those who are not; all that within a class of priority, lower numbers first. So that nobody is starved by any mix of these, every
-`oldest_every`-th admission is whoever came first: with E sequences before it in line when it comes, a sequence is
-admitted after at most `oldest_every` x (E + 1) admissions.
+Within a class of priority, lower numbers first, the order is: preempted sequences, then deadlines, then tenants by what they
+were served; within a tenant first come first served, overdue sequences (see `mark_overdue`) behind the others. So that no
+sequence starves, every `oldest_every`-th admission is the sequence that came first: one that has E sequences before it when it
+is queued is admitted after at most `oldest_every` x (E + 1) admissions.
 """
 
 import heapq
@@ -18,14 +18,14 @@ from kvrelay.engine.scheduling.sequence import Sequence
 
 IsSkipped = Callable[[Sequence], bool]
 MAX_PENALTY = 15.0
-"""Of an average one's tokens, that one who is late makes amends for at most."""
+"""The most that an overdue sequence counts for, in sequences of average length."""
 _BEHIND = 1 << 50
-"""More than anybody's arrival."""
+"""More than any arrival."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a sequence stands. A new one each time it gets in line, so that entries of old ones are void."""
+    """A sequence's place. A new one each time it is queued, so that entries of old ones are void."""
 
     seq: Sequence
     ticket: int
@@ -57,7 +57,7 @@ class _Heap:
 
 
 class _Class:
-    """Who waits within one class of priority."""
+    """The sequences of one class of priority."""
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
@@ -85,7 +85,7 @@ class _Class:
             heapq.heapify(self._tenants)
 
     def first(self, num_live: int) -> _Place | None:
-        """Who is next here. A deadline of a tenant that leads by too much counts no longer: it queues with the others."""
+        """The next one. A deadline of a tenant that leads by too much no longer counts: the sequence queues with the others."""
         if (place := self._begun.first()) is not None:
             return place
         while (place := self._urgent.first()) is not None:
@@ -111,22 +111,22 @@ class _Class:
 
 
 class WaitingQueue:
-    """Sequences in line, of all classes. Both lines of an engine share the tenants' counters.
+    """Queued sequences of all classes. Both queues of an engine share the tenants' counters.
 
-    Getting in and leaving cost O(log n), looking who is next O(1), amortised.
+    Pushing and removing cost O(log n), looking at the next one O(1), amortised.
     """
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._members: dict[int, Sequence] = {}  # by id(): members of a group came at once
-        self._places: dict[int, _Place] = {}  # of those who do not stand back
-        self._due: dict[int, _Place] = {}  # of those with a deadline, while they are in line
+        self._places: dict[int, _Place] = {}  # of those that are not skipped
+        self._due: dict[int, _Place] = {}  # of queued sequences with a deadline
         self._skipped: dict[int, Sequence] = {}
         self._classes: dict[int, _Class] = {}
         self._oldest, self._deadlines = _Heap(), _Heap()
         self._tickets = itertools.count()
-        self._since_oldest = 0  # admissions since whoever had come first was admitted, less those owed since
-        self._mean_tokens = 0.0  # of who was admitted
+        self._since_oldest = 0  # admissions since the oldest sequence was admitted, less its penalty
+        self._mean_tokens = 0.0  # of admitted sequences
         self.num_by_priority: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -136,13 +136,13 @@ class WaitingQueue:
         return self._members.get(id(seq)) is seq
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no order that means anything."""
+        """In no particular order."""
         return iter(self._members.values())
 
-    # ---- getting in, and out
+    # ---- push and remove
 
     def push(self, seq: Sequence) -> None:
-        """Get in line. Who was begun before (`has_begun`) goes to the front of its class."""
+        """Queue a sequence. A preempted one (`has_begun`) goes to the front of its class."""
         assert id(seq) not in self._members
         if not self._members:
             self._since_oldest = 0
@@ -163,7 +163,7 @@ class WaitingQueue:
         self._oldest.push(seq.arrival, place, len(self))
 
     def remove(self, seq: Sequence) -> None:
-        """Leave the line, not admitted."""
+        """Remove a sequence that is not admitted."""
         del self._members[id(seq)]
         self._skipped.pop(id(seq), None)
         for places in (self._places, self._due):
@@ -176,7 +176,7 @@ class WaitingQueue:
         self._shares.left(seq.request.tenant)
 
     def take(self, seq: Sequence) -> None:
-        """It is admitted."""
+        """Remove a sequence that is admitted."""
         oldest = self._oldest.first()
         is_oldest = oldest is not None and oldest.seq is seq
         self._since_oldest = -self._penalty(seq) if is_oldest else self._since_oldest + 1
@@ -184,26 +184,26 @@ class WaitingQueue:
         self.remove(seq)
 
     def _penalty(self, seq: Sequence) -> int:
-        """Admissions that are owed to the others before the oldest's next turn, for one of many tokens that is late in any case."""
+        """Further admissions of others before the oldest sequence's next turn, after an overdue one of many tokens."""
         every = self._shares.rules.oldest_every
         if not seq.overdue_tokens or every is None:
             return 0
         return int(every * min(max(0.0, seq.overdue_tokens / max(self._mean_tokens, 1.0) - 1.0), MAX_PENALTY))
 
     def count_admission(self) -> None:
-        """Somebody in the engine's other line was admitted."""
+        """A sequence in the engine's other queue was admitted."""
         self._since_oldest += 1
 
-    # ---- who is next
+    # ---- the next one
 
     @property
     def is_oldest_next(self) -> bool:
-        """Whether whoever came first has the next turn, whatever else is said of the others."""
+        """Whether the sequence that came first has the next turn, whatever the rank of the others."""
         every = self._shares.rules.oldest_every
         return every is not None and self._since_oldest >= every - 1
 
     def head(self, is_skipped: IsSkipped | None = None) -> Sequence | None:
-        """Whose turn it is. Who stands back is passed over until `return_ready`."""
+        """The sequence whose turn it is. Skipped ones are left out until `return_ready`."""
         while (place := self._first()) is not None:
             if is_skipped is None or not is_skipped(place.seq):
                 return place.seq
@@ -213,13 +213,13 @@ class WaitingQueue:
         return None
 
     def mark_overdue(self, seq: Sequence, num_uncached: int) -> None:
-        """It is late in any case: from now on those of its tenant and class that are not go before it."""
+        """It misses its TTFT target: sequences of its tenant and class that can still meet theirs go before it from now on."""
         self._places[id(seq)].is_live = False
         seq.overdue_tokens = max(1, num_uncached)
         self._stand(seq)
 
     def return_ready(self, is_skipped: IsSkipped) -> None:
-        """Who stands back no longer is in its place again."""
+        """Put sequences that are no longer skipped back into their places."""
         for seq in [seq for seq in self._skipped.values() if not is_skipped(seq)]:
             del self._skipped[id(seq)]
             self._stand(seq)
@@ -234,14 +234,15 @@ class WaitingQueue:
         return None
 
     def may_pass(self, seq: Sequence) -> bool:
-        """Whether a prompt that has begun may still be passed by those who rank before it: not more than a few times."""
+        """Whether queued sequences that rank before a prompt that has begun may still pass it: only a few may."""
         every = self._shares.rules.oldest_every
         return every is None or seq.num_passed < every - 1
 
     def passes(self, seq: Sequence, begun: Sequence) -> bool:
-        """Whether `seq`, in line, goes before the rest of a prompt that has begun.
+        """Whether the queued `seq` goes before the rest of a prompt that has begun.
 
-        It does if it is of a class before its; or of the same, and it is owed much, or the other one is late and it is not.
+        It does if its class is before the other's; or is the same, and its tenant was served much less, or only the other is
+        overdue.
         """
         priority, _, _, turn, _ = begun.queue_rank
         mine = self._shares.turn(seq.request.tenant) + TURNS_IN_CREDIT / 2
@@ -249,7 +250,7 @@ class WaitingQueue:
         return seq.request.priority < priority or (seq.request.priority == priority and (mine <= turn or is_in_time))
 
     def rank(self, seq: Sequence) -> tuple[float, ...]:
-        """Where `seq` stands by the order of a line, this engine's or the other's, or of what runs; the least is first."""
+        """The rank of `seq` among the sequences of both queues and of the batch; the least is first."""
         if seq.has_begun:
             return seq.request.priority, 0, 0.0, 0.0, seq.arrival
         tenant, deadline_s = seq.request.tenant, seq.deadline_s
@@ -260,35 +261,35 @@ class WaitingQueue:
     # ---- deadlines
 
     def next_deadline_s(self) -> float:
-        """When the next of those in line is too late, by the clock of `Sequence.arrived_s`; infinite: never."""
+        """When the next queued sequence passes its deadline, by the clock of `Sequence.arrived_s`; infinite: never."""
         place = self._deadlines.first()
         return math.inf if place is None else place.seq.deadline_s
 
     def past_deadline(self, now_s: float) -> list[Sequence]:
-        """Who is in line, was never begun, and should have had its first token by now. They stay in line: see `remove`."""
-        late: list[Sequence] = []
+        """Queued sequences that were never begun and should have their first token by now. They stay queued: see `remove`."""
+        overdue: list[Sequence] = []
         while self.next_deadline_s() <= now_s:
-            late.append(self._deadlines.pop().seq)
-        return late
+            overdue.append(self._deadlines.pop().seq)
+        return overdue
 
 
-def goes_first(line: WaitingQueue, seq: Sequence, other_line: WaitingQueue, other: Sequence) -> bool:
-    """Whether the head of one line comes before the head of the other, for room that they both want."""
-    if line.is_oldest_next and other_line.is_oldest_next:
+def ranks_before(queue: WaitingQueue, seq: Sequence, other_queue: WaitingQueue, other: Sequence) -> bool:
+    """Whether the head of one queue comes before the head of the other, for room that both need."""
+    if queue.is_oldest_next and other_queue.is_oldest_next:
         return seq.arrival < other.arrival
-    if line.is_oldest_next or other_line.is_oldest_next:
-        return line.is_oldest_next
-    return line.rank(seq) < line.rank(other)
+    if queue.is_oldest_next or other_queue.is_oldest_next:
+        return queue.is_oldest_next
+    return queue.rank(seq) < queue.rank(other)
 
 
-def last_of(tenant: str, *lines: WaitingQueue) -> Sequence | None:
-    """Of a tenant's sequences in line that were never begun, the one of the lowest priority that came last."""
-    own = (seq for line in lines for seq in line if seq.request.tenant == tenant and not seq.has_begun)
+def last_of(tenant: str, *queues: WaitingQueue) -> Sequence | None:
+    """Of a tenant's queued sequences that were never begun, the one of the lowest priority that came last."""
+    own = (seq for queue in queues for seq in queue if seq.request.tenant == tenant and not seq.has_begun)
     return max(own, key=lambda seq: (seq.request.priority, seq.arrival), default=None)
 
 
 def victim(running: list[Sequence], for_seq: Sequence) -> Sequence:
-    """Who gives way so that `for_seq`, which runs, too, can go on: of the lowest priority, then the latest arrival.
+    """The running sequence to preempt so that `for_seq` can continue: of the lowest priority, then the latest arrival.
 
     Never one of a higher priority than `for_seq`: then it is `for_seq` itself.
     """

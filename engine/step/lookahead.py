@@ -21,7 +21,7 @@ class Outlook:
 def may_look_ahead(outlook: Outlook) -> bool:
     """Whether the next step can be planned now.
 
-    Not while somebody might have to give way: what it holds is being computed. Each running sequence takes up to one block
+    Not while a sequence might be preempted: what it holds is being computed. Each running sequence takes up to one block
     more for its next token and one to write in instead of one that it shares; admission leaves one for each of them. Members
     of a group end, fork and wait for one another by the tokens that were drawn. A swapped sequence comes back as others go.
     """

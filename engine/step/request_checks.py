@@ -66,11 +66,11 @@ def group_fault(request: SequenceRequest, vocab_size: int) -> str | None:
 
 
 def rejection_message(seq: Sequence, reason: str, now_s: float) -> str:
-    """What is told of a sequence that left the line before it was begun, by `Scheduler.rejected`'s reason."""
+    """The message for a queued sequence that was rejected, by the reason of `Arrivals.take_rejected`."""
     waited_s = now_s - seq.arrived_s
     if reason == "deadline":
-        return f"no first token within {seq.request.deadline_s:g} s: still in line after {waited_s:.3g} s"
-    return f"its place in line went to a tenant with fewer, after {waited_s:.3g} s"
+        return f"no first token within {seq.request.deadline_s:g} s: still queued after {waited_s:.3g} s"
+    return f"its place in the queue went to a tenant with fewer sequences, after {waited_s:.3g} s"
 
 
 def sampling_fault(params: Sampling, vocab_size: int) -> str | None:

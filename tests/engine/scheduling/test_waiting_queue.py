@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.fair_share import MAX_IDLE, MAX_NAMED, FairShare, QueueRules
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, goes_first, last_of, victim
+from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, last_of, ranks_before, victim
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
 pytestmark = pytest.mark.pure
@@ -368,11 +368,11 @@ def test_between_two_lines_the_oldests_turn_comes_before_every_rank():
     door = Door(QueueRules(oldest_every=2))
     low, high = door.come(priority=5), door.new(priority=-5)
     door.other.push(high)
-    assert goes_first(door.other, high, door.line, low) and not goes_first(door.line, low, door.other, high)
+    assert ranks_before(door.other, high, door.line, low) and not ranks_before(door.line, low, door.other, high)
     door.line.count_admission()
-    assert goes_first(door.line, low, door.other, high) and not goes_first(door.other, high, door.line, low)
+    assert ranks_before(door.line, low, door.other, high) and not ranks_before(door.other, high, door.line, low)
     door.other.count_admission()
-    assert goes_first(door.line, low, door.other, high)  # both have it: who came first
+    assert ranks_before(door.line, low, door.other, high)  # both have it: who came first
 
 
 # ---- nothing grows without end

@@ -239,6 +239,6 @@ async def test_an_engine_at_rest_counts_its_blocks_once(make, monkeypatch):
         async with asyncio.timeout(10):
             while not failures:
                 await asyncio.sleep(0.01)
-        assert "1 leaked" in str(failures[0]) and not thread.is_alive
+        assert "1 blocks leaked" in str(failures[0]) and not thread.is_alive
     finally:
         await thread.aclose()
