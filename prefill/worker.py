@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.engine.execution.layer_events import LayerHook
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.layer_events import LayerHook
 from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.probe_buffers import BlockLender
 from kvrelay.engine.worker.requests import IngressLink, RequestTable

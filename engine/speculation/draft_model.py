@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from kvrelay.config import Settings
+from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.execution.sampler import Sampler
 from kvrelay.engine.models.decoder import DecoderModel, load_model
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
@@ -28,8 +30,6 @@ from kvrelay.engine.speculation.draft_fit import (
     prepare_draft_model,
     weight_share,
 )
-from kvrelay.engine.step.runner import Runner
-from kvrelay.engine.step.sampler import Sampler
 from kvrelay.engine.worker.preflight import num_blocks_for
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.memory.storage import DTYPES, KvStorage

@@ -1,10 +1,10 @@
 """The step in flight, and what ends or forgets a sequence beside the scheduler: its rows, its drafts, the blocks in use."""
 
+from kvrelay.engine.execution.in_flight import InFlightStep
+from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.speculation.speculation_steps import DraftSteps
-from kvrelay.engine.step.in_flight import InFlightStep
-from kvrelay.engine.step.runner import Runner
 from kvrelay.types import FinishReason
 
 

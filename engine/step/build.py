@@ -10,6 +10,13 @@ import torch
 
 from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
+from kvrelay.engine.execution.launch import StepLauncher
+from kvrelay.engine.execution.layer_events import LayerEvents, LayerHook
+from kvrelay.engine.execution.loads import StepLoads
+from kvrelay.engine.execution.outputs import OutputProcessor
+from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.execution.sampler import Sampler
+from kvrelay.engine.execution.sampling import StepSampling
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.models.decoder import DecoderModel, load_model
 from kvrelay.engine.scheduling.fair_share import FairShare
@@ -23,15 +30,8 @@ from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.kv_cache import KvCache
-from kvrelay.engine.step.launch import StepLauncher
-from kvrelay.engine.step.layer_events import LayerEvents, LayerHook
-from kvrelay.engine.step.loads import StepLoads
-from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.engine.step.reports import EngineMonitor, StepRecorder
 from kvrelay.engine.step.requests import Requests
-from kvrelay.engine.step.runner import Runner
-from kvrelay.engine.step.sampler import Sampler
-from kvrelay.engine.step.sampling import StepSampling
 from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.engine.worker.memory import pool_bytes
 from kvrelay.engine.worker.preflight import num_blocks_for

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 
+from kvrelay.engine.execution.in_flight import InFlightStep
 from kvrelay.engine.scheduling.headroom import OutputLengths
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation_steps import DraftSteps
 from kvrelay.engine.step.config import StepResult
-from kvrelay.engine.step.in_flight import InFlightStep
 from kvrelay.engine.step.load_report import load_report
 from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.kernels.backend import Backend

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
+from kvrelay.engine.execution.loads import StepLoads
+from kvrelay.engine.execution.outputs import OutputProcessor
 from kvrelay.engine.groups.beam import BeamCandidates
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.step.batch import Batch
-from kvrelay.engine.step.loads import StepLoads
-from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.engine.step.request_checks import request_fault
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import FinishReason

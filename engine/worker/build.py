@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvrelay.config import Settings
+from kvrelay.engine.execution.layer_events import LayerHook
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
@@ -16,7 +17,6 @@ from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.kv_cache import KvCache
-from kvrelay.engine.step.layer_events import LayerHook
 from kvrelay.engine.worker.preflight import check_fit, check_kv_layout, check_quantization, scheme_of
 from kvrelay.engine.worker.tier_setup import make_lower_tiers, make_swap_area
 from kvrelay.kernels.select import select_backend

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvrelay.engine.execution.layer_events import LayerHook
 from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.engine.step.config import Reservation, StepResult
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.layer_events import LayerHook
 from kvrelay.engine.worker.build import WorkerOptions, build_engine
 from kvrelay.engine.worker.reports import EngineReports
 from kvrelay.engine.worker.requests import RequestTable

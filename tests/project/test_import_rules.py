@@ -127,7 +127,7 @@ def test_a_folder_imports_only_what_the_table_allows(folder):
 @pytest.mark.parametrize(
     ("folder", "source"),
     [
-        ("router", "from kvrelay.engine.step.runner import Runner"),
+        ("router", "from kvrelay.engine.execution.runner import Runner"),
         ("router", "from kvrelay import engine"),
         ("router", "import kvrelay.serve.api.app"),
         ("kvcache", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvrelay.engine import x"),

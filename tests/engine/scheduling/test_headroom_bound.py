@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine.execution.outputs import OutputProcessor
 from kvrelay.engine.scheduling.headroom import Headroom
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from kvrelay.engine.execution.sampling import StepSampling
 from kvrelay.engine.speculation.prompt_lookup import PromptLookup
 from kvrelay.engine.speculation.speculation import Speculation
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.sampling import StepSampling
 from kvrelay.engine.worker.tier_setup import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend

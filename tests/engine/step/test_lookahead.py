@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvrelay.engine.execution.in_flight import InFlightStep
 from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.in_flight import InFlightStep
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest

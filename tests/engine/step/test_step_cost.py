@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.engine.execution.in_flight import sampled
+from kvrelay.engine.execution.outputs import OutputProcessor
+from kvrelay.engine.execution.sampler import Sampler, uniform, uniforms
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.in_flight import sampled
-from kvrelay.engine.step.outputs import OutputProcessor
-from kvrelay.engine.step.sampler import Sampler, uniform, uniforms
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from tests.engine.tiny import tiny_llama

@@ -9,16 +9,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvrelay.engine.execution.in_flight import InFlightStep
+from kvrelay.engine.execution.outputs import OutputProcessor, with_first_token_facts
+from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.execution.sampler import Sampler, token_logprobs
 from kvrelay.engine.groups.beam_candidates import likeliest
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.speculation.speculation_steps import DraftSteps
-from kvrelay.engine.step.in_flight import InFlightStep
-from kvrelay.engine.step.outputs import OutputProcessor, with_first_token_facts
-from kvrelay.engine.step.runner import Runner
-from kvrelay.engine.step.sampler import Sampler, token_logprobs
 from kvrelay.kernels.async_backend import AsyncDevice, PendingTokens
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
 

@@ -1,12 +1,12 @@
 """Launches a planned step on the device: copies, loads, layer events, the model, and the draw where nothing else is needed."""
 
+from kvrelay.engine.execution.in_flight import InFlightStep, sampled
+from kvrelay.engine.execution.layer_events import LayerEvents
+from kvrelay.engine.execution.loads import StepLoads
+from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.execution.sampling import StepSampling
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.step.in_flight import InFlightStep, sampled
-from kvrelay.engine.step.layer_events import LayerEvents
-from kvrelay.engine.step.loads import StepLoads
-from kvrelay.engine.step.runner import Runner
-from kvrelay.engine.step.sampling import StepSampling
 from kvrelay.kvcache.memory.storage import KvStorage
 
 

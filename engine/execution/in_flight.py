@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvrelay.engine.execution.runner import DrawnTokens
 from kvrelay.engine.scheduling.blocks import BlocksAside
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.step.runner import DrawnTokens
 from kvrelay.kernels.async_backend import PendingTokens
 
 _PLACEHOLDER = 0  # for a token that is being drawn; the device replaces it, and it is gone before it is read here

@@ -1,0 +1,4 @@
+"""Runs a planned step: loads, layer events, the model's batch, sampling, outputs, and the step in flight.
+
+May import kvrelay, engine/groups, engine/models, engine/scheduling, engine/speculation, kernels, kvcache.
+"""
