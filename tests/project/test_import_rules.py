@@ -55,13 +55,12 @@ PURE_FILES = sorted(
     for pattern in (
         "router/**/*.py",
         "kvcache/**/*.py",
-        "engine/scheduling/waiting_queue.py",
-        "engine/scheduling/scheduler.py",
-        "engine/scheduling/sequence.py",
-        "engine/scheduling/fair_share.py",
-        "engine/scheduling/request_checks.py",
-        "engine/groups/groups.py",
-        "engine/groups/group_steps.py",
+        "engine/scheduling/*.py",
+        "engine/groups/beam.py",
+        "engine/groups/group*.py",
+        "engine/step/lookahead.py",
+        "engine/step/request_checks.py",
+        "engine/step/step_timing.py",
     )
     for path in ROOT.glob(pattern)
     if path.relative_to(ROOT) not in MEMORY_OWNERS | TIERS
