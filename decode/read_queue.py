@@ -1,23 +1,51 @@
-"""A lane: the reads from one source, fairly taken in turns by its transfers.
+"""The reads from one source: its transfers take turns, a unit at a time; each unit is verified and counted.
 
-A transfer with a hundred thousand tokens gets one unit per turn like everyone else. The lane
-sleeps while nothing is announced.
+A transfer with a hundred thousand tokens gets one unit per turn like every other.
 """
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from kvrelay.kvtransfer.protocol.grants import Grant, Unit
-from kvrelay.kvtransfer.reads.route import Route
+from kvrelay.decode.grants import Grant, ReadUnit
+from kvrelay.decode.receiving_end import ReceivingEnd
+from kvrelay.errors import ChecksumMismatch, PeerLost, TransferError, TransferTimeout
+from kvrelay.kvtransfer.paths.path_ranking import Route, untried
+from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, ToSource
+from kvrelay.kvtransfer.protocol.tickets import Reason, refusal
+from kvrelay.kvtransfer.reads.arrivals import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
+from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, TransportError
+
+logger = logging.getLogger(__name__)
+
+_ABANDON_GRACE_S = 1.0  # for an abandoned read to end, before its path is called stuck
 
 
-class Lane:
-    """Hands units to `carry` one by one, at most `route.max_in_flight` at once."""
+class ReadQueue:
+    """Reads announced units over `route`, at most `route.max_in_flight` at a time. Idle while nothing is announced.
 
-    def __init__(self, route: Route, carry: Callable[[Grant, Unit], Awaitable[None]]) -> None:
-        self._route = route
-        self._carry = carry
+    Args:
+        staging_lock: held by whatever uses the plan's staging buffer.
+        send: sends to the source.
+        abort: drops the connection to the source.
+    """
+
+    def __init__(
+        self,
+        end: ReceivingEnd,
+        route: Route,
+        plan: ReceivePlan,
+        staging_lock: asyncio.Lock,
+        *,
+        send: Callable[[ToSource], None],
+        abort: Callable[[], None],
+    ) -> None:
+        self._end, self._route, self._plan, self._staging_lock = end, route, plan, staging_lock
+        self._send, self._abort = send, abort
         self._turns: deque[Grant] = deque()  # grants with pending units, each once
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -25,9 +53,23 @@ class Lane:
         """The grant has pending units."""
         if grant.pending and grant not in self._turns:
             self._turns.append(grant)
-        self._pump()
+        self._start_reads()
 
-    def _pump(self) -> None:
+    def advance(self, grant: Grant) -> None:
+        """Once all is read and verified, ask the source whether it held the blocks until now."""
+        if not grant.is_ended and not grant.is_waiting and grant.is_read:
+            grant.is_waiting = True
+            self._send(ReadDone(nonce=grant.ticket.nonce))
+
+    async def aclose(self) -> None:
+        """Drop what is pending; wait for the readers to end as far as they can."""
+        self._turns.clear()
+        await self._route.aclose()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_reads(self) -> None:
         while self._turns and len(self._tasks) < self._route.max_in_flight:
             grant = self._turns.popleft()
             if grant.is_ended or not grant.pending:
@@ -39,17 +81,111 @@ class Lane:
             self._tasks.add(task)
             task.add_done_callback(self._on_done)
 
-    async def _run(self, grant: Grant, unit: Unit) -> None:
-        await self._carry(grant, unit)
-
     def _on_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        self._pump()
+        self._start_reads()
 
-    async def aclose(self) -> None:
-        """Drop what is pending; wait for the readers to let go as far as they can."""
-        self._turns.clear()
-        await self._route.aclose()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    # ---- one unit
+
+    async def _run(self, grant: Grant, unit: ReadUnit) -> None:
+        """Read one unit; what goes wrong ends its grant, and nothing else."""
+        try:
+            await self._read_unit(grant, unit)
+        except TransferError as error:
+            self._end.grants.end(grant, error)
+        except TransportError as error:
+            self._end.grants.end(grant, PeerLost(grant.request_id, f"{self._route.next_path}: {error}"))
+        except Exception as error:  # a process edge: the request fails, the worker lives
+            logger.exception("reading for %s failed", grant.request_id)
+            failed = refusal(grant.request_id, Reason.CANCELLED, f"the target failed: {error}")
+            self._end.grants.end(grant, failed)
+
+    async def _read_unit(self, grant: Grant, unit: ReadUnit) -> None:
+        """Over the best path that works; then see whether it was the grant's last unit."""
+        route, stats = self._route, self._end.stats
+        for name in untried(route.table, time.monotonic):
+            if grant.is_ended:  # while this task waited; its blocks may be released by now
+                return
+            reader = None
+            try:
+                reader = await route.reader(name)
+                await self._read_over(name, reader, grant, unit)
+                return
+            except CorruptRead as error:
+                route.failed(name, str(error), reader)
+                layer, index = divmod(error.region, len(unit.target_chunks))
+                block = unit.target_chunks[index] // self._plan.pairing.target.chunks_per_block
+                where = f"layer {unit.layers[layer]} of block {block}"
+                raise ChecksumMismatch(grant.request_id, f"{name}: {error}, first {where}") from error
+            except TransportError as error:
+                if grant.is_ended:  # then the read was stopped from here
+                    return
+                route.failed(name, str(error), reader)
+                grant.retries += 1
+                stats.retries += 1
+                stats.path(name).retries += 1
+        raise PeerLost(grant.request_id, f"no path to the source is left: {route.problems()}")
+
+    async def _read_over(self, name: str, reader: Reader, grant: Grant, unit: ReadUnit) -> None:
+        """Raises TransportError once nothing of the read can land any more."""
+        plan, end = self._plan, self._end
+        async with self._staging_lock if plan.staging is not None else contextlib.nullcontext():
+            if grant.is_ended:
+                return
+            grant.check_generations(end.generation_of, grant.blocks_of(unit))  # before a byte is written
+            planned = plan.read(unit.source_chunks, unit.target_chunks, unit.layers)
+            arrival = Arrival(
+                plan.memory, planned.pieces, plan.pairing.piece_bytes, unit.checksums, unit.is_checked, end.tamper()
+            )
+            began = time.monotonic()
+            try:
+                with grant.busy(time.monotonic):
+                    await self._wait_for(reader, grant, reader.read(planned.copies, arrival), arrival)
+            except TransferTimeout as error:
+                self._route.table.failed(name, error.why, time.monotonic())  # the reader stays: its read is not over
+                if plan.staging is not None:
+                    self._abort()  # the staging buffer may still be written: the next connection has another
+                raise
+            if plan.staging is not None:
+                with grant.busy(time.monotonic):
+                    await self._convert(grant, unit)
+        if grant.is_ended:
+            return
+        num_bytes = planned.copies.total_bytes
+        self._count(name, grant, num_bytes, began, arrival.check_s)
+        self._send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
+        self.advance(grant)
+
+    async def _wait_for(self, reader: Reader, grant: Grant, read: "asyncio.Future[None]", arrival: Arrival) -> None:
+        """Wait for a read while bytes land. Raises TransferTimeout where it cannot be stopped either."""
+        self._end.grants.track(grant, read, reader)
+        seen, stall_s = -1, self._end.settings.stall_s
+        while not read.done() and arrival.num_landed > seen:
+            seen = arrival.num_landed
+            await asyncio.wait({read}, timeout=stall_s)
+        if not read.done():
+            reader.abandon(read)
+            await asyncio.wait({read}, timeout=_ABANDON_GRACE_S)
+        if not read.done():
+            raise TransferTimeout(grant.request_id, f"a read got stuck for {stall_s:g} s and cannot be stopped")
+        read.result()
+
+    async def _convert(self, grant: Grant, unit: ReadUnit) -> None:
+        """Cast a verified unit from the staging buffer into the pool; the blocks are not free until that has ended."""
+        if grant.is_ended:
+            return
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(None, self._plan.settle, unit.target_chunks, unit.layers)
+        self._end.grants.track(grant, work, None)
+        await asyncio.wait({work})
+        work.result()
+
+    def _count(self, name: str, grant: Grant, num_bytes: int, began: float, check_s: float) -> None:
+        seconds = self._route.ended(name, num_bytes, began, time.monotonic())
+        grant.num_unverified -= 1
+        grant.bytes_by_path[name] += num_bytes
+        counters = self._end.stats.path(name)
+        counters.num_bytes += num_bytes
+        counters.seconds += seconds
+        counters.check_s += check_s
+        self._end.stats.check_s += check_s

@@ -14,7 +14,7 @@ from kvrelay.decode.target import KvTarget
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
-from kvrelay.engine.worker.probe_buffers import BlockLender
+from kvrelay.engine.worker.probe_buffers import EngineProbeBuffers
 from kvrelay.engine.worker.requests import IngressLink, RequestTable
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineThread
@@ -78,7 +78,7 @@ class DecodeRole:
             engine.cache.memory, options.worker_id, epoch, engine.cache.fingerprint, options.secret, transfer,
             host=options.host, generation_of=engine.pool.generation,
             on_commit=self._on_commit, on_failed=self._on_failed, on_released=self._on_released,
-            lender=BlockLender(thread), tls=tls, transports=transports_for(transfer.tcp_streams, tls),
+            probe_buffers=EngineProbeBuffers(thread), tls=tls, transports=transports_for(transfer.tcp_streams, tls),
         )  # fmt: skip
         self._worker_id, self._vocab_size = options.worker_id, engine.model.spec.vocab_size
         self._thread, self._requests = thread, requests

@@ -141,7 +141,7 @@ class TargetLink:
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
-        self._farewells: list[Cancel] = []  # of transfers cancelled before there was a connection
+        self._early_cancels: list[Cancel] = []  # of transfers cancelled before there was a connection
         self._senders: dict[bytes, Sender] = {}
         self._error: Callable[[str], TransferError] | None = None
 
@@ -150,7 +150,7 @@ class TargetLink:
         self._task = asyncio.create_task(self._run(), name=f"kv link to {self._worker}")
 
     def add(self, sender: Sender) -> None:
-        """From now on the sender hears answers, and its lease is renewed."""
+        """From now on the sender receives answers, and its lease is renewed."""
         if sender.ticket.nonce in self._senders:
             raise refusal(sender.ticket.request_id, Reason.USED, "a transfer with this ticket is open")
         self._senders[sender.ticket.nonce] = sender
@@ -169,7 +169,7 @@ class TargetLink:
             self._renewing = asyncio.create_task(self._renew(), name="kv lease renewal")
 
     async def probe(self, block_ids: list[int], checksums: bytes) -> list[PathReport]:
-        """Have the target measure the paths with these blocks of ours, which must stay lent meanwhile. Raises TransferError."""
+        """Have the target measure the paths with these blocks of ours, which must not be re-used meanwhile. Raises TransferError."""
         probe_id = next(self._probe_ids)
         answer: asyncio.Future[list[PathReport]] = asyncio.get_running_loop().create_future()
         self._probes[probe_id] = answer
@@ -188,15 +188,15 @@ class TargetLink:
         except PlaneError as error:
             raise PeerLost(request_id, str(error)) from error
 
-    def tell(self, message: Cancel | ToTarget) -> None:
+    def notify(self, message: Cancel | ToTarget) -> None:
         """Send without waiting; a Cancel before the connection stands is kept for it."""
         if self._connection is not None and self._is_ready.is_set():
             try:
                 self._connection.send_nowait(encode(message))
             except PlaneError as error:
-                logger.debug("%s was not told: %s", self._worker, error)
+                logger.debug("%s was not notified: %s", self._worker, error)
         elif isinstance(message, Cancel):
-            self._farewells.append(message)
+            self._early_cancels.append(message)
 
     async def aclose(self) -> None:
         """Send what is queued and end."""
@@ -264,9 +264,9 @@ class TargetLink:
         self.reply = reply
         logger.info("KV to %s goes over %s: %s", self._worker, reply.transport, reply.why)
         self._is_ready.set()
-        for farewell in self._farewells:
-            self.tell(farewell)
-        self._farewells.clear()
+        for cancel in self._early_cancels:
+            self.notify(cancel)
+        self._early_cancels.clear()
 
     async def _receive(self) -> None:
         assert self._connection is not None
@@ -285,7 +285,7 @@ class TargetLink:
                     sender.on_message(message)
 
     async def _renew(self) -> None:
-        """While transfers are open, tell the target that we live, three times in a lease; and give up a silent one."""
+        """While transfers are open, renew their leases three times in a lease; give up a silent target."""
         while self._senders:
             await asyncio.sleep(min(self._lease_s, *(sender.ticket.lease_s for sender in self._senders.values())) / 3)
             silent_s = time.monotonic() - self._last_heard
@@ -296,4 +296,4 @@ class TargetLink:
                 self._task.cancel()
                 return
             if self._senders:
-                self.tell(Renew(nonces=list(self._senders)))
+                self.notify(Renew(nonces=list(self._senders)))

@@ -14,7 +14,7 @@ from kvrelay.engine.execution.layer_events import LayerHook
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
-from kvrelay.engine.worker.probe_buffers import BlockLender
+from kvrelay.engine.worker.probe_buffers import EngineProbeBuffers
 from kvrelay.engine.worker.requests import IngressLink, RequestTable
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineThread
@@ -58,7 +58,8 @@ class PrefillWorker(WorkerService):
         transfer = self.options.settings.transfer
         source = KvSource(
             engine.cache.memory, self.worker_id, self.epoch, engine.cache.fingerprint, self.options.secret, transfer,
-            host=self.options.host, generation_of=engine.pool.generation, lender=BlockLender(self.thread), tls=self.tls,
+            host=self.options.host, generation_of=engine.pool.generation,
+            probe_buffers=EngineProbeBuffers(self.thread), tls=self.tls,
             transports=transports_for(transfer.tcp_streams, self.tls),
         )  # fmt: skip
         await source.start()

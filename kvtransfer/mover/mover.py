@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Hashes = NDArray[np.uint64]
 _FOLDER = Path(__file__).parent / "native"
+INLINE_BYTES = 256 << 10  # up to here: moved and hashed (< 100 us) before a thread is awake (100 us and more)
 _SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
 _STEP_BYTES = 256 << 10  # in Python: copied, then hashed
 _YIELD_BYTES = 1 << 20  # xxhash holds the interpreter's lock below 64 KiB: others get it this often
@@ -43,13 +44,13 @@ class Place:
 
 
 class Receipt:
-    """What a move leaves behind: how far it got, and the hashes of the atoms that it was to hash.
+    """What a move leaves behind: how far it got, and the hashes of the chunks that it was to hash.
 
-    Atom i is the i-th so many bytes of what lands. Another thread may look at `num_landed` meanwhile.
+    Chunk i is the i-th so many bytes of what lands. Another thread may look at `num_landed` meanwhile.
 
     Args:
-        pieces: [num_atoms, pieces_per_atom] where they land, in the target; None: nothing is hashed.
-        is_checked: [num_atoms] which of them to hash; None: all.
+        pieces: [num_chunks, pieces_per_chunk] where they land, in the target; None: nothing is hashed.
+        is_checked: [num_chunks] which of them to hash; None: all.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Receipt:
         self.hashes = (ctypes.c_uint64 * len(self.pieces))()
 
     @property
-    def atom_bytes(self) -> int:
+    def chunk_bytes(self) -> int:
         return int(self.pieces.shape[1]) * self.piece_bytes
 
     @property
@@ -71,7 +72,7 @@ class Receipt:
 
     @property
     def found(self) -> Hashes:
-        """[num_atoms] the hashes; 0 where there is none (yet)."""
+        """[num_chunks] the hashes; 0 where there is none (yet)."""
         return np.array(self.hashes, dtype=np.uint64)
 
 
@@ -83,7 +84,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("source_bytes", "target_bytes")),
         *((name, ctypes.c_int64) for name in ("num_rows", "repeats", "source_stride", "target_stride")),
         *((name, ctypes.c_char_p) for name in ("source_offset", "target_offset", "num_bytes")),
-        *((name, ctypes.c_int64) for name in ("num_atoms", "pieces_per_atom", "piece_bytes")),
+        *((name, ctypes.c_int64) for name in ("num_chunks", "pieces_per_chunk", "piece_bytes")),
         *((name, ctypes.c_char_p) for name in ("pieces", "is_checked")),
         *((name, ctypes.c_void_p) for name in ("scratch", "found", "landed")),
         *((name, ctypes.c_int64) for name in ("repeat", "row", "inside", "hashed", "hash_ns")),
@@ -114,7 +115,7 @@ def _packed(array: NDArray[Any]) -> bytes:
 
 
 def _scratch(pieces: Offsets, piece_bytes: int) -> "ctypes.Array[ctypes.c_char]":
-    """Room for an atom of several pieces."""
+    """Room for a chunk of several pieces."""
     each = pieces.shape[1]
     return ctypes.create_string_buffer(each * piece_bytes if each > 1 else 1)
 
@@ -131,8 +132,8 @@ class NativeMove:
             num_rows=len(copies.num_bytes),
             repeats=copies.repeats, source_stride=copies.source_stride, target_stride=copies.target_stride,
             source_offset=_packed(copies.source_offset), target_offset=_packed(copies.target_offset),
-            num_bytes=_packed(copies.num_bytes), num_atoms=len(receipt.pieces),
-            pieces_per_atom=receipt.pieces.shape[1], piece_bytes=receipt.piece_bytes, pieces=_packed(receipt.pieces),
+            num_bytes=_packed(copies.num_bytes), num_chunks=len(receipt.pieces),
+            pieces_per_chunk=receipt.pieces.shape[1], piece_bytes=receipt.piece_bytes, pieces=_packed(receipt.pieces),
             is_checked=None if chosen is None else chosen.tobytes(), scratch=ctypes.addressof(self._scratch),
             found=ctypes.addressof(receipt.hashes), landed=ctypes.addressof(receipt.landed),
         )  # fmt: skip
@@ -182,7 +183,7 @@ class PythonMove:
         if until > self._total:
             raise TransportError("a copy lies outside the pool")
         while (landed := self._receipt.num_landed) < until:
-            size = min(max(_STEP_BYTES, self._receipt.atom_bytes), until - landed)
+            size = min(max(_STEP_BYTES, self._receipt.chunk_bytes), until - landed)
             for source, target, num_bytes in self._take(size):
                 ctypes.memmove(target, source, num_bytes)
             self._receipt.landed.value = landed + size
@@ -205,13 +206,13 @@ class PythonMove:
         if not len(receipt.pieces):
             return
         began = time.perf_counter()
-        stop = min(receipt.num_landed // receipt.atom_bytes, len(receipt.pieces))
+        stop = min(receipt.num_landed // receipt.chunk_bytes, len(receipt.pieces))
         for i in range(self._num_hashed, stop):
             if receipt.is_checked is None or receipt.is_checked[i]:
-                atom = xxhash.xxh3_64()
+                chunk = xxhash.xxh3_64()
                 for offset in receipt.pieces[i].tolist():
-                    atom.update(_bytes_at(self._target.address + offset, receipt.piece_bytes))
-                receipt.hashes[i] = atom.intdigest()
+                    chunk.update(_bytes_at(self._target.address + offset, receipt.piece_bytes))
+                receipt.hashes[i] = chunk.intdigest()
         self._num_hashed = stop
         receipt.hash_s += time.perf_counter() - began
 
@@ -221,23 +222,23 @@ def _bytes_at(address: int, num_bytes: int) -> memoryview:
 
 
 def move(source: Place, target: Place, copies: CopyList, receipt: Receipt) -> NativeMove | PythonMove:
-    """A read that `run` carries out. `receipt` may hold atoms of any size."""
+    """A read that `run` carries out. `receipt` may hold chunks of any size."""
     lib = library()
-    if lib is None or (len(receipt.pieces) and receipt.atom_bytes <= _SHORT_BYTES):
+    if lib is None or (len(receipt.pieces) and receipt.chunk_bytes <= _SHORT_BYTES):
         return PythonMove(source, target, copies, receipt)
     return NativeMove(lib, source, target, copies, receipt)
 
 
 def xxh3_regions(view: memoryview, offsets: Offsets, num_bytes: int) -> Hashes:
     """xxh3-64 of `view[offset : offset + num_bytes]` for each offset. Raises ValueError when one lies outside."""
-    return xxh3_atoms(view, offsets[:, None], num_bytes)
+    return xxh3_chunks(view, offsets[:, None], num_bytes)
 
 
-def xxh3_atoms(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
-    """xxh3-64 of each atom: its pieces of `view`, one behind the other. Raises ValueError when one lies outside.
+def xxh3_chunks(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
+    """xxh3-64 of each chunk: its pieces of `view`, one behind the other. Raises ValueError when one lies outside.
 
     Args:
-        pieces: [num_atoms, pieces_per_atom] where each piece begins.
+        pieces: [num_chunks, pieces_per_chunk] where each piece begins.
     """
     receipt = Receipt(pieces, piece_bytes)
     hashing = hash_in_place(view, receipt)
@@ -248,7 +249,7 @@ def xxh3_atoms(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
 
 
 def hash_in_place(view: memoryview, receipt: Receipt) -> NativeMove | None:
-    """A move that moves nothing: it hashes the receipt's atoms where they lie in `view`. None: only Python can.
+    """A move that moves nothing: it hashes the receipt's chunks where they lie in `view`. None: only Python can.
 
     Raises ValueError when one lies outside.
     """
@@ -256,7 +257,7 @@ def hash_in_place(view: memoryview, receipt: Receipt) -> NativeMove | None:
     if pieces.size and not 0 <= int(pieces.min()) <= int(pieces.max()) <= view.nbytes - receipt.piece_bytes:
         raise ValueError("a piece lies outside the pool")
     lib = library()
-    if lib is None or receipt.atom_bytes <= _SHORT_BYTES:
+    if lib is None or receipt.chunk_bytes <= _SHORT_BYTES:
         return None
     place = Place(np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes)
     return NativeMove(lib, place, place, _NO_ROWS, receipt)
@@ -269,8 +270,8 @@ def _xxh3_in_python(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hash
         if first:
             time.sleep(1e-6)
         for starts in pieces[first : first + step].tolist():
-            atom = xxhash.xxh3_64()
+            chunk = xxhash.xxh3_64()
             for start in starts:
-                atom.update(view[start : start + piece_bytes])
-            values.append(atom.intdigest())
+                chunk.update(view[start : start + piece_bytes])
+            values.append(chunk.intdigest())
     return np.array(values, dtype=np.uint64)

@@ -1,14 +1,15 @@
 """Plans: from two layouts and two block lists to a short list of contiguous copies. Pure; numpy only.
 
-What travels is counted in *atoms*: the tokens of the smaller of the two block sizes, in one layer. Every atom of
+What travels is counted in *chunks*: the tokens of the smaller of the two block sizes, in one layer. Every chunk of
 a pair of layouts is the same number of *pieces* of equal length, the longest runs that are contiguous in both
 pools, in one order that both ends agree on: K before V, then token, head, dim (with "HND" pools on both sides: head,
-token, dim). Hence a copy list is the source's pieces beside the target's, neighbours merged; and an atom's checksum is
+token, dim). Hence a copy list is the source's pieces beside the target's, neighbours merged; and a chunk's checksum is
 that of its pieces in this order, which each end computes from its own memory.
 
 A plan is data: transports only see copies. Unequal dtypes are no matter of copies: see conversion.py.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ Offsets = NDArray[np.int64]
 
 _ONE = np.ones(1, dtype=np.bool_)
 _MANY_PIECES = 16
-"""An atom of more pieces is not searched for neighbours: at most two of its pieces have one (where V follows K, where
-the next atom follows), and the search would cost more than planning."""
+"""A chunk of more pieces is not searched for neighbours: at most two of its pieces have one (where V follows K, where
+the next chunk follows), and the search would cost more than planning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,69 +62,69 @@ class CopyList:
 class Overlap:
     """What two pools of one model have in common. `heads` and `layers` are the model's numbers."""
 
-    atom_tokens: int
+    chunk_tokens: int
     heads: range
     layers: range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class End:
-    """Where a pair's atoms lie at one end. Offsets and strides are bytes.
+    """Where a pair's chunks lie at one end. Offsets and strides are bytes.
 
-    `pieces`: of an atom's pieces, from where the atom begins.
+    `pieces`: of a chunk's pieces, from where the chunk begins.
     """
 
     layout: KvLayout
-    atoms_per_block: int
-    atom_stride: int  # to the next atom of a block
+    chunks_per_block: int
+    chunk_stride: int  # to the next chunk of a block
     first: int  # of the first common head in a region
     pieces: Offsets
     region_bytes: int
     layer_bytes: int
 
-    def numbers(self, blocks: Sequence[int] | Offsets, first_atom: int = 0, num_atoms: int | None = None) -> Offsets:
-        """Which atoms of the pool hold `num_atoms` (None: all) of a sequence: block * atoms_per_block + place in it.
+    def numbers(self, blocks: Sequence[int] | Offsets, first_chunk: int = 0, num_chunks: int | None = None) -> Offsets:
+        """Which chunks of the pool hold `num_chunks` (None: all) of a sequence: block * chunks_per_block + place in it.
 
         Args:
-            blocks: of one sequence, in its order; `first_atom` counts from the first token of blocks[0].
+            blocks: of one sequence, in its order; `first_chunk` counts from the first token of blocks[0].
 
         Raises ValueError when these blocks do not reach so far.
         """
-        ids, each = np.asarray(blocks, dtype=np.int64), self.atoms_per_block
+        ids, each = np.asarray(blocks, dtype=np.int64), self.chunks_per_block
         room = len(ids) * each
-        stop = room if num_atoms is None else first_atom + num_atoms
-        if not 0 <= first_atom <= stop <= room:
-            raise ValueError(f"atoms {first_atom}..{stop} of {len(ids)} blocks with {each} each")
+        stop = room if num_chunks is None else first_chunk + num_chunks
+        if not 0 <= first_chunk <= stop <= room:
+            raise ValueError(f"chunks {first_chunk}..{stop} of {len(ids)} blocks with {each} each")
         if each == 1:
-            return ids[first_atom:stop]
-        index, place = np.divmod(np.arange(first_atom, stop, dtype=np.int64), each)
+            return ids[first_chunk:stop]
+        index, place = np.divmod(np.arange(first_chunk, stop, dtype=np.int64), each)
         return ids[index] * each + place
 
     def offsets(self, numbers: Offsets) -> Offsets:
-        """Where these atoms begin in the pool's first layer."""
-        if self.atoms_per_block == 1:
+        """Where these chunks begin in the pool's first layer."""
+        if self.chunks_per_block == 1:
             whole: Offsets = numbers * self.region_bytes
             return whole + self.first if self.first else whole
-        block, place = np.divmod(numbers, self.atoms_per_block)
-        begins: Offsets = block * self.region_bytes + (place * self.atom_stride + self.first)
+        block, place = np.divmod(numbers, self.chunks_per_block)
+        begins: Offsets = block * self.region_bytes + (place * self.chunk_stride + self.first)
         return begins
 
-    def atoms(self, blocks: Sequence[int] | Offsets, first_atom: int = 0, num_atoms: int | None = None) -> Offsets:
-        """Where the atoms begin that hold part of a sequence: see `numbers` and `offsets`."""
-        return self.offsets(self.numbers(blocks, first_atom, num_atoms))
+    def chunks(self, blocks: Sequence[int] | Offsets, first_chunk: int = 0, num_chunks: int | None = None) -> Offsets:
+        """Where the chunks begin that hold part of a sequence: see `numbers` and `offsets`."""
+        return self.offsets(self.numbers(blocks, first_chunk, num_chunks))
 
     def layer_offset(self, layer: int) -> int:
-        """What to add to an atom for the model's layer `layer`."""
+        """What to add to a chunk for the model's layer `layer`."""
         return (layer - self.layout.first_layer) * self.layer_bytes
 
-    def pieces_of(self, atoms: Offsets, layers: range) -> Offsets:
-        """[layers, atoms, pieces] where every piece of these atoms begins in every layer."""
+    def pieces_of(self, chunks: Offsets, layers: range) -> Offsets:
+        """[layers, chunks, pieces] where every piece of these chunks begins in every layer."""
         if len(layers) == 1:
-            of_all: Offsets = atoms + self.layer_offset(layers.start)
+            of_all: Offsets = chunks + self.layer_offset(layers.start)
             of_all = of_all[None]
         else:
             of_all = np.arange(len(layers), dtype=np.int64)[:, None] * self.layer_bytes
-            of_all = of_all + (atoms + self.layer_offset(layers.start))
+            of_all = of_all + (chunks + self.layer_offset(layers.start))
         return of_all[..., None] if len(self.pieces) == 1 else np.add.outer(of_all, self.pieces)
 
 
@@ -137,36 +138,41 @@ class Pairing:
     piece_bytes: int
 
     @property
-    def pieces_per_atom(self) -> int:
+    def pieces_per_chunk(self) -> int:
         return len(self.source.pieces)
 
     @property
-    def atom_bytes(self) -> int:
-        return self.pieces_per_atom * self.piece_bytes
+    def chunk_bytes(self) -> int:
+        return self.pieces_per_chunk * self.piece_bytes
 
-    def num_atoms(self, num_tokens: int) -> int:
-        """Atoms that hold so many tokens: the last one may be partly empty."""
-        return -(-num_tokens // self.overlap.atom_tokens)
+    def num_chunks(self, num_tokens: int) -> int:
+        """Chunks that hold so many tokens: the last one may be partly empty."""
+        return -(-num_tokens // self.overlap.chunk_tokens)
 
-    def copies(self, source_atoms: Offsets, target_atoms: Offsets, layers: range) -> CopyList:
-        """Copies that bring each source atom to the target atom beside it, in every layer of `layers`.
+    def wanted(self, first_block: int, num_tokens: int) -> tuple[int, int]:
+        """(how many chunks of so many tokens must travel, the first of them): the target lacks blocks from `first_block` on."""
+        first = first_block * self.target.chunks_per_block
+        return max(self.num_chunks(num_tokens) - first, 0), first
 
-        Bytes land atom by atom in the order given, layer after layer. Sorted by source there are fewest copies: then
+    def copies(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> CopyList:
+        """Copies that bring each source chunk to the target chunk beside it, in every layer of `layers`.
+
+        Bytes land chunk by chunk in the order given, layer after layer. Sorted by source there are fewest copies: then
         no two of one layer could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers not
         in common.
         """
-        if len(source_atoms) != len(target_atoms):
-            raise ValueError(f"{len(source_atoms)} atoms cannot go to {len(target_atoms)}")
+        if len(source_chunks) != len(target_chunks):
+            raise ValueError(f"{len(source_chunks)} chunks cannot go to {len(target_chunks)}")
         if layers and not (layers[0] in self.overlap.layers and layers[-1] in self.overlap.layers):
             raise ValueError(f"layers {layers} are not among the common ones, {self.overlap.layers}")
         first = layers.start if layers else self.overlap.layers.start
-        source = source_atoms + self.source.layer_offset(first)
-        target = target_atoms + self.target.layer_offset(first)
-        if self.pieces_per_atom > 1:
+        source = source_chunks + self.source.layer_offset(first)
+        target = target_chunks + self.target.layer_offset(first)
+        if self.pieces_per_chunk > 1:
             source = np.add.outer(source, self.source.pieces).ravel()
             target = np.add.outer(target, self.target.pieces).ravel()
         strides = self.source.layer_bytes, self.target.layer_bytes
-        if self.pieces_per_atom > _MANY_PIECES:
+        if self.pieces_per_chunk > _MANY_PIECES:
             return CopyList(source, target, np.full(len(source), self.piece_bytes), len(layers), *strides)
         return CopyList(*self._merged(source, target), len(layers), *strides)
 
@@ -178,6 +184,11 @@ class Pairing:
             return source, target, np.full(len(source), size, dtype=np.int64)
         starts = np.flatnonzero(np.concatenate((_ONE, ~joins)))
         return source[starts], target[starts], np.diff(starts, append=len(source)) * size
+
+
+def wire_layout(target: KvLayout, source_dtype: str) -> KvLayout:
+    """The target's layout with the dtype that travels: the source's."""
+    return target if target.dtype == source_dtype else dataclasses.replace(target, dtype=source_dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,9 +243,9 @@ def _strides(layout: KvLayout) -> tuple[int, int, int]:
 
 
 def _dims(layout: KvLayout, both: Overlap, *, heads_first: bool) -> list[tuple[int, int]]:
-    """(count, stride) of an atom's dimensions outside of a head's vector, outermost first, in the order of its pieces."""
+    """(count, stride) of a chunk's dimensions outside of a head's vector, outermost first, in the order of its pieces."""
     part, token, head = _strides(layout)
-    tokens, heads = (both.atom_tokens, token), (len(both.heads), head)
+    tokens, heads = (both.chunk_tokens, token), (len(both.heads), head)
     return [(layout.num_parts, part), heads, tokens] if heads_first else [(layout.num_parts, part), tokens, heads]
 
 
@@ -245,8 +256,8 @@ def _end(layout: KvLayout, both: Overlap, outer: list[tuple[int, int]]) -> End:
         pieces = np.add.outer(pieces, np.arange(count, dtype=np.int64) * stride).ravel()
     pieces.setflags(write=False)  # shared by everyone who asks for this pair
     first = (both.heads.start - layout.first_kv_head) * head
-    each = layout.block_size // both.atom_tokens
-    return End(layout, each, both.atom_tokens * token, first, pieces, layout.region_bytes, layout.layer_bytes)
+    each = layout.block_size // both.chunk_tokens
+    return End(layout, each, both.chunk_tokens * token, first, pieces, layout.region_bytes, layout.layer_bytes)
 
 
 def plan_copies(
@@ -257,7 +268,7 @@ def plan_copies(
     Sorted by source there are fewest. Raises LayoutMismatch or ValueError when the two do not match.
     """
     both = pair(source, target)
-    return both.copies(both.source.atoms(source_blocks), both.target.atoms(target_blocks), layers)
+    return both.copies(both.source.chunks(source_blocks), both.target.chunks(target_blocks), layers)
 
 
 def region_offsets(layout: KvLayout, blocks: Sequence[int], layers: range) -> Offsets:

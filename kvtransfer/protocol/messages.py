@@ -63,11 +63,11 @@ class Open(_Message, frozen=True, tag="open"):
 
 
 class Announce(_Message, frozen=True, tag="announce"):
-    """These atoms are final in these layers. `checksums`: u64 little-endian, layer-major, of those to be checked."""
+    """These chunks are final in these layers. `checksums`: u64 little-endian, layer-major, of those to be checked."""
 
     nonce: bytes
-    first_atom: int  # counted from the sequence's first token
-    atoms: list[int]  # where they lie in the source's pool: plans.End.numbers
+    first_chunk: int  # counted from the sequence's first token
+    chunks: list[int]  # where they lie in the source's pool: plans.End.numbers
     first_layer: int  # the model's number
     num_layers: int
     checksums: bytes = b""

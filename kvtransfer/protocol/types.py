@@ -31,7 +31,7 @@ def span_attributes(result: TransferResult) -> dict[str, str | int | float]:
 
 
 @dataclass(slots=True)
-class PathSums:
+class PathCounters:
     """One path's share since start. Bytes and seconds are of reads that ended well."""
 
     num_bytes: int = 0
@@ -57,7 +57,7 @@ class TransferStats:
     open_transfers: int = 0  # leases active
     expired_leases: int = 0
     quarantined_blocks: int = 0
-    paths: dict[str, PathSums] = field(default_factory=dict)
+    paths: dict[str, PathCounters] = field(default_factory=dict)
 
     def count(self, result: TransferResult) -> None:
         """Add one committed transfer."""
@@ -72,23 +72,25 @@ class TransferStats:
         self.refusals += 1
         self.refusals_by_reason[reason] += 1
 
-    def path(self, name: str) -> PathSums:
-        """This path's sums, to add to."""
-        return self.paths.setdefault(name, PathSums())
+    def path(self, name: str) -> PathCounters:
+        """This path's counters, to add to."""
+        return self.paths.setdefault(name, PathCounters())
 
     def path_loads(self) -> list[KvPathLoad]:
-        """Every path's sums, as a load report carries them."""
+        """Every path's counters, as a load report carries them."""
         return [
-            KvPathLoad(name, sums.num_bytes, sums.seconds, sums.exposed_s, sums.check_s, sums.retries)
-            for name, sums in self.paths.items()
+            KvPathLoad(
+                name, counters.num_bytes, counters.seconds, counters.exposed_s, counters.check_s, counters.retries
+            )
+            for name, counters in self.paths.items()
         ]
 
 
-class Lender(Protocol):
+class ProbeBuffers(Protocol):
     """The worker, as the one who lends blocks of its pool for probe transfers."""
 
-    async def borrow(self, count: int) -> list[int]:
+    async def take(self, count: int) -> list[int]:
         """Up to `count` blocks that nobody else holds; none while the pool is busy."""
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def put_back(self, blocks: Sequence[int]) -> None:
         """These may be re-used."""

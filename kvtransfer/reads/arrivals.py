@@ -1,4 +1,4 @@
-"""An arrival: one read's atoms, verified on the reading thread as they land, while they are still in its caches."""
+"""An arrival: one read's chunks, verified on the reading thread as they land, while they are still in its caches."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from kvrelay.kvtransfer.mover.mover import Receipt
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
-from kvrelay.kvtransfer.protocol.checksums import Checksums
-from kvrelay.kvtransfer.protocol.chunk_checksums import checksums_of_atoms
+from kvrelay.kvtransfer.protocol.checksums import Checksums, checksums_of
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.types import KvMemory
 
@@ -19,13 +18,13 @@ Tamper = Callable[[KvMemory, int, int], None]
 class Arrival:
     """Call it with the bytes that are in place so far, or let a mover fill in its receipt and settle that.
 
-    Atoms are in the order in which the read copies them.
+    Chunks are in the order in which the read copies them.
 
     Args:
         memory: what the read writes.
-        pieces: [num_atoms, pieces_per_atom] where each piece lands, bytes from the memory's base.
-        expected: [num_atoms] what they must hash to; None: nothing is verified.
-        is_checked: [num_atoms] which of them to verify; None: all.
+        pieces: [num_chunks, pieces_per_chunk] where each piece lands, bytes from the memory's base.
+        expected: [num_chunks] what they must hash to; None: nothing is verified.
+        is_checked: [num_chunks] which of them to verify; None: all.
         tamper: fault injection, called with (memory, offset, num_bytes) for every piece before it is verified.
     """
 
@@ -40,7 +39,7 @@ class Arrival:
     ) -> None:
         self._memory, self._pieces, self._piece_bytes = memory, pieces, piece_bytes
         self._expected, self._is_checked, self._tamper = expected, is_checked, tamper
-        self._atom_bytes = pieces.shape[1] * piece_bytes
+        self._chunk_bytes = pieces.shape[1] * piece_bytes
         self._num_done = self._num_landed = 0
         self._check_s = 0.0
         self._receipt: Receipt | None = None
@@ -56,7 +55,7 @@ class Arrival:
         return self._check_s if self._receipt is None else self._receipt.hash_s
 
     def receipt(self) -> Receipt | None:
-        """What a mover is to fill in; None where atoms must be looked at one by one: a fault is injected, or
+        """What a mover is to fill in; None where chunks must be looked at one by one: a fault is injected, or
         the memory is a GPU's."""
         if self._tamper is not None or self._memory.view is None:
             return None
@@ -67,7 +66,7 @@ class Arrival:
         return self._receipt
 
     def settle(self, receipt: Receipt) -> None:
-        """The read that filled in `receipt` is over. Raises CorruptRead, naming the first wrong atom."""
+        """The read that filled in `receipt` is over. Raises CorruptRead, naming the first wrong chunk."""
         if self._expected is None or bytes(receipt.hashes) == self._expected.tobytes():
             return
         is_wrong = receipt.found != self._expected
@@ -76,8 +75,8 @@ class Arrival:
         _refuse(np.flatnonzero(is_wrong))
 
     def __call__(self, num_bytes: int) -> None:
-        """Raises CorruptRead, naming the first wrong atom by its index."""
-        first, stop = self._num_done, num_bytes // self._atom_bytes
+        """Raises CorruptRead, naming the first wrong chunk by its index."""
+        first, stop = self._num_done, num_bytes // self._chunk_bytes
         self._num_landed, self._num_done = num_bytes, stop
         pieces = self._pieces[first:stop]
         if self._tamper is not None:
@@ -94,7 +93,7 @@ class Arrival:
         if self._is_checked is not None:
             chosen = self._is_checked[index]
             index, pieces, expected = index[chosen], pieces[chosen], expected[chosen]
-        _refuse(index[checksums_of_atoms(self._memory, pieces, self._piece_bytes) != expected])
+        _refuse(index[checksums_of(self._memory, pieces, self._piece_bytes) != expected])
 
 
 def _refuse(wrong: NDArray[np.intp]) -> None:

@@ -1,4 +1,4 @@
-"""Conversion: atoms that arrived in a staging pool of another dtype, cast into the pool that they are for.
+"""Conversion: chunks that arrived in a staging pool of another dtype, cast into the pool that they are for.
 
 The wire carries the narrower of the two dtypes where that can be. Where to convert is pure; torch is imported when
 something is converted. Rounding is to nearest, ties to even; widening is exact. fp8 gets a new scale for each vector.
@@ -34,28 +34,28 @@ def where_to_convert(source: str, target: str, *, can_source_convert: bool) -> W
 
 def convert(
     source: KvMemory,
-    source_atoms: Offsets,
+    source_chunks: Offsets,
     target: KvMemory,
-    target_atoms: Offsets,
+    target_chunks: Offsets,
     layers: range,
     *,
-    atom_tokens: int | None = None,
+    chunk_tokens: int | None = None,
 ) -> None:
-    """Cast every source atom into the target atom beside it, in `layers`: the heads that both pools hold, in any order.
+    """Cast every source chunk into the target chunk beside it, in `layers`: the heads that both pools hold, in any order.
 
     Args:
-        source_atoms, target_atoms: [n] numbers, as of plans.End.numbers.
+        source_chunks, target_chunks: [n] numbers, as of plans.End.numbers.
         layers: the model's numbers.
-        atom_tokens: what the numbers count in, where that is smaller than the smaller block.
+        chunk_tokens: what the numbers count in, where that is smaller than the smaller block.
 
     Values beyond the target's range become its largest; NaN stays NaN. Raises LayoutMismatch.
     """
     both = overlap(source.layout, target.layout)
-    if atom_tokens is not None:
-        both = dataclasses.replace(both, atom_tokens=atom_tokens)
-    taken, put = _atoms_of(source, both), _atoms_of(target, both)
-    from_block, from_place = (index.to(taken.device) for index in _places(source_atoms, taken))
-    to_block, to_place = (index.to(put.device) for index in _places(target_atoms, put))
+    if chunk_tokens is not None:
+        both = dataclasses.replace(both, chunk_tokens=chunk_tokens)
+    taken, put = _chunks_of(source, both), _chunks_of(target, both)
+    from_block, from_place = (index.to(taken.device) for index in _places(source_chunks, taken))
+    to_block, to_place = (index.to(put.device) for index in _places(target_chunks, put))
     for layer in layers:
         words = taken[layer - source.layout.first_layer, from_block, :, from_place]
         words = _cast(words, source.layout.dtype, target.layout.dtype)
@@ -79,15 +79,15 @@ def _cast(words: "Tensor", source: str, target: str) -> "Tensor":
     return cast
 
 
-def _places(atoms: Offsets, view: "Tensor") -> "tuple[Tensor, Tensor]":
+def _places(chunks: Offsets, view: "Tensor") -> "tuple[Tensor, Tensor]":
     import torch
 
-    block, place = np.divmod(np.asarray(atoms, dtype=np.int64), view.shape[3])
+    block, place = np.divmod(np.asarray(chunks, dtype=np.int64), view.shape[3])
     return torch.from_numpy(block), torch.from_numpy(place)
 
 
-def _atoms_of(memory: KvMemory, both: Overlap) -> "Tensor":
-    """[layers, blocks, parts, atoms per block, atom_tokens, heads, head_dim] view of a pool, its heads in common.
+def _chunks_of(memory: KvMemory, both: Overlap) -> "Tensor":
+    """[layers, blocks, parts, chunks per block, chunk_tokens, heads, head_dim] view of a pool, its heads in common.
 
     As integers of the dtype's width, since torch cannot index every dtype; scales stand behind the numbers.
     """
@@ -101,5 +101,5 @@ def _atoms_of(memory: KvMemory, both: Overlap) -> "Tensor":
     blocks: Tensor = words.view(layout.num_layers, layout.num_blocks, layout.num_parts, *sizes, -1)
     blocks = blocks if layout.order == "NHD" else blocks.transpose(3, 4)
     first = both.heads.start - layout.first_kv_head
-    atoms: Tensor = blocks.unflatten(3, (-1, both.atom_tokens))
-    return atoms[..., first : first + len(both.heads), :]
+    chunks: Tensor = blocks.unflatten(3, (-1, both.chunk_tokens))
+    return chunks[..., first : first + len(both.heads), :]

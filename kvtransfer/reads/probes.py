@@ -12,59 +12,51 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvrelay.kvtransfer.paths.path_ranking import Route
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums, unpack
-from kvrelay.kvtransfer.protocol.types import Lender
+from kvrelay.kvtransfer.protocol.types import ProbeBuffers
 from kvrelay.kvtransfer.reads.arrivals import Arrival
-from kvrelay.kvtransfer.reads.receive_plan import Landing
-from kvrelay.kvtransfer.reads.route import Route
+from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
-from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 8 << 20
 _LATENCY_ROUNDS = 3
 _BANDWIDTH_ROUNDS = 2  # the first touches fresh mappings and buffers: 0.65x as fast
 _PATIENCE_S = 2.0  # for one read
 _GRACE_S = 1.0  # for an abandoned one
 
 
-def num_probe_blocks(memory: KvMemory) -> int:
-    """How many blocks to lend: about PROBE_BYTES, at most a sixteenth of the pool, at least one."""
-    layout = memory.layout
-    return max(1, min(PROBE_BYTES // layout.block_bytes, layout.num_blocks // 16))
-
-
 class Probe:
     """Measures every path of one route. Raises ValueError when the source's blocks or checksums cannot be."""
 
-    def __init__(self, route: Route, landing: Landing, source_blocks: Sequence[int], checksums: bytes) -> None:
-        self._route, self._landing = route, landing
-        self._sources = landing.pairing.source.numbers(source_blocks)
-        num_atoms = landing.source.num_blocks * landing.pairing.source.atoms_per_block
-        if len(self._sources) and not (self._sources.min() >= 0 and self._sources.max() < num_atoms):
+    def __init__(self, route: Route, plan: ReceivePlan, source_blocks: Sequence[int], checksums: bytes) -> None:
+        self._route, self._plan = route, plan
+        self._sources = plan.pairing.source.numbers(source_blocks)
+        num_chunks = plan.source.num_blocks * plan.pairing.source.chunks_per_block
+        if len(self._sources) and not (self._sources.min() >= 0 and self._sources.max() < num_chunks):
             raise ValueError("blocks that the source does not have")
         self._checksums: Checksums | None = None
         if checksums:
-            self._checksums = unpack(checksums).reshape(len(landing.layers), len(self._sources))
+            self._checksums = unpack(checksums).reshape(len(plan.layers), len(self._sources))
         self._reads: set[asyncio.Future[None]] = set()
 
-    async def run(self, lender: Lender | None) -> None:
+    async def run(self, probe_buffers: ProbeBuffers | None) -> None:
         """Fill the route's table, as far as blocks can be had; a path that fails rests.
 
         Pools of unlike dtypes: into the staging buffer, which needs no blocks.
         """
-        landing, blocks = self._landing, []
-        if landing.staging is not None:
-            room = landing.max_atoms
-        elif lender is not None:
-            wanted = -(-len(self._sources) // landing.pairing.target.atoms_per_block)
-            blocks = await lender.borrow(wanted)
-            room = len(blocks) * landing.pairing.target.atoms_per_block
+        plan, blocks = self._plan, []
+        if plan.staging is not None:
+            room = plan.max_chunks
+        elif probe_buffers is not None:
+            wanted = -(-len(self._sources) // plan.pairing.target.chunks_per_block)
+            blocks = await probe_buffers.take(wanted)
+            room = len(blocks) * plan.pairing.target.chunks_per_block
         else:
             return
-        targets = np.arange(room) if landing.staging is not None else landing.pairing.target.numbers(blocks)
+        targets = np.arange(room) if plan.staging is not None else plan.pairing.target.numbers(blocks)
         count = min(room, len(self._sources))
         try:
             if count:
@@ -72,11 +64,11 @@ class Probe:
                     await self._measure(name, targets[:count])
                 self._route.table.reorder()
         finally:
-            if lender is not None:
-                self._give_back(lender, blocks)
+            if probe_buffers is not None:
+                self._give_back(probe_buffers, blocks)
 
     async def _measure(self, name: str, targets: Offsets) -> None:
-        layers = self._landing.layers if self._landing.staging is None else self._landing.layers[:1]
+        layers = self._plan.layers if self._plan.staging is None else self._plan.layers[:1]
         reader = None
         try:
             reader = await self._route.reader(name)
@@ -85,17 +77,17 @@ class Probe:
         except TransportError as error:
             self._route.failed(name, f"probe: {error}", reader)
             return
-        num_bytes = len(targets) * len(layers) * self._landing.pairing.atom_bytes
+        num_bytes = len(targets) * len(layers) * self._plan.pairing.chunk_bytes
         self._route.table.probed(name, num_bytes / min(many), min(one))
 
     async def _read(self, reader: Reader, targets: Offsets, layers: range) -> float:
         """Seconds. Raises TransportError, CorruptRead included."""
-        landing, sums = self._landing, self._checksums
-        plan = landing.plan(self._sources[: len(targets)], targets, layers)
-        expected = None if sums is None else sums[: len(layers), : len(targets)].ravel()
-        arrival = Arrival(landing.memory, plan.pieces, landing.pairing.piece_bytes, expected)
+        plan, checksums = self._plan, self._checksums
+        planned = plan.read(self._sources[: len(targets)], targets, layers)
+        expected = None if checksums is None else checksums[: len(layers), : len(targets)].ravel()
+        arrival = Arrival(plan.memory, planned.pieces, plan.pairing.piece_bytes, expected)
         began = time.perf_counter()
-        read = reader.read(plan.copies, arrival)
+        read = reader.read(planned.copies, arrival)
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
         await asyncio.wait({read}, timeout=_PATIENCE_S)
@@ -107,11 +99,11 @@ class Probe:
         read.result()
         return time.perf_counter() - began
 
-    def _give_back(self, lender: Lender, blocks: Sequence[int]) -> None:
+    def _give_back(self, probe_buffers: ProbeBuffers, blocks: Sequence[int]) -> None:
         if not self._reads:
-            lender.give_back(blocks)
+            probe_buffers.put_back(blocks)
             return
-        logger.warning("%d blocks stay lent until a stuck probe ends", len(blocks))
+        logger.warning("%d blocks stay taken until a stuck probe ends", len(blocks))
         left = set(self._reads)
 
         def on_done(read: "asyncio.Future[None]") -> None:
@@ -119,7 +111,7 @@ class Probe:
                 read.result()
             left.discard(read)
             if not left:
-                lender.give_back(blocks)
+                probe_buffers.put_back(blocks)
 
         for read in list(left):
             read.add_done_callback(on_done)

@@ -1,4 +1,4 @@
-"""A landing: how one source's atoms come into this pool. Made once for each connection.
+"""A receive plan: how one source's chunks come into this pool. Made once for each connection.
 
 Equal dtypes: reads go straight into the pool. Unequal ones: into a staging buffer of the source's dtype, one layer
 at a time, and are cast from there once they have been verified.
@@ -10,17 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets, Pairing, cut, pair
+from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets, Pairing, cut, pair, wire_layout
 from kvrelay.kvtransfer.reads.conversion import convert, where_to_convert
 from kvrelay.types import KvLayout, KvMemory
 
 MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
 _STAGING_BYTES = 2 << 20
-
-
-def wire_layout(target: KvLayout, source_dtype: str) -> KvLayout:
-    """The target's layout with the dtype that travels: the source's."""
-    return target if target.dtype == source_dtype else dataclasses.replace(target, dtype=source_dtype)
 
 
 def staging_memory(pool: KvMemory, layout: KvLayout) -> KvMemory:
@@ -33,14 +28,14 @@ def staging_memory(pool: KvMemory, layout: KvLayout) -> KvMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What one read does. `pieces`: [num_atoms, pieces_per_atom], where each lands, in the order of the copies."""
+class PlannedRead:
+    """What one read does. `pieces`: [num_chunks, pieces_per_chunk], where each lands, in the order of the copies."""
 
     copies: CopyList
     pieces: Offsets
 
 
-class Landing:
+class ReceivePlan:
     """Plans reads of `source` into the pool, or into `staging` where the dtypes differ. Raises LayoutMismatch."""
 
     def __init__(self, source: KvLayout, pool: KvMemory) -> None:
@@ -63,40 +58,40 @@ class Landing:
         return self.pool if self.staging is None else self.staging
 
     @property
-    def max_atoms(self) -> int:
-        """Atoms of one layer that the staging buffer holds."""
-        return max(_STAGING_BYTES // self.pairing.atom_bytes, 1)
+    def max_chunks(self) -> int:
+        """Chunks of one layer that the staging buffer holds."""
+        return max(_STAGING_BYTES // self.pairing.chunk_bytes, 1)
 
     def _staged(self, layer: int) -> KvLayout:
         """The staging buffer as the pool of this one layer."""
-        num_blocks = -(-self.max_atoms // self.pairing.target.atoms_per_block)
+        num_blocks = -(-self.max_chunks // self.pairing.target.chunks_per_block)
         return dataclasses.replace(
             self._wire, num_blocks=num_blocks, num_layers=1, first_layer=layer, total_layers=self._wire.model_layers
         )
 
-    def units(self, num_atoms: int, layers: range) -> Iterator[tuple[slice, range]]:
-        """Atoms x layers in pieces for one read each."""
+    def units(self, num_chunks: int, layers: range) -> Iterator[tuple[slice, range]]:
+        """Chunks x layers in pieces for one read each."""
         if self.staging is None:
-            yield from cut(num_atoms, layers, self.pairing.atom_bytes, MAX_UNIT_BYTES)
+            yield from cut(num_chunks, layers, self.pairing.chunk_bytes, MAX_UNIT_BYTES)
             return
         for layer in layers:
-            limit = self.max_atoms * self.pairing.atom_bytes
-            yield from cut(num_atoms, range(layer, layer + 1), self.pairing.atom_bytes, limit)
+            limit = self.max_chunks * self.pairing.chunk_bytes
+            yield from cut(num_chunks, range(layer, layer + 1), self.pairing.chunk_bytes, limit)
 
-    def plan(self, source_atoms: Offsets, target_atoms: Offsets, layers: range) -> Read:
-        """The read that brings these atoms, by their numbers: into their places, or into the staging buffer's first."""
+    def read(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> PlannedRead:
+        """The read that brings these chunks, by their numbers: into their places, or into the staging buffer's first."""
         pairing = self.pairing
         if self.staging is not None:
             assert len(layers) == 1
             pairing = pair(self.source, self._staged(layers.start))
-            target_atoms = np.arange(len(source_atoms), dtype=np.int64)
-        begins, lands = pairing.source.offsets(source_atoms), pairing.target.offsets(target_atoms)
-        pieces = pairing.target.pieces_of(lands, layers).reshape(-1, pairing.pieces_per_atom)
-        return Read(pairing.copies(begins, lands, layers), pieces)
+            target_chunks = np.arange(len(source_chunks), dtype=np.int64)
+        begins, lands = pairing.source.offsets(source_chunks), pairing.target.offsets(target_chunks)
+        pieces = pairing.target.pieces_of(lands, layers).reshape(-1, pairing.pieces_per_chunk)
+        return PlannedRead(pairing.copies(begins, lands, layers), pieces)
 
-    def settle(self, target_atoms: Offsets, layers: range) -> None:
+    def settle(self, target_chunks: Offsets, layers: range) -> None:
         """Cast what lies in the staging buffer into its places. On a thread."""
         assert self.staging is not None
         staging = dataclasses.replace(self.staging, layout=self._staged(layers.start))
-        staged, atom_tokens = np.arange(len(target_atoms), dtype=np.int64), self.pairing.overlap.atom_tokens
-        convert(staging, staged, self.pool, target_atoms, layers, atom_tokens=atom_tokens)
+        staged, chunk_tokens = np.arange(len(target_chunks), dtype=np.int64), self.pairing.overlap.chunk_tokens
+        convert(staging, staged, self.pool, target_chunks, layers, chunk_tokens=chunk_tokens)

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.mover.mover import Receipt, library, xxh3_regions
 from kvrelay.kvtransfer.paths.discovery import this_machine
-from kvrelay.kvtransfer.paths.path_ranking import PathTable, untried
+from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route, untried
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.paths.topology import Topology, rank_paths
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums
 from kvrelay.kvtransfer.protocol.messages import Offer
 from kvrelay.kvtransfer.reads.arrivals import Arrival
-from kvrelay.kvtransfer.reads.route import Route
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport, TransportError
 from kvrelay.types import KvLayout, KvMemory

@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.kvtransfer.transports.base import Transport, TransportError
-from kvrelay.kvtransfer.transports.copying import Bytes, place_of
-from kvrelay.kvtransfer.transports.threaded import FetchingReader
+from kvrelay.kvtransfer.transports.copying import Bytes, CopyingReader, place_of
 from kvrelay.types import KvMemory
 
 _PROCESS = secrets.token_bytes(16)  # a forked child has another pid
@@ -40,7 +39,7 @@ class LoopbackExporter:
         _exported.pop(self._key, None)
 
 
-class LoopbackReader(FetchingReader):
+class LoopbackReader(CopyingReader):
     """Copies from the other pool of this process."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:

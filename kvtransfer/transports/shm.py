@@ -19,8 +19,7 @@ import numpy as np
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.transports.authenticated_socket import Door, knock
 from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
-from kvrelay.kvtransfer.transports.copying import Bytes, place_of
-from kvrelay.kvtransfer.transports.threaded import FetchingReader
+from kvrelay.kvtransfer.transports.copying import Bytes, CopyingReader, place_of
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def _ask_for_it(wanted: _Descriptor, secret: bytes) -> int:
     raise OSError("the source handed over something else")
 
 
-class ShmReader(FetchingReader):
+class ShmReader(CopyingReader):
     """Maps the source's pool once and copies on a thread of its own."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:

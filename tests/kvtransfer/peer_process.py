@@ -76,14 +76,14 @@ class Generations(dict):
 class SourceSide(KvSource):
     def __init__(
         self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1",
-        transports=None, lender=None, **settings,
+        transports=None, probe_buffers=None, **settings,
     ):  # fmt: skip
-        self.generations = Generations()
+        self.generations, self.probe_buffers = Generations(), probe_buffers
         name, known, tls = table(transport)
         super().__init__(
             memory or allocate(fill=fill), "prefill-0", epoch, fingerprint, secret,
             TransferSettings(transport=name, **settings), host="127.0.0.1",
-            generation_of=self.generations, lender=lender, transports=transports or known, tls=tls,
+            generation_of=self.generations, probe_buffers=probe_buffers, transports=transports or known, tls=tls,
         )  # fmt: skip
 
 
@@ -91,10 +91,10 @@ class TargetSide(KvTarget):
     """Records how every grant ends; `event(kind, request_id)` waits for it."""
 
     def __init__(
-        self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, lender=None,
+        self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, probe_buffers=None,
         **settings,
     ):  # fmt: skip
-        self.generations = Generations()
+        self.generations, self.probe_buffers = Generations(), probe_buffers
         self.ends = []  # (kind, request_id, detail) in order
         self._waiting = {}
         name, known, tls = table(transport)
@@ -104,7 +104,7 @@ class TargetSide(KvTarget):
             on_commit=lambda request_id, payload, result: self._record("commit", request_id, (payload, result)),
             on_failed=lambda request_id, error: self._record("failed", request_id, error),
             on_released=lambda request_id: self._record("released", request_id, None),
-            lender=lender, transports=transports or known, tls=tls,
+            probe_buffers=probe_buffers, transports=transports or known, tls=tls,
         )  # fmt: skip
 
     def _record(self, kind, request_id, detail):
@@ -130,16 +130,16 @@ class FreeBlocks:
     """Lends these blocks, as a worker lends free ones of its pool; knows which are out."""
 
     def __init__(self, *blocks):
-        self.free, self.lent = list(blocks), []
+        self.free, self.taken = list(blocks), []
 
-    async def borrow(self, count):
+    async def take(self, count):
         taken, self.free = self.free[:count], self.free[count:]
-        self.lent += taken
+        self.taken += taken
         return taken
 
-    def give_back(self, blocks):
+    def put_back(self, blocks):
         for block in blocks:
-            self.lent.remove(block)
+            self.taken.remove(block)
             self.free.append(block)
 
 

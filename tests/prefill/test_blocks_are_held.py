@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvrelay.decode.target_link import SourceLink
 from kvrelay.engine.worker.requests import RequestTable
 from kvrelay.plane import messages as wire
 from kvrelay.prefill.announcements import Announcements
@@ -117,7 +118,7 @@ async def test_a_confirmation_on_its_way_still_holds_the_blocks(held, monkeypatc
     def record(link, message):
         confirmed.append((link, message))
 
-    monkeypatch.setattr(prefilling.target, "on_confirmed", record)
+    monkeypatch.setattr(SourceLink, "_on_confirmed", record)
     await prefilling.begin()
     prefilling.sample()
     await asyncio.wait_for(has_begun.wait(), 20)
@@ -128,7 +129,7 @@ async def test_a_confirmation_on_its_way_still_holds_the_blocks(held, monkeypatc
     await some_time()
     assert prefilling.engine.freed_at == []
     monkeypatch.undo()
-    prefilling.target.on_confirmed(*confirmed[0])
+    SourceLink._on_confirmed(*confirmed[0])
     assert await prefilling.until_freed() == [["commit"]]
 
 

@@ -189,7 +189,7 @@ uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, const int64_t *tar
     return hash;
 }
 
-uint64_t kt_xxh3_atom(const uint8_t *base, const int64_t *pieces, int64_t each, int64_t piece_bytes,
+uint64_t kt_xxh3_chunk(const uint8_t *base, const int64_t *pieces, int64_t each, int64_t piece_bytes,
                       uint8_t *scratch, const uint8_t *after)
 {
     if (each == 1) return kt_xxh3_long(base + *pieces, piece_bytes, after);

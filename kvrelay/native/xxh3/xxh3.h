@@ -9,8 +9,8 @@
 /* XXH3-64 of at least XXH3_LONG_FROM bytes. `after`: what will be read next, only a hint; any address. */
 uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after);
 
-/* The same of an atom: `each` pieces at base + pieces[...], one after the other. `scratch` takes several pieces. */
-uint64_t kt_xxh3_atom(const uint8_t *base, const int64_t *pieces, int64_t each, int64_t piece_bytes,
+/* The same of a chunk: `each` pieces at base + pieces[...], one after the other. `scratch` takes several pieces. */
+uint64_t kt_xxh3_chunk(const uint8_t *base, const int64_t *pieces, int64_t each, int64_t piece_bytes,
                       uint8_t *scratch, const uint8_t *after);
 
 /* Copy pieces past the caches, target + target_pieces[i] from source + source_pieces[i]. */

@@ -1,6 +1,6 @@
 /* One read: scattered rows copied and hashed as they land.
  *
- * Bytes land in the order of the rows, repeat after repeat; atom i is the i-th pieces_per_atom * piece_bytes
+ * Bytes land in the order of the rows, repeat after repeat; chunk i is the i-th pieces_per_chunk * piece_bytes
  * of them. It is hashed where it landed, in the target, while the caches still hold it. Called without the
  * interpreter's lock; another thread may look at `landed`.
  */
@@ -71,8 +71,8 @@ static void copy_rows(struct move *m, int64_t size, int is_streamed)
 #endif
 }
 
-INLINE int64_t atom_bytes(const struct move *m) { return m->pieces_per_atom * m->piece_bytes; }
-INLINE int needs_hash(const struct move *m, int64_t atom) { return !m->is_checked || m->is_checked[atom]; }
+INLINE int64_t chunk_bytes(const struct move *m) { return m->pieces_per_chunk * m->piece_bytes; }
+INLINE int needs_hash(const struct move *m, int64_t chunk) { return !m->is_checked || m->is_checked[chunk]; }
 
 static int is_any_checked(const struct move *m, int64_t first, int64_t stop)
 {
@@ -88,16 +88,16 @@ static int64_t now_ns(void)
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-/* Hash atoms up to `stop`, which lie in the target. */
+/* Hash chunks up to `stop`, which lie in the target. */
 static void hash_to(struct move *m, int64_t stop)
 {
-    int64_t began = now_ns(), each = m->pieces_per_atom;
+    int64_t began = now_ns(), each = m->pieces_per_chunk;
     const uint8_t *base = (const uint8_t *)m->target;
     for (int64_t i = m->hashed; i < stop; i++) {
         if (!needs_hash(m, i)) continue;
         const int64_t *pieces = m->pieces + i * each;
         const uint8_t *after = base + pieces[i + 1 < stop ? each : 0];
-        m->found[i] = kt_xxh3_atom(base, pieces, each, m->piece_bytes, m->scratch, after);
+        m->found[i] = kt_xxh3_chunk(base, pieces, each, m->piece_bytes, m->scratch, after);
     }
     m->hashed = stop;
     m->hash_ns += now_ns() - began;
@@ -123,9 +123,9 @@ static int64_t measure(const struct move *m)
             return OUT_OF_BOUNDS;
         total += m->num_bytes[i];
     }
-    for (int64_t i = 0; i < m->num_atoms * m->pieces_per_atom; i++)
+    for (int64_t i = 0; i < m->num_chunks * m->pieces_per_chunk; i++)
         if (!is_inside(m->pieces[i], m->piece_bytes, 0, m->target_bytes)) return OUT_OF_BOUNDS;
-    if (m->num_atoms && atom_bytes(m) < XXH3_LONG_FROM) return OUT_OF_BOUNDS;
+    if (m->num_chunks && chunk_bytes(m) < XXH3_LONG_FROM) return OUT_OF_BOUNDS;
     return __builtin_mul_overflow(total, m->repeats, &total) ? OUT_OF_BOUNDS : total;
 }
 
@@ -136,14 +136,14 @@ int kt_move(struct move *m, int64_t until)
     int64_t total = measure(m), landed = *m->landed;
     if (until == ALL) until = total;
     if (total < 0 || until > total) return OUT_OF_BOUNDS;
-    if (!m->num_rows) hash_to(m, m->num_atoms);
-    int64_t atom = m->num_atoms ? atom_bytes(m) : 1;
-    int64_t step = m->num_atoms ? NEAR : TICK;
-    step = step < atom ? atom : step - step % atom;
+    if (!m->num_rows) hash_to(m, m->num_chunks);
+    int64_t chunk = m->num_chunks ? chunk_bytes(m) : 1;
+    int64_t step = m->num_chunks ? NEAR : TICK;
+    step = step < chunk ? chunk : step - step % chunk;
     while (landed < until) {
         if (__atomic_load_n(&m->is_cancelled, __ATOMIC_RELAXED)) return CANCELLED;
-        int64_t size = smaller(step - landed % atom, until - landed);
-        int64_t complete = smaller((landed + size) / atom, m->num_atoms);
+        int64_t size = smaller(step - landed % chunk, until - landed);
+        int64_t complete = smaller((landed + size) / chunk, m->num_chunks);
         int is_hashed = is_any_checked(m, m->hashed, complete);
         copy_rows(m, size, total >= STREAM && !is_hashed);
         landed += size;

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+from kvrelay.kvtransfer.mover.mover import INLINE_BYTES
 from kvrelay.kvtransfer.transports.nixl import ucx
 from kvrelay.kvtransfer.transports.nixl.reads import Peer, Read, Reads
 from kvrelay.types import KvMemory

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
 from kvrelay.kvtransfer.transports.tcp.channels import Channel, rest
-from kvrelay.kvtransfer.transports.tcp.progress import Landing
+from kvrelay.kvtransfer.transports.tcp.progress import ReadProgress
 from kvrelay.kvtransfer.transports.tcp.protocol import ANSWER, MAX_OUTSTANDING, Piece, Request
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Read:
 
     def __init__(self, pieces: Sequence[Piece], landed: Landed | None, on_end: Callable[["Read"], None]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.landing = Landing([piece.num_bytes for piece in pieces], landed)
+        self.progress = ReadProgress([piece.num_bytes for piece in pieces], landed)
         self.error: TransportError | None = None  # the first
         self.num_shares = 0
         self._on_end, self._lock = on_end, threading.Lock()
@@ -207,7 +207,7 @@ class Stream:
         if not self._num_left:
             self._take_piece(share, request)
         if num_bytes:
-            share.read.landing.add(piece.index, num_bytes)
+            share.read.progress.add(piece.index, num_bytes)
 
     def _begin(self, piece: Piece) -> None:
         self._left, self._num_left = piece.views(self._pool), piece.num_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvrelay.kvtransfer.transports.base import Landed
 
 
-class Landing:
+class ReadProgress:
     """Counts bytes of numbered pieces; tells `report` how many of the read's first bytes are there.
 
     One thread at a time reports; the others go on receiving meanwhile, and it reports what they brought.

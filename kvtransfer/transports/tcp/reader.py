@@ -147,7 +147,7 @@ class TcpReader:
         read = self._begin([piece], landed)
         if num_landed:
             try:
-                read.landing.add(0, num_landed)
+                read.progress.add(0, num_landed)
             except TransportError as error:
                 read.fail(error)
         stream.go_on(Share(read, [request]))

@@ -107,7 +107,7 @@ def test_scales_travel_with_their_vectors_between_unlike_pools(order, size):
     begins, lands = KvStorage(source, torch.device("cpu")), KvStorage(target, torch.device("cpu"))
     begins.fill_with_noise(range(6))
     both = pair(source, target)
-    copies = both.copies(both.source.atoms(range(6)), both.target.atoms(range(24 // size)), range(2))
+    copies = both.copies(both.source.chunks(range(6)), both.target.chunks(range(24 // size)), range(2))
     for at, to, count in zip(*(part.tolist() for part in copies.expanded()), strict=True):
         lands.memory.view[to : to + count] = begins.memory.view[at : at + count]
     for one, other in zip(begins.layers, lands.layers, strict=True):

@@ -1,4 +1,4 @@
-"""Blocks lent to the KV plane's probes: filled, free ones only, and back whatever becomes of the borrower."""
+"""Blocks taken to the KV plane's probes: filled, free ones only, and back whatever becomes of the borrower."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker import probe_buffers as lending
-from kvrelay.engine.worker.probe_buffers import BlockLender
+from kvrelay.engine.worker.probe_buffers import EngineProbeBuffers
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.storage import KvStorage
@@ -56,19 +56,19 @@ async def probe_blocks(thread):
 
 
 async def test_lent_blocks_hold_noise_and_show_as_lent_until_they_are_back(thread):
-    lender = BlockLender(thread)
-    blocks = await lender.borrow(3)
+    probe_buffers = EngineProbeBuffers(thread)
+    blocks = await probe_buffers.take(3)
     assert len(set(blocks)) == 3
     assert await probe_blocks(thread) == (3, 3, 3)
     tensor = thread.engine.cache.storage.tensor
     assert all(tensor[:, block].abs().sum() > 0 for block in blocks) and torch.isfinite(tensor).all()
-    lender.give_back(blocks)
+    probe_buffers.put_back(blocks)
     assert await probe_blocks(thread) == (0, 0, 0)
 
 
 async def test_a_borrower_that_leaves_while_the_engine_is_busy_leaves_nothing_lent(thread):
     busy = Busy(thread)
-    borrowing = asyncio.create_task(BlockLender(thread).borrow(3))
+    borrowing = asyncio.create_task(EngineProbeBuffers(thread).take(3))
     await asyncio.to_thread(busy.has_begun.wait)
     borrowing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -82,7 +82,7 @@ async def test_a_borrower_that_leaves_while_the_engine_is_busy_leaves_nothing_le
 async def test_a_busy_engine_lends_nothing_and_takes_back_what_it_lends_too_late(thread, monkeypatch):
     monkeypatch.setattr(lending, "PATIENCE_S", 0.01)
     busy = Busy(thread)
-    assert await BlockLender(thread).borrow(3) == []
+    assert await EngineProbeBuffers(thread).take(3) == []
     busy.release()
     async with asyncio.timeout(10):
         while await probe_blocks(thread) != (0, 0, 0):
@@ -95,16 +95,16 @@ async def test_blocks_that_cannot_be_filled_are_not_lent(thread, monkeypatch):
 
     monkeypatch.setattr(thread.engine.cache.storage, "fill_with_noise", fail)
     with pytest.raises(MemoryError):
-        await BlockLender(thread).borrow(3)
+        await EngineProbeBuffers(thread).take(3)
     assert await probe_blocks(thread) == (0, 0, 0)
 
 
 async def test_a_stopped_engine_lends_nothing_and_takes_what_comes_back(thread):
-    lender = BlockLender(thread)
-    blocks = await lender.borrow(1)
+    probe_buffers = EngineProbeBuffers(thread)
+    blocks = await probe_buffers.take(1)
     await thread.aclose()
-    assert await lender.borrow(3) == []
-    lender.give_back(blocks)
+    assert await probe_buffers.take(3) == []
+    probe_buffers.put_back(blocks)
 
 
 async def test_a_question_to_the_engine_that_nobody_waits_for_any_more_does_it_no_harm(thread):

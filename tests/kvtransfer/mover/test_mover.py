@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kvtransfer.mover import mover
-from kvrelay.kvtransfer.mover.mover import Receipt, move, xxh3_atoms, xxh3_regions
+from kvrelay.kvtransfer.mover.mover import Receipt, move, xxh3_chunks, xxh3_regions
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.kvtransfer.transports.copying import place_of
@@ -80,14 +80,14 @@ def test_regions_are_hashed_in_the_order_asked_for_and_none_outside_the_pool(eac
             xxh3_regions(memoryview(data), np.array([0, outside]), 4096)
 
 
-@given(each=st.integers(1, 5), piece=st.integers(1, 700), num_atoms=st.integers(0, 9), seed=st.integers(0, 99))
+@given(each=st.integers(1, 5), piece=st.integers(1, 700), num_chunks=st.integers(0, 9), seed=st.integers(0, 99))
 @settings(deadline=None)
 @pytest.mark.parametrize("name", WAYS)
-def test_an_atom_of_several_pieces_hashes_as_the_whole_would(name, each, piece, num_atoms, seed):
+def test_an_chunk_of_several_pieces_hashes_as_the_whole_would(name, each, piece, num_chunks, seed):
     data = noise(8000, seed)
-    pieces = np.random.default_rng(seed).integers(0, 8000 - piece, (num_atoms, each))
+    pieces = np.random.default_rng(seed).integers(0, 8000 - piece, (num_chunks, each))
     with way(name):
-        found = xxh3_atoms(memoryview(data), pieces, piece)
+        found = xxh3_chunks(memoryview(data), pieces, piece)
     wholes = [b"".join(data[start : start + piece].tobytes() for start in starts) for starts in pieces]
     assert found.tolist() == [xxhash.xxh3_64_intdigest(whole) for whole in wholes]
 
@@ -172,7 +172,7 @@ def test_what_is_hashed_is_what_lies_in_the_target(each_way, region):
 
 
 @pytest.mark.parametrize("piece", [16, 1000], ids=["short", "long"])
-def test_atoms_of_several_pieces_are_hashed_as_their_last_piece_lands(each_way, piece):
+def test_chunks_of_several_pieces_are_hashed_as_their_last_piece_lands(each_way, piece):
     """K and V of two heads each, say, that lie apart in the target."""
     source, target = noise(60 * piece), np.zeros(60 * piece, np.uint8)
     pieces = np.random.default_rng(4).permutation(60)[:40].reshape(10, 4) * piece

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvrelay.kvtransfer.mover import mover
-from kvrelay.kvtransfer.mover.mover import Receipt, hash_in_place, move
+from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, Receipt, hash_in_place, move
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, plan_copies, region_offsets
-from kvrelay.kvtransfer.protocol.chunk_checksums import checksums_of_atoms
+from kvrelay.kvtransfer.protocol.checksums import checksums_of
 from kvrelay.kvtransfer.reads.arrivals import Arrival
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
-from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, place_of
+from kvrelay.kvtransfer.transports.copying import place_of
 from kvrelay.kvtransfer.transports.loopback import LOOPBACK
 
 pytestmark = pytest.mark.skipif(not MoverThread.can_be(), reason="no compiled mover, or no eventfd")
@@ -177,7 +177,7 @@ async def test_regions_are_hashed_where_they_lie(thread):
     hashing = hash_in_place(memoryview(data), receipt)
     await thread.submit(hashing, hashing.result)
     whole = [np.concatenate([data[start : start + 700] for start in starts]) for starts in pieces]
-    assert receipt.found.tolist() == [mover.xxh3_regions(memoryview(atom), np.array([0]), 2100)[0] for atom in whole]
+    assert receipt.found.tolist() == [mover.xxh3_regions(memoryview(chunk), np.array([0]), 2100)[0] for chunk in whole]
 
 
 # ---- readers
@@ -206,7 +206,7 @@ def whole_read(kv, source, target):
     copies = plan_copies(layout, layout, BLOCKS, BLOCKS, layers)
     assert copies.total_bytes > INLINE_BYTES
     pieces = region_offsets(layout, BLOCKS, layers)[:, None]
-    return copies, Arrival(target, pieces, layout.region_bytes, checksums_of_atoms(source, pieces, layout.region_bytes))
+    return copies, Arrival(target, pieces, layout.region_bytes, checksums_of(source, pieces, layout.region_bytes))
 
 
 async def test_a_large_read_is_verified_there_too(kv, reader):

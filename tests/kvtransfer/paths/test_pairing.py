@@ -1,4 +1,4 @@
-"""Pairing: fingerprints are compared and paths are measured before the first request, with blocks lent for it."""
+"""Pairing: fingerprints are compared and paths are measured before the first request, with blocks taken for it."""
 
 import asyncio
 import dataclasses
@@ -15,14 +15,14 @@ def address(target, **changes):
 
 
 async def lending_pair(kv, transport="auto", **options):
-    source = await kv.source(transport, lender=kv.lib.FreeBlocks(1, 2, 3, 4))
-    target = await kv.target(transport, lender=kv.lib.FreeBlocks(60, 61, 62, 63), **options)
+    source = await kv.source(transport, probe_buffers=kv.lib.FreeBlocks(1, 2, 3, 4))
+    target = await kv.target(transport, probe_buffers=kv.lib.FreeBlocks(60, 61, 62, 63), **options)
     return source, target
 
 
 def assert_all_given_back(*sides):
     for side in sides:
-        assert side.lender.lent == [] and len(side.lender.free) == 4
+        assert side.probe_buffers.taken == [] and len(side.probe_buffers.free) == 4
 
 
 async def test_every_path_is_measured_and_the_blocks_go_back(kv):
@@ -56,8 +56,8 @@ async def test_a_path_that_corrupts_or_fails_shows_in_the_report_and_is_not_chos
 
     kinds = {"lying": Lying, "broken": Broken, "good": LoopbackReader}
     table = {name: Transport(name, LOOPBACK.make_exporter, kind, LOOPBACK.why_not) for name, kind in kinds.items()}
-    source = await kv.source(transports=table, lender=kv.lib.FreeBlocks(1, 2, 3, 4))
-    target = await kv.target(transports=table, lender=kv.lib.FreeBlocks(60, 61, 62, 63))
+    source = await kv.source(transports=table, probe_buffers=kv.lib.FreeBlocks(1, 2, 3, 4))
+    target = await kv.target(transports=table, probe_buffers=kv.lib.FreeBlocks(60, 61, 62, 63))
     paths = {path.path: path for path in (await source.pair(address(target))).paths}
     assert "did not arrive" in paths["lying"].problem
     assert "no route to host" in paths["broken"].problem
@@ -76,13 +76,13 @@ async def test_a_stuck_probe_keeps_its_blocks_until_it_has_ended(kv, monkeypatch
     monkeypatch.setattr("kvrelay.kvtransfer.reads.probes._PATIENCE_S", 0.05)
     monkeypatch.setattr("kvrelay.kvtransfer.reads.probes._GRACE_S", 0.05)
     table = {"loopback": Transport("loopback", LOOPBACK.make_exporter, Stuck, LOOPBACK.why_not)}
-    source = await kv.source(transports=table, lender=kv.lib.FreeBlocks(1, 2, 3, 4))
-    target = await kv.target(transports=table, lender=kv.lib.FreeBlocks(60, 61, 62, 63))
+    source = await kv.source(transports=table, probe_buffers=kv.lib.FreeBlocks(1, 2, 3, 4))
+    target = await kv.target(transports=table, probe_buffers=kv.lib.FreeBlocks(60, 61, 62, 63))
     report = await source.pair(address(target))
     assert "did not end" in report.paths[0].problem
-    assert len(target.lender.lent) == 4
+    assert len(target.probe_buffers.taken) == 4
     reads[0].set_result(None)
-    while target.lender.lent:
+    while target.probe_buffers.taken:
         await asyncio.sleep(0)
     assert_all_given_back(source, target)
 
@@ -119,8 +119,8 @@ async def test_a_restarted_or_dead_decode_worker_is_told_apart_from_a_misfit(kv)
 
 
 async def test_a_busy_pool_lends_nothing_and_the_pair_is_good_all_the_same(kv):
-    source = await kv.source("tcp", lender=kv.lib.FreeBlocks())
-    target = await kv.target("tcp", lender=kv.lib.FreeBlocks())
+    source = await kv.source("tcp", probe_buffers=kv.lib.FreeBlocks())
+    target = await kv.target("tcp", probe_buffers=kv.lib.FreeBlocks())
     report = await source.pair(address(target))
     assert report.ok
     assert [(path.path, path.bytes_per_s) for path in report.paths] == [("tcp", 0.0)]

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kvtransfer.paths.path_ranking import CLEARLY_FASTER, FIRST_REST_S, LAST_REST_S, PathTable, untried
-from kvrelay.kvtransfer.protocol.check_sampling import chosen_regions
+from kvrelay.kvtransfer.paths.path_ranking import CLEARLY_FASTER, MAX_BACKOFF_S, MIN_BACKOFF_S, PathTable, untried
+from kvrelay.kvtransfer.protocol.checksums import chosen_regions
 
 pytestmark = pytest.mark.pure
 
@@ -23,19 +23,19 @@ def test_a_failed_path_rests_twice_as_long_each_time_up_to_a_limit():
     paths, now, rests = table("shm", "tcp"), 0.0, []
     for _ in range(9):
         paths.failed("shm", "no", now)
-        rests.append(paths["shm"].rests_until_s - now)
+        rests.append(paths["shm"].backs_off_until_s - now)
         assert paths.best(now).name == "tcp"
-        now = paths["shm"].rests_until_s
+        now = paths["shm"].backs_off_until_s
         assert paths.best(now).name == "shm"
-    assert rests[:3] == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
-    assert rests[-1] == LAST_REST_S
+    assert rests[:3] == [MIN_BACKOFF_S, 2 * MIN_BACKOFF_S, 4 * MIN_BACKOFF_S]
+    assert rests[-1] == MAX_BACKOFF_S
 
 
 def test_reads_that_fail_together_count_once():
     paths = table("shm", "tcp")
     for _ in range(4):
         paths.failed("shm", "no", 0.0)
-    assert (paths["shm"].failures, paths["shm"].rests_until_s) == (1, FIRST_REST_S)
+    assert (paths["shm"].failures, paths["shm"].backs_off_until_s) == (1, MIN_BACKOFF_S)
 
 
 def test_a_read_that_ends_well_makes_up_for_all_failures():

@@ -78,7 +78,7 @@ def test_neighbours_on_one_side_only_stay_apart():
 def test_unequal_regions_or_lists_are_refused():
     with pytest.raises(LayoutMismatch, match="head_dim"):
         plan_copies(SOURCE, dataclasses.replace(TARGET, head_dim=4), [1], [1], range(1))
-    with pytest.raises(ValueError, match="2 atoms cannot go to 1"):
+    with pytest.raises(ValueError, match="2 chunks cannot go to 1"):
         plan_copies(SOURCE, TARGET, [1, 2], [1], range(1))
 
 

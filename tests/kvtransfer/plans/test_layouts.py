@@ -96,12 +96,12 @@ def cases(draw):
 
 
 def plan_of(case, source, target):
-    """The pairing, the atoms at both ends in the source's order, and the copies of all common layers."""
+    """The pairing, the chunks at both ends in the source's order, and the copies of all common layers."""
     both = pair(source, target)
-    count = both.num_atoms(case.end - case.held)
-    first = case.held // both.overlap.atom_tokens
-    begins = both.source.atoms(case.source_blocks, first, count)
-    lands = both.target.atoms(case.target_blocks, 0, count)
+    count = both.num_chunks(case.end - case.held)
+    first = case.held // both.overlap.chunk_tokens
+    begins = both.source.chunks(case.source_blocks, first, count)
+    lands = both.target.chunks(case.target_blocks, 0, count)
     order = np.argsort(begins, kind="stable")
     return both, begins[order], lands[order], both.copies(begins[order], lands[order], both.overlap.layers)
 
@@ -120,7 +120,7 @@ def carry(case, plan=plan_of):
             source, (both, _, _, copies) = case.sources[index], plan(case, case.sources[index], target)
             check_bounds(copies, source.num_bytes, target.num_bytes)
             copy_all(place_of(pools[index]), place_of(landed), copies)
-            count = both.num_atoms(case.end - case.held) * both.overlap.atom_tokens
+            count = both.num_chunks(case.end - case.held) * both.overlap.chunk_tokens
             tokens = range(case.held, case.held + count)
             rows = rows or rows_of(target, case.target_blocks, case.held, tokens)
             width = source.head_dim * source.itemsize
@@ -147,7 +147,7 @@ def test_a_plan_moves_each_byte_once_in_as_few_copies_as_can_be(case):
         for index in sources_of(target, case.sources, turn):
             both, _, lands, copies = plan_of(case, case.sources[index], target)
             share = target.num_parts * len(both.overlap.heads) * target.head_dim * target.itemsize
-            tokens = len(lands) * both.overlap.atom_tokens
+            tokens = len(lands) * both.overlap.chunk_tokens
             assert copies.total_bytes == len(both.overlap.layers) * tokens * share
             begins = set(zip(copies.source_offset.tolist(), copies.target_offset.tolist(), strict=True))
             ends = zip(
@@ -156,12 +156,12 @@ def test_a_plan_moves_each_byte_once_in_as_few_copies_as_can_be(case):
                 strict=True,
             )
             could_be_one = len(begins.intersection(ends))
-            assert could_be_one <= (0 if both.pieces_per_atom <= 16 else 2 * len(lands))
+            assert could_be_one <= (0 if both.pieces_per_chunk <= 16 else 2 * len(lands))
 
 
 @settings(deadline=None)
 @given(cases())
-def test_both_ends_read_an_atoms_bytes_in_the_same_order_and_they_land_in_it(case):
+def test_both_ends_read_an_chunks_bytes_in_the_same_order_and_they_land_in_it(case):
     target = case.targets[0]
     index = sources_of(target, case.sources)[0]
     both, begins, lands, copies = plan_of(case, case.sources[index], target)
@@ -170,7 +170,7 @@ def test_both_ends_read_an_atoms_bytes_in_the_same_order_and_they_land_in_it(cas
     span = np.arange(both.piece_bytes)
     sent = pool[np.add.outer(both.source.pieces_of(begins, both.overlap.layers), span)]
     arrived = landed[np.add.outer(both.target.pieces_of(lands, both.overlap.layers), span)]
-    assert sent.shape == (len(both.overlap.layers), len(lands), both.pieces_per_atom, both.piece_bytes)
+    assert sent.shape == (len(both.overlap.layers), len(lands), both.pieces_per_chunk, both.piece_bytes)
     assert np.array_equal(sent, arrived)
     starts, _, sizes = copies.expanded()
     in_order = np.concatenate([pool[start : start + size] for start, size in zip(starts, sizes, strict=True)])
@@ -189,7 +189,7 @@ def one_to_one(**target):
     [
         ({"order": "HND"}, "source", {"pieces": lambda end: end.pieces[::-1]}),
         ({"order": "HND"}, "target", {"pieces": lambda end: np.sort(end.pieces)}),
-        ({"block_size": 2}, "source", {"atom_stride": lambda end: end.atom_stride // 2}),
+        ({"block_size": 2}, "source", {"chunk_stride": lambda end: end.chunk_stride // 2}),
         ({"block_size": 2}, "target", {"first": lambda end: end.first + 6}),
     ],
 )
@@ -200,9 +200,9 @@ def test_a_wrong_stride_at_one_end_is_seen_by_the_oracle(target, end, wrong):
     ends[end] = dataclasses.replace(ends[end], **{name: change(ends[end]) for name, change in wrong.items()})
 
     def plan_of_wrong(case, source, target):
-        count = right.num_atoms(case.end - case.held)
-        begins = ends["source"].atoms(case.source_blocks, case.held // right.overlap.atom_tokens, count)
-        lands = ends["target"].atoms(case.target_blocks, 0, count)
+        count = right.num_chunks(case.end - case.held)
+        begins = ends["source"].chunks(case.source_blocks, case.held // right.overlap.chunk_tokens, count)
+        lands = ends["target"].chunks(case.target_blocks, 0, count)
         broken = Pairing(ends["source"], ends["target"], right.overlap, right.piece_bytes)
         return right, begins, lands, broken.copies(begins, lands, right.overlap.layers)
 
@@ -215,7 +215,7 @@ def test_equal_layouts_pair_as_whole_regions_whatever_their_order():
     for order in ("NHD", "HND"):
         layout = dataclasses.replace(MODEL, order=order)
         both = pair(layout, dataclasses.replace(layout, num_blocks=5))
-        assert (both.pieces_per_atom, both.piece_bytes) == (1, layout.region_bytes)
+        assert (both.pieces_per_chunk, both.piece_bytes) == (1, layout.region_bytes)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_equal_layouts_pair_as_whole_regions_whatever_their_order():
 )
 def test_pieces_are_as_long_as_both_ends_allow(source, target, pieces):
     both = pair(dataclasses.replace(MODEL, **source), dataclasses.replace(MODEL, **target))
-    assert both.pieces_per_atom == pieces
-    share = both.target.layout.num_parts * both.overlap.atom_tokens * len(both.overlap.heads) * 3 * 2
-    assert both.atom_bytes == share
+    assert both.pieces_per_chunk == pieces
+    share = both.target.layout.num_parts * both.overlap.chunk_tokens * len(both.overlap.heads) * 3 * 2
+    assert both.chunk_bytes == share
 
 
 @pytest.mark.parametrize(
@@ -264,15 +264,15 @@ def test_shares_without_a_head_or_layer_in_common_are_refused():
         pair(first, second)
 
 
-def test_atoms_and_layers_that_are_not_there_are_refused():
+def test_chunks_and_layers_that_are_not_there_are_refused():
     both = pair(MODEL, dataclasses.replace(MODEL, block_size=2))
     for first, count in ((-1, 1), (3, 2), (5, 0)):
-        with pytest.raises(ValueError, match="atoms"):
-            both.source.atoms([0, 1], first, count)
-    atoms = both.source.atoms([0]), both.target.atoms([0, 1])
+        with pytest.raises(ValueError, match="chunks"):
+            both.source.chunks([0, 1], first, count)
+    chunks = both.source.chunks([0]), both.target.chunks([0, 1])
     for layers in (range(2, 3), range(3), range(-1, 1)):
         with pytest.raises(ValueError, match="layers"):
-            both.copies(*atoms, layers)
+            both.copies(*chunks, layers)
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,20 @@ def filled(kv, of, seed=1):
     return memory
 
 
-async def unequal(kv, source_layout, target_layout, transport="loopback", **settings):
+async def unequal(kv, source_layout, target_layout, transport="loopback", *, probes=(None, None), **settings):
     source = await kv.source(
-        transport, memory=filled(kv, source_layout), fingerprint=fingerprint(kv, source_layout), **settings
+        transport,
+        memory=filled(kv, source_layout),
+        fingerprint=fingerprint(kv, source_layout),
+        probe_buffers=probes[0],
+        **settings,
     )
     target = await kv.target(
-        transport, memory=kv.lib.allocate(target_layout), fingerprint=fingerprint(kv, target_layout), **settings
+        transport,
+        memory=kv.lib.allocate(target_layout),
+        fingerprint=fingerprint(kv, target_layout),
+        probe_buffers=probes[1],
+        **settings,
     )
     return source, target
 
@@ -109,12 +117,12 @@ async def test_only_what_the_target_lacks_travels_in_chunks_too(kv, sent, landed
     )
     assert not tokens(target.memory, target_blocks, 0, first).any()
     small = min(sent, landed)
-    atoms = -(-NUM_TOKENS // small) - first // small
-    assert target.stats().num_bytes == atoms * small * target.memory.layout.block_bytes // landed
+    chunks = -(-NUM_TOKENS // small) - first // small
+    assert target.stats().num_bytes == chunks * small * target.memory.layout.block_bytes // landed
 
 
 @pytest.mark.parametrize("checks", ["full", "sampled"])
-async def test_a_flipped_bit_is_found_wherever_its_atom_lies(kv, checks):
+async def test_a_flipped_bit_is_found_wherever_its_chunk_lies(kv, checks):
     source, target = await unequal(kv, layout(kv, 32, "HND"), layout(kv, 16, "NHD"), checks=checks, sampled_share=1.0)
     seen = []
 
@@ -186,10 +194,12 @@ async def test_unlike_dtypes_are_refused_unless_asked_for(kv):
 
 
 async def test_a_probe_measures_unlike_pools_too(kv):
+    probes = kv.lib.FreeBlocks(1, 2), kv.lib.FreeBlocks(20, 21, 22, 23)
     for sent, landed in (((32,), (16, "HND")), ((16, "NHD", "float32"), (32,))):
-        source, target = await unequal(kv, layout(kv, *sent), layout(kv, *landed), "tcp", convert_dtype=True)
-        source.lender, target.lender = kv.lib.FreeBlocks(1, 2), kv.lib.FreeBlocks(20, 21, 22, 23)
+        source, target = await unequal(
+            kv, layout(kv, *sent), layout(kv, *landed), "tcp", probes=probes, convert_dtype=True
+        )
         report = await source.pair(TargetAddress("decode-0", "d1", "127.0.0.1", target.port))
         assert report.ok and report.paths[0].bytes_per_s > 0 and not report.paths[0].problem
-        assert source.lender.lent == target.lender.lent == []
+        assert source.probe_buffers.taken == target.probe_buffers.taken == []
         await carry(kv, source, target)

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvrelay.kvtransfer.protocol.checksums import weighted_sums  # noqa: E402
+from kvrelay.kvtransfer.protocol.checksums import weighted_checksums  # noqa: E402
 
 
 def pool():
@@ -14,15 +14,15 @@ def pool():
 @pytest.mark.parametrize("bit", [0, 17, 62, 63])
 def test_a_flipped_bit_changes_its_region_only(bit):
     words = pool()
-    before = weighted_sums(words, [1, 1, 2, 2], [4, 1, 4, 1])
+    before = weighted_checksums(words, [1, 1, 2, 2], [4, 1, 4, 1])
     words[2, 1, 9] ^= torch.tensor(-(2**63) if bit == 63 else 1 << bit)
-    assert (weighted_sums(words, [1, 1, 2, 2], [4, 1, 4, 1]) != before).tolist() == [False, False, False, True]
+    assert (weighted_checksums(words, [1, 1, 2, 2], [4, 1, 4, 1]) != before).tolist() == [False, False, False, True]
 
 
 def test_swapped_words_and_swapped_blocks_show():
     words = pool()
-    before = weighted_sums(words, [0, 0], [0, 1])
+    before = weighted_checksums(words, [0, 0], [0, 1])
     words[0, 0, [3, 4]] = words[0, 0, [4, 3]]
-    after = weighted_sums(words, [0, 0], [0, 1])
+    after = weighted_checksums(words, [0, 0], [0, 1])
     assert after[0] != before[0]
     assert before[0] != before[1]

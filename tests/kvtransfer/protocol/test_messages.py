@@ -30,9 +30,9 @@ def test_any_bytes_decode_or_raise_decode_error(frame):
         assert isinstance(message, msgspec.Struct)
 
 
-@pytest.mark.parametrize("missing", ["nonce", "first_atom", "atoms", "first_layer", "num_layers"])
+@pytest.mark.parametrize("missing", ["nonce", "first_chunk", "chunks", "first_layer", "num_layers"])
 def test_an_incomplete_message_is_a_decode_error(missing):
-    whole = Announce(nonce=b"n", first_atom=0, atoms=[1], first_layer=0, num_layers=1)
+    whole = Announce(nonce=b"n", first_chunk=0, chunks=[1], first_layer=0, num_layers=1)
     fields = msgspec.msgpack.decode(encode(whole))
     del fields[missing]
     with pytest.raises(msgspec.DecodeError):

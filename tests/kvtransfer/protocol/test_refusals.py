@@ -179,13 +179,13 @@ async def test_a_commit_before_every_region_came_is_incomplete(kv):
 @pytest.mark.parametrize(
     "announce",
     [
-        {"first_atom": 0, "atoms": [64], "first_layer": 0, "num_layers": 4},
-        {"first_atom": 0, "atoms": [-1], "first_layer": 0, "num_layers": 4},
-        {"first_atom": 1, "atoms": [1, 2], "first_layer": 0, "num_layers": 4},
-        {"first_atom": -1, "atoms": [1], "first_layer": 0, "num_layers": 4},
-        {"first_atom": 0, "atoms": [1], "first_layer": 3, "num_layers": 2},
-        {"first_atom": 0, "atoms": [1], "first_layer": 0, "num_layers": 0},
-        {"first_atom": 0, "atoms": [], "first_layer": 0, "num_layers": 4},
+        {"first_chunk": 0, "chunks": [64], "first_layer": 0, "num_layers": 4},
+        {"first_chunk": 0, "chunks": [-1], "first_layer": 0, "num_layers": 4},
+        {"first_chunk": 1, "chunks": [1, 2], "first_layer": 0, "num_layers": 4},
+        {"first_chunk": -1, "chunks": [1], "first_layer": 0, "num_layers": 4},
+        {"first_chunk": 0, "chunks": [1], "first_layer": 3, "num_layers": 2},
+        {"first_chunk": 0, "chunks": [1], "first_layer": 0, "num_layers": 0},
+        {"first_chunk": 0, "chunks": [], "first_layer": 0, "num_layers": 4},
     ],
 )
 async def test_announcements_out_of_range_are_refused(kv, announce):
@@ -193,7 +193,7 @@ async def test_announcements_out_of_range_are_refused(kv, announce):
     transfer = source.open("r1", target.grant("r1", 0, [1, 2], 2))
     await transfer._link.ready("r1")
     await asyncio.sleep(0)
-    transfer._link.tell(Announce(nonce=transfer.ticket.nonce, **announce))
+    transfer._link.notify(Announce(nonce=transfer.ticket.nonce, **announce))
     assert reason_of(await target.event("failed", "r1")) is Reason.OUT_OF_RANGE
     assert not kv.lib.regions(target.memory).any()
 
@@ -328,7 +328,7 @@ async def test_sides_that_ran_out_of_file_descriptors_take_connections_again(kv,
     assert target.kinds("r1") == ["commit"] and not failures
 
 
-@pytest.mark.parametrize("field", ["payload", "atoms", "first_atom"])
+@pytest.mark.parametrize("field", ["payload", "chunks", "first_chunk"])
 async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
     """A bit of a message flips on the way: with checks off nothing but the seal of the whole transfer could tell."""
     source, target = await kv.pair(checks="off")
@@ -339,10 +339,10 @@ async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
     async def garbling(request_id, message):
         if isinstance(message, Commit) and field == "payload":
             message = msgspec.structs.replace(message, payload=b"token 8")
-        elif isinstance(message, Announce) and field == "atoms":
-            message = msgspec.structs.replace(message, atoms=[atom ^ 1 for atom in message.atoms])
-        elif isinstance(message, Announce) and field == "first_atom":
-            message = msgspec.structs.replace(message, first_atom=1 - message.first_atom)
+        elif isinstance(message, Announce) and field == "chunks":
+            message = msgspec.structs.replace(message, chunks=[chunk ^ 1 for chunk in message.chunks])
+        elif isinstance(message, Announce) and field == "first_chunk":
+            message = msgspec.structs.replace(message, first_chunk=1 - message.first_chunk)
         await send(request_id, message)
 
     link.send = garbling

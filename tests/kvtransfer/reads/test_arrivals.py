@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.kvtransfer.mover.mover import Receipt
 from kvrelay.kvtransfer.plans.copy_plan import plan_copies, region_offsets
-from kvrelay.kvtransfer.protocol.chunk_checksums import checksums_of_atoms
+from kvrelay.kvtransfer.protocol.checksums import checksums_of
 from kvrelay.kvtransfer.reads.arrivals import Arrival
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.kvtransfer.transports.copying import copy_all, place_of
@@ -24,7 +24,7 @@ class Read:
         self.source, self.target = lib.allocate(fill=1), lib.allocate()
         offsets = region_offsets(lib.LAYOUT, BLOCKS, LAYERS)
         self.region_bytes = lib.LAYOUT.region_bytes
-        expected = checksums_of_atoms(self.source, offsets[:, None], self.region_bytes).copy()
+        expected = checksums_of(self.source, offsets[:, None], self.region_bytes).copy()
         expected[list(wrong)] ^= 1 << 63
         self.arrival = Arrival(self.target, offsets[:, None], self.region_bytes, expected, is_checked, tamper)
         self.copies = plan_copies(lib.LAYOUT, lib.LAYOUT, BLOCKS, BLOCKS, LAYERS)

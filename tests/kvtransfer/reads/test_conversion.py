@@ -1,4 +1,4 @@
-"""Casting atoms between pools: torch's own rounding, value by value, wherever the atoms lie."""
+"""Casting chunks between pools: torch's own rounding, value by value, wherever the chunks lie."""
 
 import dataclasses
 
@@ -67,11 +67,11 @@ def nearest(values, name):
 def test_each_value_is_cast_into_the_token_and_head_that_it_is_for(source, target, one, other, sizes, where):
     begins = pool(dataclasses.replace(LAYOUT, dtype=source, order=one, block_size=sizes[0]), seed=1)
     lands = pool(dataclasses.replace(LAYOUT, dtype=target, order=other, block_size=sizes[1]))
-    from_atoms, to_atoms = np.array(where[:4]), np.array(where[2:])
-    convert(begins, from_atoms, lands, to_atoms, range(1, 2))
-    tokens = overlap(begins.layout, lands.layout).atom_tokens
+    from_chunks, to_chunks = np.array(where[:4]), np.array(where[2:])
+    convert(begins, from_chunks, lands, to_chunks, range(1, 2))
+    tokens = overlap(begins.layout, lands.layout).chunk_tokens
     expected = torch.zeros_like(rows(lands), dtype=torch.float32)
-    for come, go in zip(from_atoms, to_atoms, strict=True):
+    for come, go in zip(from_chunks, to_chunks, strict=True):
         block, first = divmod(come * tokens, sizes[0])
         values = rows(begins)[1, block, :, first : first + tokens]
         block, first = divmod(go * tokens, sizes[1])

@@ -103,7 +103,7 @@ async def outcomes(kv, kind, *, num_trials=NUM_TRIALS, **settings):
     for trial in range(num_trials):
         reader.how = Corruptor(kind, trial)
         for link in target.links():
-            link.route.table["loopback"].rests_until_s = 0.0
+            link.route.table["loopback"].backs_off_until_s = 0.0
         kv.lib.regions(target.memory)[:, LANDING] = 0
         try:
             await kv.send(source, target, f"r{trial}", BLOCKS, LANDING).commit(b"")

@@ -87,7 +87,7 @@ async def test_a_path_that_failed_rests_and_is_taken_again_afterwards(kv, two):
     assert (await kv.send(source, target, "r2", BLOCKS, BLOCKS).commit(b"")).transport == "second"
     assert first.num_reads == 1
     (link,) = target.links()
-    link.route.table["first"].rests_until_s = 0.0  # its rest is over
+    link.route.table["first"].backs_off_until_s = 0.0  # its rest is over
     assert (await kv.send(source, target, "r3", BLOCKS, BLOCKS).commit(b"")).transport == "first"
     assert link.route.table["first"].problem == ""
 
@@ -138,7 +138,7 @@ async def test_shared_memory_that_breaks_is_replaced_by_a_socket_in_mid_transfer
     def broken(*_):
         raise OSError("bus error")
 
-    monkeypatch.setattr("kvrelay.kvtransfer.transports.threaded.copy_all", broken)
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.copying.copy_all", broken)
     peer.tell("announce", request_id="r1", blocks=BLOCKS, layers=(2, 4))
     peer.tell("commit", request_id="r1")
     await target.event("commit", "r1")

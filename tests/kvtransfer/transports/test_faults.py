@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from kvrelay.decode.read_queue import ReadQueue
+from kvrelay.decode.target_link import SourceLink
 from kvrelay.errors import LeaseExpired, PeerLost, TransferError, TransferTimeout
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -16,9 +18,9 @@ LEASE_S = 1.0
 BOUND_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 2.0 + LEASE_S}
 
 
-def before(monkeypatch, side, method, action):
-    """`action` happens right before the side's `method` runs for the first time; returns the event of that."""
-    done, original = asyncio.Event(), getattr(type(side), method)
+def before(monkeypatch, kind, method, action):
+    """`action` happens right before `kind.method` runs for the first time; returns the event of that."""
+    done, original = asyncio.Event(), getattr(kind, method)
 
     def hooked(self, *args, **kwargs):
         if not done.is_set():
@@ -26,7 +28,7 @@ def before(monkeypatch, side, method, action):
             done.set()
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(side), method, hooked)
+    monkeypatch.setattr(kind, method, hooked)
     return done
 
 
@@ -38,11 +40,11 @@ async def source_until(kv, monkeypatch, target, peer, stage, fault):
     ticket = target.grant("r1", 0, BLOCKS, len(BLOCKS)).hex()
     hit = None
     if stage == "opening":
-        hit = before(monkeypatch, target, "on_open", lambda: peer.signal(fault))
+        hit = before(monkeypatch, SourceLink, "_on_open", lambda: peer.signal(fault))
     elif stage == "reading":
-        hit = before(monkeypatch, target, "_carry", lambda: peer.signal(fault))
+        hit = before(monkeypatch, ReadQueue, "_read_unit", lambda: peer.signal(fault))
     elif stage == "confirming":
-        hit = before(monkeypatch, target, "_advance", lambda: peer.signal(fault))
+        hit = before(monkeypatch, ReadQueue, "advance", lambda: peer.signal(fault))
     if stage != "granted":
         peer.tell("open", request_id="r1", ticket=ticket)
         peer.tell("announce", request_id="r1", blocks=BLOCKS, layers=(0, 4) if stage == "confirming" else (0, 2))
@@ -100,12 +102,12 @@ async def test_a_target_that_fails_frees_the_source_within_a_lease(kv, monkeypat
     if stage in ("opened", "announced"):
         peer.signal(fault)
     elif stage == "committing":
-        before(monkeypatch, transfer, "_confirm", lambda: peer.signal(fault))
+        before(monkeypatch, type(transfer), "_confirm", lambda: peer.signal(fault))
     async with asyncio.timeout(BOUND_S[fault] + 2.0):
         with pytest.raises(tuple(FAULTS.values())):
             await transfer.commit(b"")
     assert source.stats().open_transfers == 0
-    assert all(link.window.num_taken == 0 for link in source._links.values())
+    assert all(link.window.num_taken == 0 for link in source.links.all)
     monkeypatch.undo()
     again = await kv.process("target", transport=transport, epoch="d2")
     again.tell("grant", request_id="r2", blocks=BLOCKS)

@@ -89,7 +89,7 @@ async def over_a_bad_data_link(kv, monkeypatch, *, streams="", checks="full", **
     """(source, target, proxy between the target's reader and the source's data port)."""
     transport = f"tcp{streams}"
     source = await kv.source(transport, checks=checks)
-    exporter = source._exporters["tcp"]
+    exporter = source.exports.exporters["tcp"]
     told = msgspec.msgpack.decode(exporter.describe())
     proxy = await kv.proxy(told["port"], **options)
     told["port"] = proxy.port

@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 
+from kvrelay.decode.read_queue import ReadQueue
 from kvrelay.errors import LeaseExpired, PeerLost, TransferTimeout
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -93,15 +94,15 @@ async def test_the_pool_comes_over_a_unix_socket_when_proc_is_refused(kv, monkey
 def freeze_when_reading(monkeypatch, target, peer):
     """The source is stopped (SIGSTOP) right before the target's next read; returns the event of that."""
     is_frozen = asyncio.Event()
-    carry = type(target)._carry
+    read_unit = ReadQueue._read_unit
 
-    async def freeze_first(self, link, grant, unit):
+    async def freeze_first(self, grant, unit):
         if not is_frozen.is_set():
             peer.signal(signal.SIGSTOP)
             is_frozen.set()
-        await carry(self, link, grant, unit)
+        await read_unit(self, grant, unit)
 
-    monkeypatch.setattr(type(target), "_carry", freeze_first)
+    monkeypatch.setattr(ReadQueue, "_read_unit", freeze_first)
     return is_frozen
 
 
@@ -194,7 +195,6 @@ async def test_a_nixl_read_of_a_frozen_source_stays_in_quarantine_until_it_lands
     await begin(kv, target, peer, "warm", [1])
     peer.tell("commit", request_id="warm")
     await target.event("commit", "warm")
-    target.settings = target.settings.model_copy(update={"deadline_s": 0.5})
     blocks = list(range(8, 60))
     is_frozen = freeze_when_reading(monkeypatch, target, peer)
     await begin(kv, target, peer, "r1", blocks)

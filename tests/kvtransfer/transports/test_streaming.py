@@ -37,7 +37,7 @@ async def slow(kv, monkeypatch):
 
 
 def num_announced(target, request_id):
-    (grant,) = [grant for grant in target._grants.values() if grant.request_id == request_id]
+    (grant,) = [grant for grant in target.grants.live if grant.request_id == request_id]
     return int(grant.announced.sum())
 
 
@@ -71,7 +71,7 @@ async def test_a_source_announces_no_more_than_a_window_ahead_of_the_reads(kv, s
     assert num_announced(target, "r1") == 12  # one piece read, one more announced
     await drive(reads, [transfer.commit(b"")])
     assert np.array_equal(kv.lib.regions(target.memory)[:, :32], kv.lib.regions(source.memory)[:, :32])
-    (link,) = source._links.values()
+    (link,) = source.links.all
     assert link.window.num_taken == 0
 
 
@@ -108,6 +108,6 @@ async def test_a_transfer_gives_its_part_of_the_window_back_however_it_ends(kv, 
         target.revoke("r1")
     commits = [waiting.commit(b"")] + ([transfer.commit(b"")] if end == "commit" else [])
     await drive(reads, [asyncio.ensure_future(commit) for commit in commits])
-    (link,) = source._links.values()
+    (link,) = source.links.all
     assert link.window.num_taken == 0
     assert "commit" in target.kinds("r2")

@@ -385,7 +385,8 @@ def forks(source):
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            if node.attr != "fork" or (isinstance(node.value, ast.Name) and node.value.id == "os"):
+                found.add(node.attr)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.name.split(".")[0] for alias in node.names} | {
                 (getattr(node, "module", "") or "").split(".")[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
-from kvrelay.kvtransfer.transports.tcp.progress import Landing
+from kvrelay.kvtransfer.transports.tcp.progress import ReadProgress
 from kvrelay.kvtransfer.transports.tcp.protocol import (
     MAX_ROWS,
     PIECE_BYTES,
@@ -149,13 +149,13 @@ def test_a_request_is_understood_however_it_is_cut_on_its_way(reads, step):
 # ---- what has landed
 
 
-def landing(sizes, told):
-    return Landing(sizes, told.append)
+def progress(sizes, told):
+    return ReadProgress(sizes, told.append)
 
 
 def test_only_what_is_there_without_a_gap_is_reported():
     told = []
-    pieces = landing([10, 20, 30], told)
+    pieces = progress([10, 20, 30], told)
     pieces.add(1, 20)
     pieces.add(2, 5)
     assert told == []
@@ -168,7 +168,7 @@ def test_only_what_is_there_without_a_gap_is_reported():
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_reports_only_grow_and_end_with_everything(sizes, random):
     told = []
-    pieces = landing(sizes, told)
+    pieces = progress(sizes, told)
     order = [i for i, size in enumerate(sizes) for _ in range(size)]
     random.shuffle(order)
     for index in order:
@@ -186,7 +186,7 @@ def test_one_thread_reports_at_a_time_and_for_the_others_too():
             is_in.set()
             assert may_go.wait(10)
 
-    pieces = Landing([10, 10], report)
+    pieces = ReadProgress([10, 10], report)
     slow = threading.Thread(target=pieces.add, args=(0, 10))
     slow.start()
     assert is_in.wait(10)
@@ -203,7 +203,7 @@ def test_after_an_error_nothing_more_is_reported():
         raise CorruptRead(1, 0)
 
     told = []
-    pieces = Landing([10, 10], report)
+    pieces = ReadProgress([10, 10], report)
     with pytest.raises(CorruptRead):
         pieces.add(0, 10)
     pieces.add(1, 10)

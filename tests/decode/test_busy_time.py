@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kvtransfer.protocol.grants import Grant
+from kvrelay.decode.grants import Grant
 
 pytestmark = pytest.mark.alone
 

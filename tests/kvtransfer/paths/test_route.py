@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvrelay.kvtransfer.paths.path_ranking import PathTable
-from kvrelay.kvtransfer.reads.route import Route
+from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route
 from kvrelay.kvtransfer.transports.base import TransportError
 
 pytestmark = pytest.mark.pure
