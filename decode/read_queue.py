@@ -16,8 +16,7 @@ from kvrelay.errors import ChecksumMismatch, PeerLost, TransferError, TransferTi
 from kvrelay.kvtransfer.paths.path_ranking import Route, untried
 from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, ToSource
 from kvrelay.kvtransfer.protocol.tickets import Reason, refusal
-from kvrelay.kvtransfer.reads.arrivals import Arrival
-from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
+from kvrelay.kvtransfer.reads.receive_plan import Arrival, ReceivePlan
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, TransportError
 
 logger = logging.getLogger(__name__)

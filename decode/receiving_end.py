@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvrelay.decode.grants import GrantTable
 from kvrelay.kvtransfer.protocol.types import ProbeBuffers, TransferResult, TransferStats
-from kvrelay.kvtransfer.reads.arrivals import Tamper
+from kvrelay.kvtransfer.reads.receive_plan import Tamper
 from kvrelay.kvtransfer.transports.base import Reader
 from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory

@@ -20,7 +20,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.protocol.checksums import kind_of
 from kvrelay.kvtransfer.protocol.tickets import NONCE_BYTES, Reason, Ticket, Transcript, refusal, seal
 from kvrelay.kvtransfer.protocol.types import PairReport, ProbeBuffers, TransferResult, TransferStats
-from kvrelay.kvtransfer.reads.arrivals import Tamper
+from kvrelay.kvtransfer.reads.receive_plan import Tamper
 from kvrelay.kvtransfer.transports.base import Reader, Transport
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection

@@ -1,4 +1,4 @@
-"""Messages, tickets, grants and checksums that source and target agree on.
+"""Messages, tickets, counters and checksums that source and target agree on.
 
-May import kvrelay, kvtransfer/mover, kvtransfer/paths, kvtransfer/plans, kvtransfer/reads, kvtransfer/transports.
+May import kvrelay, kvtransfer/mover, kvtransfer/paths, kvtransfer/plans.
 """

@@ -16,8 +16,7 @@ from kvrelay.kvtransfer.paths.path_ranking import Route
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums, unpack
 from kvrelay.kvtransfer.protocol.types import ProbeBuffers
-from kvrelay.kvtransfer.reads.arrivals import Arrival
-from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
+from kvrelay.kvtransfer.reads.receive_plan import Arrival, ReceivePlan
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from kvrelay.kvtransfer.paths.topology import Topology, rank_paths
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums
 from kvrelay.kvtransfer.protocol.messages import Offer
-from kvrelay.kvtransfer.reads.arrivals import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import Arrival
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport, TransportError
 from kvrelay.types import KvLayout, KvMemory

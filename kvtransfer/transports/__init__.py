@@ -1,4 +1,4 @@
 """Ways to read a source's pool, behind one interface.
 
-May import kvrelay, kvtransfer/mover, kvtransfer/plans, kvtransfer/reads, kvtransfer/transports/tcp.
+May import kvrelay, kvtransfer/mover, kvtransfer/plans, kvtransfer/reads.
 """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, NativeMove, Place, PythonMove, Receipt, move
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
-from kvrelay.kvtransfer.reads.arrivals import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import Arrival
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
 from kvrelay.types import KvMemory
 

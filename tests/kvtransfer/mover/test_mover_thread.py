@@ -14,7 +14,7 @@ from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, Receipt, hash_in_place,
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, plan_copies, region_offsets
 from kvrelay.kvtransfer.protocol.checksums import checksums_of
-from kvrelay.kvtransfer.reads.arrivals import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import Arrival
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
 from kvrelay.kvtransfer.transports.copying import place_of
 from kvrelay.kvtransfer.transports.loopback import LOOPBACK

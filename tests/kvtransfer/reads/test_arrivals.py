@@ -8,7 +8,7 @@ import pytest
 from kvrelay.kvtransfer.mover.mover import Receipt
 from kvrelay.kvtransfer.plans.copy_plan import plan_copies, region_offsets
 from kvrelay.kvtransfer.protocol.checksums import checksums_of
-from kvrelay.kvtransfer.reads.arrivals import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import Arrival
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 
