@@ -87,8 +87,8 @@ def measure_copies(layout: KvLayout, repeats: int) -> list[dict[str, Any]]:
             ctypes.memmove(target + begin, source + begin, layout.block_bytes)
 
     def save() -> None:
-        for blocks, slots in batches:
-            slab.save(blocks, slots)
+        for blocks, rows in batches:
+            slab.save(blocks, rows)
 
     def load_unchecked() -> None:
         for layer in layers:

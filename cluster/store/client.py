@@ -1,7 +1,7 @@
 """The asynchronous side of a client of the cluster's store: lookups, reads and writes over all nodes.
 
-Knows the nodes and which of them keep which block (placement), reads from them, and lets them read. When a node does not
-answer, the next replica is tried. Must not import Ray.
+Knows the nodes and which of them keep which block (placement), reads from them, and lets them read. When a node does
+not answer, the next replica is tried. Must not import Ray.
 """
 
 import asyncio

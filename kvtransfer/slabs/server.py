@@ -159,10 +159,6 @@ class SlabServer:
         await self._server.aclose()
 
     @property
-    def num_clients(self) -> int:
-        return len(self._clients)
-
-    @property
     def num_leased(self) -> int:
         """Blocks leased now."""
         return sum(client.num_leased for client in self._clients)
