@@ -30,7 +30,10 @@ _WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one run sends and when: closed loop with `concurrency`, else Poisson with `rate`, else at the trace's times."""
+    """What one run sends and when.
+
+    Closed loop with `concurrency`, else Poisson with `rate`, else at the trace's times.
+    """
 
     prompts: PromptSpec
     output_tokens: int
@@ -96,7 +99,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         f"{summary.prompt_tokens_per_s:.1f} prompt tokens/s over {summary.duration_s:.1f} s"
     )
     if summary.slo.ttft_s is not None or summary.slo.tpot_s is not None:
-        yield f"goodput     {summary.goodput_per_s:.2f} requests/s ({summary.slo_attainment:.1%} of requests in the SLO)"
+        yield f"goodput     {summary.goodput_per_s:.2f} requests/s ({summary.slo_attainment:.1%} within the SLO)"
     share = summary.cached_tokens / max(summary.prompt_tokens, 1)
     yield f"tokens      {summary.prompt_tokens} prompt ({share:.1%} cached), {summary.output_tokens} output"
     yield (
@@ -111,7 +114,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"warning     {summary.num_estimated} answers came without usage: their tokens are counted as chunks"
     if lag.is_saturated:
         yield (
-            "warning     the load generator ran late, because it or other processes of this machine took the processor: "
+            "warning     the load generator ran late, because it or other processes took the processor: "
             "latencies include its delay"
         )
 

@@ -1,7 +1,7 @@
 """Measures steps of a real engine for a speed curve, and builds the profile. Runs on the engine's thread.
 
-Every step counts: prompts alone, chunk by chunk; decode steps with fewer and fewer sequences of one length; prompts beside
-decoding; repeated while there is time. Steps of the same work are one sample, their median.
+Every step counts: prompts alone, chunk by chunk; decode steps with fewer and fewer sequences of one length; prompts
+beside decoding; repeated while there is time. Steps of the same work are one sample, their median.
 """
 
 import math
@@ -312,14 +312,33 @@ def profile_of(
     return SimulatorProfile(
         name=f"{model}-{device}",
         source=(
-            ConstantSource(constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"),
-            ConstantSource(constant="overhead_s", value=between_s, unit="s", origin="of it between two steps: measured on a worker's thread"),
-            ConstantSource(constant="local_bytes_per_s", value=copied, unit="B/s", origin="measured: a copy in this machine's memory"),
-            ConstantSource(constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"),
+            ConstantSource(
+                constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"
+            ),
+            ConstantSource(
+                constant="overhead_s",
+                value=between_s,
+                unit="s",
+                origin="of it between two steps: measured on a worker's thread",
+            ),
+            ConstantSource(
+                constant="local_bytes_per_s",
+                value=copied,
+                unit="B/s",
+                origin="measured: a copy in this machine's memory",
+            ),
+            ConstantSource(
+                constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"
+            ),
             ConstantSource(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
         ),
         fit=Fit(
-            model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date, spread=spread,
+            model=model,
+            dtype=compute_dtype,
+            device=device,
+            threads=num_threads,
+            date=date,
+            spread=spread,
             errors={
                 kind: FitError(num_samples=error.num_samples, median=error.median, p90=error.p90)
                 for kind, error in fitted.errors.items()
@@ -336,4 +355,4 @@ def profile_of(
         link_bytes_per_s=LINK_BYTES_PER_S,
         local_bytes_per_s=copied,
         load_bytes_per_s={"host": copied},
-    )  # fmt: skip
+    )

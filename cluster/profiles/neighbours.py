@@ -1,9 +1,10 @@
-"""How much longer a worker's steps take while other workers of the machine compute: measured beside neighbour processes.
+"""How much longer a worker's steps take while other workers of the machine compute: measured beside neighbour
+processes.
 
-    python -m kvrelay.cluster.profiles.neighbours    one neighbour: reads its order from standard input, computes until it closes
+    python -m kvrelay.cluster.profiles.neighbours    one neighbour: its order on standard input, until that closes
 
-Workers of one machine share memory bandwidth, caches and clock rate, and cores where there are more workers than cores. A
-neighbour prefills and decodes in turn, without a pause.
+Workers of one machine share memory bandwidth, caches and clock rate, and cores where there are more workers than cores.
+A neighbour prefills and decodes in turn, without a pause.
 """
 
 import json

@@ -104,7 +104,7 @@ class SimulatorProfile(_File):
     workers_per_node: Count = Field(1, description="that share a machine")
     slowdown: dict[StepKind, tuple[Slowdown, ...]] = Field(
         {},
-        description="how many times as long steps take while 1, 2... of a machine's workers compute; none: they do not meet",
+        description="factor on a step's time while 1, 2... of a machine's workers compute; none: no effect",
     )
     cost_per_hour: float = Field(1.0, ge=0, allow_inf_nan=False, description="of a worker, in any currency")
 

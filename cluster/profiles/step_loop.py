@@ -1,7 +1,7 @@
 """The time between two steps of a worker: measured on its engine thread, with the messages that follow a step.
 
-Messages are encoded and written to a socket that another thread reads, as in a worker. Left out: the interpreter time that
-a worker's event loop takes for new requests and KV reads.
+Messages are encoded and written to a socket that another thread reads, as in a worker. Left out: the interpreter time
+that a worker's event loop takes for new requests and KV reads.
 """
 
 import asyncio

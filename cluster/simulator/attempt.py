@@ -1,4 +1,7 @@
-"""One try at serving a request on chosen workers, and the KV that is transferred for it. See serve/requests/attempt.py."""
+"""One try at serving a request on chosen workers, and the KV that is transferred for it.
+
+See serve/requests/attempt.py.
+"""
 
 from typing import Protocol
 
@@ -34,9 +37,22 @@ class SimulatedAttempt:
     """`id` is unique. flow: the transfer of its KV, when the prompt is computed on another worker than decodes it."""
 
     __slots__ = (
-        "_bytes_per_token", "_held_back_bytes", "decision", "fed_tokens", "flow", "has_first_token", "held_tokens", "holders", "id",
-        "is_over", "num_emitted", "owner", "request", "tier_tokens", "wait",
-    )  # fmt: skip
+        "_bytes_per_token",
+        "_held_back_bytes",
+        "decision",
+        "fed_tokens",
+        "flow",
+        "has_first_token",
+        "held_tokens",
+        "holders",
+        "id",
+        "is_over",
+        "num_emitted",
+        "owner",
+        "request",
+        "tier_tokens",
+        "wait",
+    )
 
     def __init__(
         self, owner: AttemptOwner, request: SimulatedSequenceRequest, decision: Decision, bytes_per_token: int
@@ -73,7 +89,7 @@ class SimulatedAttempt:
             self.flow.close(self._held_back_bytes)
 
     def _bytes(self, start: int, end: int) -> float:
-        """KV of the prompt's tokens start .. end - 1 that the decode worker lacks; the last block is transferred whole."""
+        """KV of the prompt's tokens start .. end - 1 that the decode worker lacks; the last block goes whole."""
         request = self.request
         if end == len(request.token_ids):
             end = -(-end // request.tokens_per_hash) * request.tokens_per_hash

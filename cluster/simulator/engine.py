@@ -1,8 +1,8 @@
 """One worker's engine without a model: production's scheduler, pool, output processor and events over a speed curve.
 
-Follows engine/step/engine.py: grant reservations, plan a step, compute, advance, append tokens. Sequences that only get a
-token are not looked at, and stretches of such steps are computed at once (fast_forward.py). Left out: speculation, groups,
-swapping.
+Follows engine/step/engine.py: grant reservations, plan a step, compute, advance, append tokens. Sequences that only get
+a token are not looked at, and stretches of such steps are computed at once (fast_forward.py). Left out: speculation,
+groups, swapping.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,10 @@
 """Decode steps that do not look at every sequence each time, where only their results matter: in the simulator. Pure.
 
 Most sequences of a decode batch just get a token in a step: no block is filled or needed, nothing ends. How long that
-continues is known, so they are parked until then: the scheduler plans and applies a step for the active ones alone, and a
-stretch of steps in which all are parked is passed at once. Parked sequences are brought up to date when something reads
-them (`refresh`) or wakes them. The result is that of single steps of all sequences (tests/cluster/simulator/test_fast_forward.py).
+continues is known, so they are parked until then: the scheduler plans and applies a step for the active ones alone, and
+a stretch of steps in which all are parked is passed at once. Parked sequences are brought up to date when something
+reads them (`refresh`) or wakes them. The result is that of single steps of all sequences
+(tests/cluster/simulator/test_fast_forward.py).
 """
 
 import heapq
@@ -140,10 +141,10 @@ class FastForward:
     # ---- before a step
 
     def look(self) -> tuple[int, bool]:
-        """(steps, whether a sequence wakes for the last of them): so many bring every sequence a token and nothing else.
+        """(steps, whether a sequence wakes for the last): so many bring every sequence a token and nothing else.
 
-        No steps: the next must be planned, for the active sequences. A last step for which one wakes is planned when the
-        others have `passed`; it preempts none.
+        No steps: the next must be planned, for the active sequences. A last step for which one wakes is planned when
+        the others have `passed`; it preempts none.
         """
         parked, queues = self._parked, self._queues
         running = queues.running

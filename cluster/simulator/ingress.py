@@ -28,7 +28,10 @@ from kvrelay.serve.telemetry.observer import ServeStats
 
 @dataclass(frozen=True, slots=True)
 class IngressRules:
-    """What every ingress of a simulation has in common. max_tokens: output that clients allow; message_s: a message's delay."""
+    """What every ingress of a simulation has in common.
+
+    max_tokens: output that clients allow; message_s: a message's delay.
+    """
 
     settings: Settings
     block_size: int

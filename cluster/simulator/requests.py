@@ -19,7 +19,10 @@ _PROMPT_NAME = 1 << 126  # and from those of prompts that the trace does not nam
 
 
 class SimulatedSequenceRequest(wire.SequenceRequest, frozen=True, kw_only=True):
-    """A request as a worker gets it. The model ends the output after `output_tokens`, which scheduler and router ignore."""
+    """A request as a worker gets it.
+
+    The model ends the output after `output_tokens`, which scheduler and router ignore.
+    """
 
     output_tokens: int
 
@@ -55,7 +58,10 @@ class SimulatedRequest:
         return (self.end_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     def chain(self, block_size: int) -> list[bytes]:
-        """Names of all full blocks of its prompt and whole output. Output that no later prompt begins with is named uniquely."""
+        """Names of all full blocks of its prompt and whole output.
+
+        Output that no later prompt begins with is named uniquely.
+        """
         if not self._chain:
             total = (self.num_tokens + self.output_tokens) // block_size
             first = _OUTPUT_NAME | self.index << 32
@@ -65,14 +71,19 @@ class SimulatedRequest:
     def request(self, request_id: str, block_size: int, max_tokens: int, num_emitted: int) -> SimulatedSequenceRequest:
         """The request that is sent to a worker: the prompt, and the output so far to continue from."""
         return SimulatedSequenceRequest(
-            request_id=request_id, token_ids=counted(self.num_tokens + num_emitted), num_prompt_tokens=self.num_tokens,
-            block_hashes=self.chain(block_size), sampling=wire.Sampling(max_tokens=max_tokens), tokens_per_hash=block_size,
-            tenant=self.tenant, output_tokens=self.output_tokens,
-        )  # fmt: skip
+            request_id=request_id,
+            token_ids=counted(self.num_tokens + num_emitted),
+            num_prompt_tokens=self.num_tokens,
+            block_hashes=self.chain(block_size),
+            sampling=wire.Sampling(max_tokens=max_tokens),
+            tokens_per_hash=block_size,
+            tenant=self.tenant,
+            output_tokens=self.output_tokens,
+        )
 
 
 def continued(entries: Sequence[TraceEntry]) -> dict[int, tuple[int, ...]]:
-    """By index: hash ids of the blocks that an entry's output fills, where the next prompt of its session continues it."""
+    """By index: hash ids of the blocks that an entry's output fills, if the next prompt of its session continues it."""
     last: dict[str, int] = {}
     outputs: dict[int, tuple[int, ...]] = {}
     for index, entry in enumerate(entries):
@@ -98,8 +109,8 @@ def _name(number: int) -> bytes:
 def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[SimulatedRequest]:
     """The load, one request for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated.
 
-    Hash ids must name prefixes, as Mooncake's do: an id always follows the same other one. In a sequence of entries (not
-    an iterator), later prompts of a session name the blocks of earlier outputs: see `continued`.
+    Hash ids must name prefixes, as Mooncake's do: an id always follows the same other one. In a sequence of entries
+    (not an iterator), later prompts of a session name the blocks of earlier outputs: see `continued`.
     """
     outputs = continued(entries) if isinstance(entries, Sequence) else {}
     known: dict[int, bytes] = {}

@@ -20,7 +20,7 @@ from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.resources.machine import Machine
 from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.scenario import Scenario
-from kvrelay.cluster.simulator.tiers import BlockHolders
+from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.serve.requests.job import slo_of
@@ -39,7 +39,10 @@ def rare_collections() -> Iterator[None]:
 
 
 class Simulation:
-    """Is built, run once, and summarised. Its 20 attributes are the parts of the cluster; faults and the fleet read them."""
+    """Is built, run once, and summarised.
+
+    Its 20 attributes are the parts of the cluster; faults and the fleet read them.
+    """
 
     def __init__(self, scenario: Scenario, profile: SimulatorProfile, entries: Iterable[TraceEntry]) -> None:
         """entries: in order of arrival; each is taken when it is due."""
@@ -53,7 +56,7 @@ class Simulation:
             self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
             local_bytes_per_s=profile.local_bytes_per_s,
         )  # fmt: skip
-        self.holders = BlockHolders()
+        self.holders = BlockSources()
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[SimulatedWorker] = []  # stopped ones, too

@@ -78,7 +78,10 @@ class WorkerSteps:
             self._end = self._clock.at(stride.began_s + stride.seconds(count), self._ended)
 
     def crowd_changed(self, before: int, now: int) -> None:
-        """Another number of workers computes: the rest of the step in progress is rescaled, later ones are planned anew."""
+        """Another number of workers computes.
+
+        The rest of the step in progress is rescaled, later ones are planned anew.
+        """
         ratio = slowed(self._slowdown, now) / slowed(self._slowdown, before)
         stride = self.stride
         if ratio == 1.0 or stride is None or self._end is None:

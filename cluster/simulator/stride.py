@@ -52,7 +52,7 @@ class Stride:
 
 @dataclass(slots=True)
 class StepEvents:
-    """What steps brought: outputs that ingresses need (first tokens and ends), and requests that left without an end."""
+    """What steps brought: outputs that ingresses need (first tokens, ends), and requests that left without an end."""
 
     outputs: list[TokenOutput] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)  # request, reason

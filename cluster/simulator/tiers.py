@@ -1,9 +1,8 @@
-"""A worker's lower tiers in virtual time: production's controller (kvcache/tiers/controller.py) over jobs without bytes.
+"""A worker's lower tiers in virtual time: production's TierController over jobs without bytes.
 
 Copies between pool and host tier run one after the other at the profile's speed; blocks from or to another machine are
-flows that share the links with all others. Sources are those of the cluster's store (cluster/store/remote_store.py): other
-workers' host tiers, and the store's nodes, one on each machine. Left out: local disk, Redis and object stores, repair of
-replicas.
+flows that share the links with all others. Sources are those of the cluster's store: other workers' host tiers, and the
+store's nodes, one on each machine. Left out: local disk, Redis and object stores, repair of replicas.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +55,7 @@ class SimulatedSlab:
 
 
 class JobTime:
-    """The controller's clock: a job that reads it twice gets its beginning and its end, and so measures its duration."""
+    """The controller's clock: a job that reads it twice gets its beginning and its end."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -140,7 +139,7 @@ class TierCopies(_VirtualThreads):
 
 
 class StoreTransfers(_VirtualThreads):
-    """Transfers to and from stores: a job is run once to find what it moves (`SimulatedStore.planned`), then as flows."""
+    """Transfers to and from stores: a job runs once to find what it moves (`SimulatedStore.planned`), then as flows."""
 
     store: "SimulatedStore"
     lookup_s = 0.0
@@ -166,7 +165,7 @@ class StoreTransfers(_VirtualThreads):
 
 
 @dataclass(slots=True)
-class BlockHolders:
+class BlockSources:
     """Where blocks are below the pools: host tiers of workers, which serve reads, and nodes of the store."""
 
     workers: dict[BlockHash, dict[str, str]] = field(default_factory=dict)  # worker -> machine
@@ -197,7 +196,7 @@ class BlockHolders:
             self._homes.clear()
 
     def homes(self, hashes: Sequence[BlockHash], num_replicas: int) -> list[tuple[str, ...]]:
-        """The machines whose nodes should hold each block, best first. Cached: each block is looked up several times."""
+        """The machines whose nodes should hold each block, best first. Cached, since lookups repeat."""
         if len(self._homes) >= MOST_REMEMBERED:
             self._homes.clear()
         known = self._homes
@@ -215,14 +214,22 @@ class BlockHolders:
 
 
 class SimulatedStore:
-    """The cluster's store as one worker's tier. While `planned` is a dict, reads and writes only add to it: machines -> bytes."""
+    """The cluster's store as one worker's tier. While `planned` is a dict, jobs only add to it: machines -> bytes."""
 
     name = "cluster"
     keeps_checksums = True
 
     def __init__(
-        self, worker_id: str, node_id: str, holders: BlockHolders, network: Network, clock: Clock, *, block_bytes: int, num_replicas: int
-    ) -> None:  # fmt: skip
+        self,
+        worker_id: str,
+        node_id: str,
+        holders: BlockSources,
+        network: Network,
+        clock: Clock,
+        *,
+        block_bytes: int,
+        num_replicas: int,
+    ) -> None:
         self._worker_id, self._node_id, self._holders = worker_id, node_id, holders
         self._network, self._clock, self._block_bytes, self._num_replicas = network, clock, block_bytes, num_replicas
         self.planned: dict[tuple[str, str], int] | None = None
@@ -313,9 +320,18 @@ class SimulatedTiers:
 
 
 def make_tiers(
-    pool: BlockPool, profile: SimulatorProfile, settings: Settings, holders: BlockHolders, network: Network, clock: Clock,
-    *, worker_id: str, node_id: str, wake: Callable[[], None], message_s: float,
-) -> SimulatedTiers | None:  # fmt: skip
+    pool: BlockPool,
+    profile: SimulatorProfile,
+    settings: Settings,
+    holders: BlockSources,
+    network: Network,
+    clock: Clock,
+    *,
+    worker_id: str,
+    node_id: str,
+    wake: Callable[[], None],
+    message_s: float,
+) -> SimulatedTiers | None:
     """As engine/worker/tier_setup.py does; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
     num_rows = cache.host_bytes // block_bytes
@@ -336,17 +352,32 @@ def make_tiers(
 
     share = cache.tenant_share
     index = TierIndex(
-        num_rows, make_policy(cache.eviction_policy, num_rows), quotas={"": None},
-        default_quota=max(1, int(share * num_rows)) if share < 1 else None, keep_changes=True,
-    )  # fmt: skip
+        num_rows,
+        make_policy(cache.eviction_policy, num_rows),
+        quotas={"": None},
+        default_quota=max(1, int(share * num_rows)) if share < 1 else None,
+        keep_changes=True,
+    )
     rules = TierRules(
-        write=cache.write_policy, write_after_hits=cache.write_after_hits, prefetch=cache.prefetch,
-        prefetch_timeout_s=cache.prefetch_timeout_s, is_checked=False, block_tokens=profile.block_size,
-    )  # fmt: skip
+        write=cache.write_policy,
+        write_after_hits=cache.write_after_hits,
+        prefetch=cache.prefetch,
+        prefetch_timeout_s=cache.prefetch_timeout_s,
+        is_checked=False,
+        block_tokens=profile.block_size,
+    )
     tiers = TierController(
-        pool, SimulatedSlab(num_rows, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
-        max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes), wake=wake, clock=time.now_s, make_threads=make_threads,
-    )  # fmt: skip
+        pool,
+        SimulatedSlab(num_rows, block_bytes),
+        index,
+        [store] if store is not None else [],
+        rules,
+        num_threads=cache.io_threads,
+        max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes),
+        wake=wake,
+        clock=time.now_s,
+        make_threads=make_threads,
+    )
     copies, transfers = made["kv-tier"], made["kv-store"]
     assert isinstance(copies, TierCopies) and isinstance(transfers, StoreTransfers)
     copies.bytes_per_s = profile.load_bytes_per_s.get("host", profile.local_bytes_per_s)

@@ -18,7 +18,7 @@ from kvrelay.cluster.simulator.resources.machine import Machine
 from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.steps import WorkerSteps
 from kvrelay.cluster.simulator.stride import StepEvents, Stride
-from kvrelay.cluster.simulator.tiers import BlockHolders, make_tiers
+from kvrelay.cluster.simulator.tiers import BlockSources, make_tiers
 from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerReports
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.sequence import Sequence
@@ -30,7 +30,10 @@ LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/lay
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Seconds. message_s: a message. report_s: between load reports. noise: sigma of the logarithm of each step's factor."""
+    """Seconds. message_s: a message.
+
+    report_s: between load reports. noise: sigma of the logarithm of each step's factor.
+    """
 
     message_s: float = 0.001
     report_s: float = 0.05
@@ -41,8 +44,9 @@ class Delays:
 class SimulatedWorker:
     """One incarnation of one worker.
 
-    More than 12 attributes: its state (alive, draining, frozen), times and totals are plain fields, which faults, the
-    fleet and the summary read. Steps and reports are objects of their own.
+    33 methods: one for each message of an ingress, each transition of an attempt and each fault; steps and reports are
+    objects of their own. More than 12 attributes: state, times and totals are plain fields that faults, the fleet and
+    the summary read.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class SimulatedWorker:
         settings: Settings,
         clock: Clock,
         delays: Delays,
-        holders: BlockHolders,
+        holders: BlockSources,
         network: Network,
         machine: Machine,
         seed: int,

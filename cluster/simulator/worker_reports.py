@@ -1,4 +1,7 @@
-"""What a worker reports to ingresses: cache events, load reports, heartbeats, and what other ingresses have assigned."""
+"""What a worker reports to ingresses.
+
+Cache events, load reports, heartbeats, and what other ingresses have assigned.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,7 +23,7 @@ class LoadSubscriber(Protocol):
 
 
 class WorkerReports:
-    """The subscribers of one worker, and when they get what.
+    """The subscribers of one worker, and when they get what. Its 14 attributes are mostly the constructor's delays.
 
     Args:
         worker: what subscribers know the worker by.

@@ -85,7 +85,8 @@ def command(
 ) -> None:
     """Compare every path's tokens with Hugging Face's. Exit code 1 on any difference.
 
-    In 16 bits: every path's tokens with one worker's, and a text's log-probabilities and perplexity with Hugging Face's.
+    In 16 bits: every path's tokens with one worker's, and a text's log-probabilities and perplexity with Hugging
+    Face's.
     """
     console = Console()
     for what, name, known in [("dtype", dtype, DTYPES), *(("transport", one, TRANSPORTS) for one in transport or ())]:

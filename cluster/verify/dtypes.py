@@ -1,9 +1,9 @@
 """Rows about 16-bit models: as near to float32 as Hugging Face is in that dtype, and the same bits on every path.
 
-bfloat16's tokens differ from float32's wherever two are close. Compared are therefore log-probabilities of a fixed text,
-each token given those before it, from the product (`prompt_logprobs`) and from Hugging Face in float32. How far off they
-may be is measured too: it is how far Hugging Face is off with all numbers rounded to the dtype. Controls: the rotary
-base, or one layer's weights, a little wrong.
+bfloat16's tokens differ from float32's wherever two are close. Compared are therefore log-probabilities of a fixed
+text, each token given those before it, from the product (`prompt_logprobs`) and from Hugging Face in float32. How far
+off they may be is measured too: it is how far Hugging Face is off with all numbers rounded to the dtype. Controls: the
+rotary base, or one layer's weights, a little wrong.
 
 Where a row of a batch gets the same bits whatever else is in it (the compiled CPU kernels), log-probabilities of
 generated tokens must be the same bits on every path. Control: lowest bits of KV that change in flight.
@@ -227,7 +227,8 @@ class DtypeRows:
 def first_difference(wanted: Sequence[TokenLogprob], got: Sequence[TokenLogprob], most: float) -> int | None:
     """The first token at which log-probabilities differ by more than `most`, or None. most 0: by any bit.
 
-    Where tokens differ, both must have been as likely within twice `most`; what follows is another text and not compared.
+    Where tokens differ, both must have been as likely within twice `most`; what follows is another text and not
+    compared.
     """
     for at, (one, other) in enumerate(zip(wanted, got, strict=False)):
         if most == 0.0 and one != other:

@@ -16,7 +16,7 @@ from kvrelay.types import KvLayout
 
 
 def latent_blocks_whole(spec: ModelSpec, latent: LatentSpec) -> During:
-    """The pool has latent layout, whole blocks and nothing else are transferred, and a pool of keys and values refuses them."""
+    """The pool has latent layout, only whole blocks are transferred, and a pool of keys and values refuses them."""
 
     @asynccontextmanager
     async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:

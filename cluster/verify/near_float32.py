@@ -24,7 +24,10 @@ FLIPPED_SCALE = in_flight(flip_scale_exponent, most=1)
 
 @dataclass(frozen=True, slots=True)
 class NearVariant:
-    """A way of computing that is nearly float32. tolerance: mean gap of an answer, standard deviations of the logits."""
+    """A way of computing that is nearly float32.
+
+    tolerance: mean gap of an answer, standard deviations of the logits.
+    """
 
     name: str
     overrides: Overrides
@@ -69,7 +72,10 @@ async def run_near(verifier: Verifier, transport: str, variant: NearVariant, *, 
 
 
 async def same_on_every_path(verifier: Verifier, cluster: LocalCluster, variant: NearVariant) -> list[ServedAnswer]:
-    """Add the row that one worker, two workers, and two with a cache give the same tokens; returns the first's answers."""
+    """Add the row that one worker, two workers, and two with a cache give the same tokens.
+
+    Returns the first's answers.
+    """
     row = verifier.report.row(f"{variant.name}: aggregated = disaggregated = cached")
     answers: list[ServedAnswer] = []
     for prompt in verifier.prompts:

@@ -1,4 +1,7 @@
-"""The prompts of `kvrelay verify`: lengths at which engines fail, shared prefixes, repetition, several languages. Pure."""
+"""The prompts of `kvrelay verify`.
+
+Lengths at which engines fail, shared prefixes, repetition, several languages. Pure.
+"""
 
 import random
 from collections.abc import Callable, Sequence

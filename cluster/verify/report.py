@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CUDA_NOTE = (
-    "float32 on cuda: attention, norms and cache writes run in torch here, FlashInfer's kernels exist in half precision "
-    "only. This proves paging, scheduling and transfer in GPU memory; `pytest -m gpu` compares FlashInfer's kernels "
-    "with the reference in float16 and bfloat16."
+    "float32 on cuda: attention, norms and cache writes run in torch here, FlashInfer's kernels exist in half "
+    "precision only. This proves paging, scheduling and transfer in GPU memory; `pytest -m gpu` compares FlashInfer's "
+    "kernels with the reference in float16 and bfloat16."
 )
 
 

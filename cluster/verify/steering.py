@@ -140,7 +140,10 @@ def mixed(ready: Ready) -> During:
 
 
 def corrupt_mixed(ready: Ready, expected: dict[str, list[int]], long: str) -> During:
-    """In the first mixed step, change KV of a sequence that decodes and of the prompt `long`; both must answer otherwise."""
+    """In the first mixed step, change KV of a sequence that decodes and of the prompt `long`.
+
+    Both must answer otherwise.
+    """
 
     @asynccontextmanager
     async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
@@ -173,7 +176,10 @@ def corrupt_mixed(ready: Ready, expected: dict[str, list[int]], long: str) -> Du
 
 
 def preempting(mode: str, damage: Callable[[Engine], None] = lambda engine: None) -> During:
-    """Each sequence is preempted once, damage is done, and the pool's cache forgotten. All must be preempted in this mode."""
+    """Each sequence is preempted once, damage is done, and the pool's cache forgotten.
+
+    All must be preempted in this mode.
+    """
 
     @asynccontextmanager
     async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:

@@ -113,7 +113,7 @@ async def _fill(
     forget: Callable[[Engine], object] | None = None,
     only: Sequence[str] | None = None,
 ) -> None:
-    """Serve every prompt twice, since the disk stores a block that is offered again; then forget what is above the tier."""
+    """Serve every prompt twice, since the disk stores a block that is offered again; then reset what is above it."""
     worker = cluster.inside[0]
     for _ in range(2):
         for prompt in verifier.prompts:
@@ -154,9 +154,12 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
             during=(corrupt_host_tier(is_checked=True),),
         )
         believed = VerifyRow(
-            f"changed bytes with checks off change the answer ({name})", Must.CHANGE, CONTROL, force="local",
+            f"changed bytes with checks off change the answer ({name})",
+            Must.CHANGE,
+            CONTROL,
+            force="local",
             during=(corrupt_host_tier(is_checked=False),),
-        )  # fmt: skip
+        )
         checked = setup(f"KV from {name}", (row(name), refused), cache, partial(_fill, forget=forget))
         unchecked = setup(f"KV from {name}, checks off", (believed,), cache, partial(_fill, only=CONTROL), "off")
         return [checked, unchecked]
@@ -175,7 +178,7 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
 
 
 def preemption(transport: str) -> list[Setup]:
-    """Every sequence is preempted on the decode worker, which forgets its cache, so that only the mode can restore its KV."""
+    """Every sequence is preempted on the decode worker, whose cache is reset: only the mode can restore its KV."""
 
     def setup(mode: str, rows: tuple[VerifyRow | BlocksFreed, ...], checks: str = "full") -> Setup:
         engine = {"preemption": mode, "speculation": "off"}  # drafts could end an answer before it is preempted
@@ -233,7 +236,7 @@ def _ranked_request(where: str, verifier: Verifier, prompt: VerifyPrompt) -> Seq
 
 
 def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
-    """A whole load queues at a decode worker that runs one sequence at a time. Control: without ranks, order of arrival."""
+    """A whole load queues at a worker that runs one sequence at a time. Control: without ranks, order of arrival."""
     # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
     credit_tokens = 4.0 * (len(verifier.prompt("several chunks").token_ids) + verifier.num_output)
     rows: list[VerifyRow | BlocksFreed] = []
@@ -244,7 +247,18 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
             (ARRIVAL_ORDER, ": without them, arrival", usual_request),
         ):
             during = (served_in_order(stage, order),)
-            rows.append(VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True, during=during, request=request))  # fmt: skip
+            rows.append(
+                VerifyRow(
+                    name + suffix,
+                    Must.EQUAL,
+                    ARRIVAL_ORDER,
+                    force,
+                    cold=True,
+                    together=True,
+                    during=during,
+                    request=request,
+                )
+            )
     rows.append(BlocksFreed("every block of queued requests freed"))
     overrides: dict[str, dict[str, Any]] = {
         "decode": {"max_running": 1},
@@ -266,7 +280,7 @@ LONG = "several chunks"  # while this prompt is computed
 
 
 def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
-    """Steps that decode some sequences and compute another one's prompt; the long prompt is always the decode worker's own."""
+    """Steps that decode some sequences and compute another one's prompt, which is always the decode worker's own."""
 
     def only_long_queued(scheduler: Scheduler) -> bool:
         return len(scheduler.running) == len(SHORT) and len(scheduler.waiting) == 1
@@ -283,11 +297,13 @@ def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
     rows = [row(f"mixed batches: {name}", place, Must.EQUAL, mixed(ready[place])) for place, name in names.items()]
     controls = [
         row(
-            f"changed KV in a mixed batch changes the answers ({name})", place, Must.ANYTHING,
+            f"changed KV in a mixed batch changes the answers ({name})",
+            place,
+            Must.ANYTHING,
             corrupt_mixed(ready[place], verifier.expected, LONG),
         )
         for place, name in names.items()
-    ]  # fmt: skip
+    ]
     freed = BlocksFreed("every block of mixed batches freed")
     return [Setup("mixed batches", (*rows, freed, *controls), transport)]
 
@@ -304,13 +320,26 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
     nothing_shared = counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
     some_shared = counted(lambda load: load.cascade_saved_tokens, note)
     rows = (
-        VerifyRow("cascade: a shared prefix is read once", Must.EQUAL, names[0], together=True, num_first=1, during=(prefix_read_once,)),
-        VerifyRow("cascade: nothing in common, nothing shared", Must.EQUAL, names[1], together=True, during=(nothing_shared,)),
         VerifyRow(
-            "cascade: sharing unlike KV changes the answer", Must.CHANGE, names[1], together=True,
-            during=(some_shared, sharing_unlike_kv), when=has_native_cascade,
+            "cascade: a shared prefix is read once",
+            Must.EQUAL,
+            names[0],
+            together=True,
+            num_first=1,
+            during=(prefix_read_once,),
         ),
-    )  # fmt: skip
+        VerifyRow(
+            "cascade: nothing in common, nothing shared", Must.EQUAL, names[1], together=True, during=(nothing_shared,)
+        ),
+        VerifyRow(
+            "cascade: sharing unlike KV changes the answer",
+            Must.CHANGE,
+            names[1],
+            together=True,
+            during=(some_shared, sharing_unlike_kv),
+            when=has_native_cascade,
+        ),
+    )
     return [Setup("cascade attention", rows, transport, prompts=(*shared, *unlike))]
 
 
@@ -318,7 +347,7 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
 
 
 def speculation(verifier: Verifier, transport: str) -> list[Setup]:
-    """Prompts that repeat themselves, drafted by n-grams and by a draft model: the model itself, its last token wrong."""
+    """Prompts that repeat themselves, drafted by n-grams and by a draft model (the model, its last token wrong)."""
     prompts = tuple(repeating_prompts(verifier.prompts, verifier.longest_prompt))
     by_model = {"speculation": "model", "draft_model": str(verifier.model_dir), "draft_kv_memory": verifier.kv_bytes}
     setups = []

@@ -1,7 +1,7 @@
 """Agents: loops over tool calls behind shared system prompts, which at times fan out into siblings. Pure, seeded.
 
-A task's prompts grow by the model's output and the tool's result. Siblings begin with the whole prompt of their parent and
-arrive together; the parent continues when the last of them has ended. Durations of answers are assumed.
+A task's prompts grow by the model's output and the tool's result. Siblings begin with the whole prompt of their parent
+and arrive together; the parent continues when the last of them has ended. Durations of answers are assumed.
 """
 
 import heapq

@@ -1,4 +1,7 @@
-"""When requests arrive: Poisson, Gamma and Markov-modulated Poisson processes, in seconds, without end. Pure, seeded."""
+"""When requests arrive.
+
+Poisson, Gamma and Markov-modulated Poisson processes, in seconds, without end. Pure, seeded.
+"""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +20,10 @@ def poisson_arrivals(rate_per_s: float, *, seed: int) -> Iterator[float]:
 
 
 def gamma_arrivals(rate_per_s: float, *, variation: float, seed: int) -> Iterator[float]:
-    """Independent gaps with mean 1 / rate; their standard deviation is `variation` times that. 1: Poisson; more: bursts."""
+    """Independent gaps with mean 1 / rate.
+
+    Their standard deviation is `variation` times that. 1: Poisson; more: bursts.
+    """
     _check(rate_per_s)
     if variation <= 0:
         raise ConfigError("the variation of gaps must be positive")

@@ -12,7 +12,10 @@ from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, TraceEntry
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Lengths are log-normal: median and sigma of the logarithm. The k-th prefix is asked for 1/k as often as the first."""
+    """Lengths are log-normal.
+
+    Median and sigma of the logarithm. The k-th prefix is asked for 1/k as often as the first.
+    """
 
     name: str
     weight: float

@@ -75,8 +75,8 @@ def parse_azure(lines: Iterable[str]) -> Iterator[TraceEntry]:
 def parse_burstgpt(lines: Iterable[str]) -> Iterator[TraceEntry]:
     """Entries of a BurstGPT trace; the first arrives at 0. Its tenant is the model, its session the Session ID, if any.
 
-    Requests that failed (no response tokens) are left out. A conversation's prompt that is at least as long as the one before
-    with its answer is taken to begin with both; the trace does not say so.
+    Requests that failed (no response tokens) are left out. A conversation's prompt that is at least as long as the one
+    before with its answer is taken to begin with both; the trace does not say so.
     """
     rows = csv.DictReader(lines)
     if missing := set(_BURSTGPT_COLUMNS) - set(rows.fieldnames or ()):

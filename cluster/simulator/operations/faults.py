@@ -1,7 +1,8 @@
 """A scenario's faults: when they happen, and how ingresses learn of them.
 
 A crashed worker's connections end, and ingresses know after `detect_s`. A frozen worker keeps its connections and sends
-nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a crash has an empty cache and a new epoch.
+nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a crash has an empty cache and a new
+epoch.
 """
 
 import random

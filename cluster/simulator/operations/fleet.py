@@ -1,7 +1,7 @@
 """Workers that start and retire while a simulation runs.
 
-Those that retire are chosen by what would be lost (cluster/autoscaling/retirement.py). They get nothing new and stop when
-they have finished, after `drain_s` in any case; what they had then is retried on other workers.
+Those that retire are chosen by what would be lost (cluster/autoscaling/retirement.py). They get nothing new and stop
+when they have finished, after `drain_s` in any case; what they had then is retried on other workers.
 """
 
 from typing import Protocol

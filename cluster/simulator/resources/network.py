@@ -1,8 +1,9 @@
-"""Links that transfers share, in a fluid model: each flow gets an equal share of a link, or less if it needs less. Pure.
+"""Links that transfers share, in a fluid model: each flow gets an equal share of a link, or less if it needs less.
+Pure.
 
 A flow crosses a few links (out of one machine, into another) at the least of its shares there. Bytes that a prefill is
-still computing arrive at the prefill's rate: see `Flow.add`. What a flow cannot use of one link because another is slower
-is not given to others, so shares are a little below those of a real network.
+still computing arrive at the prefill's rate: see `Flow.add`. What a flow cannot use of one link because another is
+slower is not given to others, so shares are a little below those of a real network.
 """
 
 import math
@@ -38,9 +39,19 @@ class Flow:
     """A transfer from one worker to another."""
 
     __slots__ = (
-        "_clock", "_done", "_ends", "_is_closed", "_rate", "_settled_s", "_waiting_bytes", "is_over", "links", "moved_bytes",
-        "rate_limit", "read_s",
-    )  # fmt: skip
+        "_clock",
+        "_done",
+        "_ends",
+        "_is_closed",
+        "_rate",
+        "_settled_s",
+        "_waiting_bytes",
+        "is_over",
+        "links",
+        "moved_bytes",
+        "rate_limit",
+        "read_s",
+    )
 
     def __init__(self, clock: Clock, links: tuple[NetworkLink, ...], done: Callable[[], object]) -> None:
         self._clock, self._done = clock, done
@@ -53,7 +64,10 @@ class Flow:
         self._ends: Event | None = None
 
     def add(self, num_bytes: float, seconds: float) -> None:
-        """Within `seconds`, `num_bytes` more become ready, evenly; bytes that still wait are spread over that time as well."""
+        """Within `seconds`, `num_bytes` more become ready, evenly.
+
+        Bytes that still wait are spread over that time as well.
+        """
         if self.is_over:
             return
         self._settle()
