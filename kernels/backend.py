@@ -207,7 +207,7 @@ class PieceGraphs(Protocol):
 
 
 class Backend(Protocol):
-    """Kernels of one device. Stateless but for workspaces; one per engine thread."""
+    """Kernels of one device. Stateless but for workspaces; one per engine thread. A method per kernel."""
 
     name: str
     device: torch.device

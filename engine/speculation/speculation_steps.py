@@ -61,9 +61,16 @@ class DraftSteps:
     """
 
     def __init__(
-        self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int, lookup: bool = True,
-        model: DraftModelProtocol | None = None, lengths: OutputLengths | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        *,
+        most: int,
+        token_budget: int,
+        max_model_len: int,
+        lookup: bool = True,
+        model: DraftModelProtocol | None = None,
+        lengths: OutputLengths | None = None,
+    ) -> None:
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self._lookup = lookup
         self.speculation = Speculation(most)

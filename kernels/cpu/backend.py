@@ -63,7 +63,7 @@ def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
 class CpuBackend:
     """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
 
-    Sets torch's own thread count (process-wide) to the same number. Backend's 24 methods make it large.
+    Sets torch's own thread count (process-wide) to the same number. Backend's methods make it large.
     """
 
     name = "cpu"

@@ -118,7 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softc
 
 
 class ReferenceBackend:
-    """Plain torch on one device. Backend's 24 methods make it large."""
+    """Plain torch on one device. Backend's methods make it large."""
 
     name = "reference"
     kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
