@@ -62,9 +62,17 @@ class Router:
         self._workers, self._ledger = LiveWorkers(model, self._index.row), Ledger()
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
         snapshots = SnapshotTaker(
-            self._workers, self._index, self._ledger, self._popularity, policy or build_policy(settings, model), model,
-            seed=settings.seed, tokens_per_hash=tokens_per_hash, max_waiting=max_waiting, has_store=has_store,
-        )  # fmt: skip
+            self._workers,
+            self._index,
+            self._ledger,
+            self._popularity,
+            policy or build_policy(settings, model),
+            model,
+            seed=settings.seed,
+            tokens_per_hash=tokens_per_hash,
+            max_waiting=max_waiting,
+            has_store=has_store,
+        )
         self._chooser = Chooser(snapshots, self._workers, self.forecast)
         self._deferral = Deferral(settings.max_deferred)
         self._overdue = OverduePlacement(self._deferral, self._chooser, self._workers, self._ledger)

@@ -183,9 +183,25 @@ class Columns:
         tokens, requests, sequences, waiting, free, turn = ints
         nodes, blocks, size, per_token = fixed
         return WorkerTable(
-            names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,
-            rates, step_s, recent_step_s, kv_rate, per_token, turn, now_s - reported_at_s, output_tokens,
-        )  # fmt: skip
+            names,
+            nodes,
+            *held,
+            tokens,
+            requests,
+            sequences,
+            waiting,
+            free,
+            blocks,
+            size,
+            rates,
+            step_s,
+            recent_step_s,
+            kv_rate,
+            per_token,
+            turn,
+            now_s - reported_at_s,
+            output_tokens,
+        )
 
 
 def _shared(column: Ints) -> Ints:

@@ -55,7 +55,11 @@ class Depths:
 
 
 class PrefixIndex:
-    """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot."""
+    """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot.
+
+    It has more than 25 methods: events, snapshots, audits and learned prompts all change the one state of each worker,
+    and with it whether lookups may return the worker.
+    """
 
     def __init__(self, *, chunk: int = CHUNK, mode: Mode = "exact", learned_s: float = LEARNED_S) -> None:
         """`chunk`: scattered blocks that are looked up, and moved together, at a time.

@@ -63,7 +63,7 @@ class SnapshotIngest:
         "num_events",
         "rest",
         "was_audited",
-    )  # fmt: skip
+    )
 
     def __init__(self, seq: int, most: int, rest: Sweep | None) -> None:
         """At most `most` hashes.

@@ -82,9 +82,15 @@ class Damper:
         down_ago_s = None if self._down_s is None else now_s - self._down_s
         lows, needs = (tuple((now_s - at_s, one) for at_s, one in window) for window in (self._lows, self._needs))
         return DamperState(
-            self.hold_s, now_s - self._changed_s, now_s - self._up_s, down_ago_s, now_s - self._since_s,
-            now_s - self._now_s, lows, needs,
-        )  # fmt: skip
+            self.hold_s,
+            now_s - self._changed_s,
+            now_s - self._up_s,
+            down_ago_s,
+            now_s - self._since_s,
+            now_s - self._now_s,
+            lows,
+            needs,
+        )
 
     def resume(self, state: DamperState, now_s: float) -> None:
         """Continue from that state; the count stays."""

@@ -109,10 +109,12 @@ class Planner:
     def state(self, now_s: float) -> PlannerState:
         """The learned state, for `resume`."""
         return PlannerState(
-            self._demand.state(now_s), self._prefill.state(now_s), self._decode.state(now_s),
+            self._demand.state(now_s),
+            self._prefill.state(now_s),
+            self._decode.state(now_s),
             (self._prefill_slow.log, self._decode_slow.log),
             (self._prefill_strain.factor, self._decode_strain.factor),
-        )  # fmt: skip
+        )
 
     def resume(self, state: PlannerState, now_s: float) -> None:
         """Continue from that state, with this planner's own counts, limits and rules."""
@@ -209,7 +211,7 @@ class Planner:
         for name, strain in (("TTFT", self._prefill_strain), ("TPOT", self._decode_strain)):
             if strain.factor > 1.0:
                 reasons.append(
-                    f"{name} is missed with enough workers by the model: {strain.factor:.2f} times the load is planned for"
+                    f"{name} is missed although the model has enough workers: planned for {strain.factor:.2f} x load"
                 )
         if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
             reasons.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")

@@ -34,8 +34,13 @@ class RequestShape:
 
     def state(self) -> ShapeState:
         return ShapeState(
-            tuple(self._stats), self._last, self._swings, self._counts, self.burstiness, self._is_known,
-        )  # fmt: skip
+            tuple(self._stats),
+            self._last,
+            self._swings,
+            self._counts,
+            self.burstiness,
+            self._is_known,
+        )
 
     def resume(self, state: ShapeState) -> None:
         self._stats, self._last = list(state.stats), state.last
@@ -73,6 +78,10 @@ class RequestShape:
         hits = cached / max(ended, 1e-9)  # per request: running requests have not reported theirs
         cv2 = max(0.0, squares / arrivals / mean**2 - 1.0) if squares > 0 else 1.0
         return Workload(
-            rate=rate, input_tokens=max(1.0, mean), output_tokens=max(1.0, output / max(ended, 1e-9)),
-            cached_share=min(max(hits / mean, 0.0), 0.99), input_cv2=min(cv2, 100.0), burstiness=self.burstiness,
-        )  # fmt: skip
+            rate=rate,
+            input_tokens=max(1.0, mean),
+            output_tokens=max(1.0, output / max(ended, 1e-9)),
+            cached_share=min(max(hits / mean, 0.0), 0.99),
+            input_cv2=min(cv2, 100.0),
+            burstiness=self.burstiness,
+        )

@@ -91,11 +91,8 @@ def _best(samples: Sequence[StepSample], weights: Floats, kinks: Sequence[float]
     tokens = np.array([sample.work.prompt_tokens + sample.work.sequences for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
     others = np.array(
-        [
-            (1.0, sample.work.prompt_pairs, sample.work.context_tokens, sample.work.sequences)
-            for sample in samples
-        ]
-    )  # fmt: skip
+        [(1.0, sample.work.prompt_pairs, sample.work.context_tokens, sample.work.sequences) for sample in samples]
+    )
     scale = (np.sqrt(weights) / seconds)[:, None]
     target = np.sqrt(weights)
     best: tuple[float, float, Floats] | None = None

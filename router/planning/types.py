@@ -61,9 +61,13 @@ class WorkerModel:
 def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
     """The curve with all times multiplied by `factor`."""
     return SpeedCurve(
-        curve.overhead_s * factor, curve.weights_s * factor, curve.token_s * factor, curve.pair_s * factor,
-        curve.context_s * factor, curve.sequence_s * factor,
-    )  # fmt: skip
+        curve.overhead_s * factor,
+        curve.weights_s * factor,
+        curve.token_s * factor,
+        curve.pair_s * factor,
+        curve.context_s * factor,
+        curve.sequence_s * factor,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,10 @@ class CountLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_prefill <= self.max_prefill or not 0 < self.min_decode <= self.max_decode:
-            raise ConfigError(f"planner: counts from {self.min_prefill} to {self.max_prefill} prefill and "
-                              f"{self.min_decode} to {self.max_decode} decode workers")  # fmt: skip
+            raise ConfigError(
+                f"planner: counts from {self.min_prefill} to {self.max_prefill} prefill and "
+                f"{self.min_decode} to {self.max_decode} decode workers"
+            )
         if self.min_prefill + self.min_decode > self.total:
             raise ConfigError(f"planner: max_workers {self.total} is below min_prefill + min_decode")
 

@@ -172,9 +172,15 @@ class Forecast:
         ttft_s = source.ttft_bias.corrected(raw_ttft_s, now_s)
         is_known = source.num_prefills >= MIN_EVIDENCE
         blank = Prediction(
-            ttft_s if is_known else None, None, self.ttft_errors.quantile(self._confidence), 1.0, queue_s, 1.0,
-            is_ttft_stale=source.is_silent(now_s), raw_ttft_s=raw_ttft_s,
-        )  # fmt: skip
+            ttft_s if is_known else None,
+            None,
+            self.ttft_errors.quantile(self._confidence),
+            1.0,
+            queue_s,
+            1.0,
+            is_ttft_stale=source.is_silent(now_s),
+            raw_ttft_s=raw_ttft_s,
+        )
         if decode is None:
             return blank
         return self._with_tpot(blank, request, decision, decode, ttft_s, now_s)
@@ -198,10 +204,19 @@ class Forecast:
         crowded = self._broken_target(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
         is_known = target.num_steps >= MIN_EVIDENCE and request.max_tokens > 1
         return Prediction(
-            blank.ttft_s, target.tpot_s(raw_tpot_s, now_s) if is_known else None, blank.ttft_factor,
-            self.tpot_errors.quantile(self._confidence), blank.queue_s, features[1], crowded if is_known else None,
-            blank.is_ttft_stale, target.is_silent(now_s), blank.raw_ttft_s, raw_tpot_s, own,
-        )  # fmt: skip
+            blank.ttft_s,
+            target.tpot_s(raw_tpot_s, now_s) if is_known else None,
+            blank.ttft_factor,
+            self.tpot_errors.quantile(self._confidence),
+            blank.queue_s,
+            features[1],
+            crowded if is_known else None,
+            blank.is_ttft_stale,
+            target.is_silent(now_s),
+            blank.raw_ttft_s,
+            raw_tpot_s,
+            own,
+        )
 
     @staticmethod
     def _queue_s(worker: _Worker, costs: tuple[float, ...], now_s: float) -> float:
