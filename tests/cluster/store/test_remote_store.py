@@ -409,7 +409,7 @@ def test_who_does_not_know_the_secret_gets_nothing(make_nodes):
     stranger = nodes.client()
     stranger._client._secret = b"another secret"
     assert stranger.contains(hashes) == get(stranger, hashes) == [False]
-    assert service.server.num_clients == 1
+    assert len(service.server._clients) == 1
 
 
 def test_a_node_that_is_not_there_costs_one_attempt_and_rests(make_nodes):
