@@ -23,6 +23,8 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.dispatch import SequenceAnswer
+from kvrelay.serve.workers.queries import QueryAnswer
 from kvrelay.serve.workers.worker_link import WorkerLink
 
 FIRST_QUERY = 1 << 40  # the dispatcher's own questions are counted from 1
@@ -46,10 +48,13 @@ class IndexWatch:
         self.found: dict[str, dict[str, Looked]] = {}
         self._dispatcher, self._index = dispatcher, dispatcher.router.index
         self._on_decision, self._on_transferred = on_decision, on_transferred
-        self._route, self._deliver = dispatcher.route, dispatcher.deliver
+        placer, queries, submissions = dispatcher.placer, dispatcher.queries, dispatcher.submissions
+        self._place, self._answered, self._deliver = placer.place, queries.answered, submissions.deliver
         self._questions: dict[int, _Question] = {}
         self._ids = itertools.count(FIRST_QUERY)
-        vars(dispatcher).update(route=self._watched_route, deliver=self._watched_deliver)
+        vars(placer).update(place=self._watched_place)
+        vars(queries).update(answered=self._watched_answered)
+        vars(submissions).update(deliver=self._watched_deliver)
 
     async def settled(self, timeout_s: float = 60.0) -> None:
         """Every worker has answered. Raises TimeoutError."""
@@ -57,7 +62,7 @@ class IndexWatch:
             while self._questions:
                 await asyncio.sleep(0.01)
 
-    def _watched_route(self, request: RouteRequest) -> Decision | RoutingRefusal:
+    def _watched_place(self, request: RouteRequest) -> Decision | RoutingRefusal:
         for info, _ in self._dispatcher.workers.live_workers():
             chain = list(request.block_hashes[: (request.num_tokens - 1) // info.block_size])
             claimed, query_id = depth_in_pool(self._index, info.worker_id, chain), next(self._ids)
@@ -66,20 +71,23 @@ class IndexWatch:
             except ConnectionLost:
                 continue
             self._questions[query_id] = _Question(request.request_id, info.worker_id, chain, claimed)
-        choice = self._route(request)
+        choice = self._place(request)
         if isinstance(choice, Decision):
             self._on_decision(choice)
         return choice
 
-    def _watched_deliver(self, link: WorkerLink, message: wire.FromWorker) -> None:
-        if isinstance(message, wire.Audited) and (question := self._questions.pop(message.query_id, None)):
+    def _watched_answered(self, link: WorkerLink, answer: QueryAnswer) -> None:
+        if isinstance(answer, wire.Audited) and (question := self._questions.pop(answer.query_id, None)):
             published = depth_in_pool(self._index, question.worker_id, question.chain)
             seen = self.found.setdefault(question.request_id, {})
-            seen[question.worker_id] = looked(question.claimed, published, message.tiers)
-            return
-        if isinstance(message, wire.Transferred):
-            self._on_transferred(message.request_id)
-        self._deliver(link, message)
+            seen[question.worker_id] = looked(question.claimed, published, answer.tiers)
+        else:
+            self._answered(link, answer)
+
+    def _watched_deliver(self, worker_id: str, answer: SequenceAnswer) -> None:
+        if isinstance(answer, wire.Transferred):
+            self._on_transferred(answer.request_id)
+        self._deliver(worker_id, answer)
 
 
 def depth_in_pool(index: PrefixIndex, worker_id: str, chain: Sequence[bytes]) -> int:

@@ -67,7 +67,7 @@ async def serve(cluster):
 
 async def counted(cluster, watch):
     """(decisions, faults and late claims) of one more decision, on a worker that holds all of the prompt."""
-    cluster.dispatcher.route(RouteRequest("again", tuple(HASHES), len(PROMPT), 4))
+    cluster.dispatcher.placer.place(RouteRequest("again", tuple(HASHES), len(PROMPT), 4))
     cluster.dispatcher.router.on_end("again")
     await watch.settled()
     tally = Tally(BLOCK)
