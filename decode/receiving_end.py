@@ -1,4 +1,4 @@
-"""What the parts of a KvTarget share: who it is, where it receives into, and its grants."""
+"""What the parts of a KvTarget share: its identity, where it receives into, and its grants."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

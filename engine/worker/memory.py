@@ -32,7 +32,7 @@ def host_bytes() -> int:
 
 
 def _cgroup_left(folder: Path, limit: str, use: str) -> int | None:
-    """What the control group mounted at `folder` leaves, page cache counted as free; None: no limit told."""
+    """What the control group mounted at `folder` leaves, page cache counted as free; None: no limit known."""
     try:
         most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -9,17 +9,17 @@ from kvrelay.engine.step.request_checks import request_fault
 from kvrelay.plane.messages import Prefetch, Prefetched
 
 
-def prefetch(engine: Engine, message: Prefetch, told: Callable[[Prefetched], None]) -> None:
+def prefetch(engine: Engine, message: Prefetch, answer: Callable[[Prefetched], None]) -> None:
     """Have the prompt's blocks brought from the stores into the host tier, and keep them for `message.hold_s`.
 
-    `told` is called once, when it is known where they are. Nothing is held that does not end by itself.
+    `answer` is called once, when it is known where they are. Nothing is held that does not end by itself.
     """
     request = message.request
     fault = request_fault(request, engine.config.block_size, engine.model.spec.vocab_size)
     if not 0 < message.hold_s < math.inf:
         fault = "hold_s must be positive and finite"
     if fault is not None:
-        told(Prefetched(query_id=message.query_id, problem="invalid", message=fault))
+        answer(Prefetched(query_id=message.query_id, problem="invalid", message=fault))
         return
     size = engine.config.block_size
     seq = Sequence(request, size, arrival=0)
@@ -27,8 +27,8 @@ def prefetch(engine: Engine, message: Prefetch, told: Callable[[Prefetched], Non
     num_in_host = 0
     engine.requests.pin_ahead(seq, num_in_pool, message.hold_s)
 
-    def tell(num_coming: int) -> None:
-        told(
+    def answer_coming(num_coming: int) -> None:
+        answer(
             Prefetched(
                 query_id=message.query_id,
                 pool_tokens=num_in_pool * size,
@@ -38,8 +38,8 @@ def prefetch(engine: Engine, message: Prefetch, told: Callable[[Prefetched], Non
         )
 
     if engine.tiers is None:
-        tell(0)
+        answer_coming(0)
         return
     num_in_host = engine.tiers.keep_ahead(seq, num_in_pool, message.hold_s)
-    if not engine.tiers.prefetch(seq, num_in_pool + num_in_host, message.hold_s, tell):
-        told(Prefetched(query_id=message.query_id, problem="full", message="too many prefetches are under way"))
+    if not engine.tiers.prefetch(seq, num_in_pool + num_in_host, message.hold_s, answer_coming):
+        answer(Prefetched(query_id=message.query_id, problem="full", message="too many prefetches are under way"))

@@ -1,4 +1,4 @@
-"""Whether a model fits the settings, told before anything is loaded. Pure: imports no torch."""
+"""Whether a model fits the settings, checked before anything is loaded. Pure: imports no torch."""
 
 from collections.abc import Sequence
 

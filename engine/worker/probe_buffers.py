@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.types import BlockId
 
-PATIENCE_S = 2.0  # for the engine to finish its step; a busy one lends nothing
+PATIENCE_S = 2.0  # for the engine to finish its step; a busy one gives none
 
 
 class EngineProbeBuffers:
@@ -19,7 +19,7 @@ class EngineProbeBuffers:
         self._thread = thread
 
     async def take(self, count: int) -> list[int]:
-        """Up to `count` blocks that nobody else holds, filled with noise; none while the pool is in demand."""
+        """Up to `count` blocks that nothing else holds, filled with noise; none while the pool is in demand."""
         if not self._thread.is_alive:
             return []
         taken = self._thread.call(lambda engine: engine.take_probe_blocks(count))

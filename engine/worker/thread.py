@@ -38,7 +38,7 @@ def _sooner(*waits_s: float | None) -> float | None:
 class EngineThread:
     """Runs `engine.step()` while there is work; sleeps on a condition while there is none.
 
-    Reservations are told by an `on_step` of their own before the step that granted them is computed.
+    Reservations are reported by an `on_step` of their own before the step that granted them is computed.
     Once in each longer rest it checks that every block is accounted for: an engine that has lost one fails.
 
     `on_step(result)` is called on the event loop, once per step that brought something about. Before it `send(result)` is
@@ -84,7 +84,7 @@ class EngineThread:
         outcome: Future[T] = Future()
 
         def run() -> None:
-            if not outcome.set_running_or_notify_cancel():  # nobody waits any more: nothing may be set
+            if not outcome.set_running_or_notify_cancel():  # the caller left: nothing may be set
                 return
             try:
                 outcome.set_result(action(self._require()))
@@ -128,22 +128,22 @@ class EngineThread:
             engine = self._build()
         except BaseException as error:
             self.failed = error
-            self._tell(loop, partial(_settle, ready, error))
+            self._call_on_loop(loop, partial(_settle, ready, error))
             return
         self.engine = engine
-        self._tell(loop, partial(_settle, ready, engine))
+        self._call_on_loop(loop, partial(_settle, ready, engine))
         try:
             self._serve(engine, loop)
         except BaseException as error:
             logger.exception("the engine failed")
             self.failed = error
-            self._tell(loop, partial(self._on_failure, error))
+            self._call_on_loop(loop, partial(self._on_failure, error))
         finally:
             engine.close()
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         reported_s, is_stuck, is_checked = 0.0, False, False
-        on_reserved = partial(self._tell_reserved, loop)
+        on_reserved = partial(self._report_reserved, loop)
         while True:
             with self._wake:
                 while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
@@ -163,24 +163,24 @@ class EngineThread:
                 action()
             result = engine.step(on_reserved)
             is_stuck = result.is_stuck
-            result.reservations = []  # told already
+            result.reservations = []  # reported already
             if self._send is not None and result.outputs:
                 self._send(result)
             result.events = engine.drain_events()
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
-            news = (result.outputs, result.refused, result.returned_to_prefill, result.events, result.load)
-            if any(news):
-                self._tell(loop, partial(self._on_step, result))
+            changes = (result.outputs, result.refused, result.returned_to_prefill, result.events, result.load)
+            if any(changes):
+                self._call_on_loop(loop, partial(self._on_step, result))
 
-    def _tell_reserved(self, loop: asyncio.AbstractEventLoop, reservations: list[Reservation]) -> None:
+    def _report_reserved(self, loop: asyncio.AbstractEventLoop, reservations: list[Reservation]) -> None:
         """At once: a prompt waits for it, and the step that follows is none of its business."""
-        self._tell(loop, partial(self._on_step, StepResult(reservations=reservations)))
+        self._call_on_loop(loop, partial(self._on_step, StepResult(reservations=reservations)))
 
     @staticmethod
-    def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    def _call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
         try:
             loop.call_soon_threadsafe(callback)
         except RuntimeError:
-            logger.debug("the event loop is closed; nobody listens")
+            logger.debug("the event loop is closed")

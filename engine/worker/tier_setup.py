@@ -21,7 +21,7 @@ from kvrelay.settings.cache import CacheSettings
 from kvrelay.settings.choices import ChecksMode
 from kvrelay.types import KvMemory
 
-_MOST_POOLS = 8  # more of what is swapped out than so many pools waits for longer than anybody does
+_MOST_POOLS = 8  # more of what is swapped out than so many pools waits longer than any client
 
 
 def make_lower_tiers(

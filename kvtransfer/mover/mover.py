@@ -37,7 +37,7 @@ _NO_ROWS = CopyList(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory of this process that bytes come from or go to. Whoever uses it keeps its owner alive."""
+    """Memory of this process that bytes come from or go to. Its user keeps the owner alive."""
 
     address: int
     num_bytes: int

@@ -1,7 +1,7 @@
 """The mover's own thread (native/worker.c): moves are carried out one after the other without the interpreter.
 
 A thread of Python waits for the interpreter's lock before and after each move, up to 5 ms each while the engine
-computes in Python; this one never does. The loop hears of results over an eventfd.
+computes in Python; this one never does. The loop is notified of results over an eventfd.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class MoverThread:
 
     @property
     def in_flight(self) -> int:
-        """Moves whose bytes may still land, or whose result has not been told yet."""
+        """Moves whose bytes may still land, or whose result has not been reported yet."""
         return len(self._pending)
 
     def submit(self, moving: NativeMove, finish: Callable[[], None]) -> "asyncio.Future[None]":
@@ -64,9 +64,9 @@ class MoverThread:
 
     def _collect(self) -> None:
         os.eventfd_read(self._event_fd)
-        self._tell_done()
+        self._report_done()
 
-    def _tell_done(self) -> None:
+    def _report_done(self) -> None:
         while self._pending and self._pending[0][0].is_done:
             _, finish, done = self._pending.popleft()
             try:
@@ -91,7 +91,7 @@ class MoverThread:
         stop, self._stop, self._worker = self._stop, None, None
         self._loop.remove_reader(self._event_fd)
         stopping = asyncio.ensure_future(asyncio.to_thread(stop))
-        stopping.add_done_callback(lambda _: self._tell_done())  # though nobody may wait for it any more
+        stopping.add_done_callback(lambda _: self._report_done())  # though nothing may await it any more
         await asyncio.shield(stopping)
 
 

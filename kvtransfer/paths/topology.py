@@ -73,7 +73,7 @@ class Affinity(msgspec.Struct, frozen=True, order=True):
     """Orders NICs by the way between them and a device."""
 
     near: Near
-    cost: int  # PCI hops on the way, or the NUMA distance
+    cost: int  # PCI num_bridges on the way, or the NUMA distance
     text: str
 
 
@@ -82,11 +82,11 @@ def affinity(topology: Topology, nic: Nic, device: str) -> Affinity:
     gpu = topology.gpu(device)
     if gpu is not None and gpu.pci_path and nic.pci_path:
         shared = _common_prefix(gpu.pci_path, nic.pci_path)
-        hops = len(gpu.pci_path) + len(nic.pci_path) - 2 * shared
+        num_bridges = len(gpu.pci_path) + len(nic.pci_path) - 2 * shared
         if shared >= _SWITCH_DEPTH:
-            return Affinity(Near.SWITCH, hops, f"same PCIe switch as {device}")
+            return Affinity(Near.SWITCH, num_bridges, f"same PCIe switch as {device}")
         if shared:
-            return Affinity(Near.HOST_BRIDGE, hops, f"same PCIe host bridge as {device}")
+            return Affinity(Near.HOST_BRIDGE, num_bridges, f"same PCIe host bridge as {device}")
     node = gpu.numa_node if gpu is not None else topology.numa_node
     whose = device if gpu is not None else "the worker's cores"
     if UNKNOWN_NODE in (node, nic.numa_node):
@@ -110,7 +110,7 @@ def _distance(distances: list[list[int]], node: int, other: int) -> int:
     try:
         return distances[node][other]
     except IndexError:
-        return 255  # what the kernel calls unreachable; here: not told
+        return 255  # what the kernel calls unreachable; here: unknown
 
 
 def best_nics(topology: Topology, device: str) -> list[Nic]:

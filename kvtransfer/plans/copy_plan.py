@@ -254,7 +254,7 @@ def _end(layout: KvLayout, both: Overlap, outer: list[tuple[int, int]]) -> End:
     pieces = np.zeros(1, dtype=np.int64)
     for count, stride in outer:
         pieces = np.add.outer(pieces, np.arange(count, dtype=np.int64) * stride).ravel()
-    pieces.setflags(write=False)  # shared by everyone who asks for this pair
+    pieces.setflags(write=False)  # shared by all users of this pair
     first = (both.heads.start - layout.first_kv_head) * head
     each = layout.block_size // both.chunk_tokens
     return End(layout, each, both.chunk_tokens * token, first, pieces, layout.region_bytes, layout.layer_bytes)

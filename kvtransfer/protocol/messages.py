@@ -74,7 +74,7 @@ class Announce(_Message, frozen=True, tag="announce"):
 
 
 class Probe(_Message, frozen=True, tag="probe"):
-    """These blocks of the source, lent for the purpose, may be read over every path. Answered by Probed."""
+    """These probe blocks of the source may be read over every path. Answered by Probed."""
 
     probe_id: int
     block_ids: list[int]

@@ -23,7 +23,7 @@ class TransferResult:
 
 
 def span_attributes(result: TransferResult) -> dict[str, str | int | float]:
-    """A transfer that ended well, as its trace span tells it."""
+    """A transfer that ended well, as attributes of its trace span."""
     return {
         "path": result.transport, "blocks": result.num_blocks, "bytes": result.num_bytes, "seconds": result.seconds,
         "exposed_s": result.exposed_s, "retries": result.retries,
@@ -87,10 +87,10 @@ class TransferStats:
 
 
 class ProbeBuffers(Protocol):
-    """The worker, as the one who lends blocks of its pool for probe transfers."""
+    """The worker's source of pool blocks for probe transfers."""
 
     async def take(self, count: int) -> list[int]:
-        """Up to `count` blocks that nobody else holds; none while the pool is busy."""
+        """Up to `count` blocks that nothing else holds; none while the pool is busy."""
 
     def put_back(self, blocks: Sequence[int]) -> None:
         """These may be re-used."""

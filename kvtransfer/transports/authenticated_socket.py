@@ -1,7 +1,7 @@
-"""A door: an abstract Unix socket of the source that does one thing for whoever proves the cluster's secret.
+"""An abstract Unix socket that answers peers which prove the cluster's secret.
 
-The proof is an HMAC over the door's name, which only the two sides' authenticated connection tells; it is good for
-this door alone.
+The proof is an HMAC over the socket's name, which travels only over the authenticated connection of both ends; it is
+good for this socket alone.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def _address(name: bytes) -> str:
     return f"\0kvrelay-{name.hex()}"
 
 
-class Door:
+class AuthenticatedSocket:
     """Listens from start() to aclose(). `admit(peer)` answers one that has proved the secret; OSError is its end.
 
     `label` keeps proofs of different purposes apart.
@@ -52,7 +52,7 @@ class Door:
         except OSError:
             await self.aclose()
             raise
-        self._task = asyncio.create_task(self._serve(self._listener), name="kv-door")
+        self._task = asyncio.create_task(self._serve(self._listener), name="kv-authenticated-socket")
 
     async def _serve(self, listener: socket.socket) -> None:
         async for peer in connections(listener):
@@ -77,8 +77,8 @@ class Door:
             self._listener = None
 
 
-def knock(name: bytes, secret: bytes, label: bytes) -> socket.socket:
-    """Prove the secret at this door; the socket on which the answer comes, with a timeout. Blocking. Raises OSError."""
+def connect_authenticated(name: bytes, secret: bytes, label: bytes) -> socket.socket:
+    """Prove the secret to this socket; the connection on which the answer comes, with a timeout. Blocking. Raises OSError."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(_TIMEOUT_S)

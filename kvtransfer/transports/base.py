@@ -46,11 +46,11 @@ class Reader(Protocol):
 
         `landed` is called on the reading thread, at least once at the end, while what has just come
         is still in the caches; what it raises (CorruptRead) ends the read. Never cancel the future:
-        whoever waits with a timeout leaves it be (`asyncio.wait`).
+        wait with a timeout through `asyncio.wait`, which leaves it running.
         """
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
-        """Nobody wants this read any more: end it soon where that is possible. Its future still ends by itself."""
+        """This read is not needed any more: end it soon where that is possible. Its future still ends."""
 
     @property
     def in_flight(self) -> int:

@@ -26,7 +26,7 @@ _PIECE_BYTES = 256 << 10  # between two calls of `landed`: what the second-level
 
 
 def place_of(array: Bytes) -> Place:
-    """This array's memory. Whoever uses the place keeps the array alive."""
+    """This array's memory. The caller keeps the array alive."""
     return Place(array.ctypes.data, array.nbytes)
 
 

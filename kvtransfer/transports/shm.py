@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.transports.authenticated_socket import Door, knock
+from kvrelay.kvtransfer.transports.authenticated_socket import AuthenticatedSocket, connect_authenticated
 from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
 from kvrelay.kvtransfer.transports.copying import Bytes, CopyingReader, place_of
 from kvrelay.types import KvMemory
@@ -36,24 +36,24 @@ class _Descriptor(msgspec.Struct, frozen=True):
     num_bytes: int
     nonce: bytes
     nonce_fd: int  # a second memfd that holds the nonce
-    door: bytes
+    socket_name: bytes
 
 
 class ShmExporter:
-    """Tells readers where the memfd is, and hands it to those that prove the cluster's secret."""
+    """Describes where the memfd is, and sends it to readers that prove the cluster's secret."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
         assert memory.memfd is not None
         self._memory, self._memfd = memory, memory.memfd
         self._nonce = secrets.token_bytes(16)
         self._nonce_fd: int | None = None
-        self._door = Door(secret, _LABEL, lambda peer: socket.send_fds(peer, [b"k"], [self._memfd]))
+        self._socket = AuthenticatedSocket(secret, _LABEL, lambda peer: socket.send_fds(peer, [b"k"], [self._memfd]))
 
     async def start(self) -> None:
         try:
             self._nonce_fd = os.memfd_create("kvrelay-nonce", os.MFD_CLOEXEC)
             os.write(self._nonce_fd, self._nonce)
-            await self._door.start()
+            await self._socket.start()
         except OSError as error:
             await self.aclose()
             raise BackendUnavailable("shm", str(error)) from error
@@ -65,7 +65,7 @@ class ShmExporter:
             _Descriptor(
                 host=host_id(), pid=os.getpid(), fd=self._memfd, device=stat.st_dev, inode=stat.st_ino,
                 num_bytes=self._memory.layout.num_bytes, nonce=self._nonce, nonce_fd=self._nonce_fd,
-                door=self._door.name,
+                socket_name=self._socket.name,
             )
         )  # fmt: skip
 
@@ -73,7 +73,7 @@ class ShmExporter:
         """Needs no progress."""
 
     async def aclose(self) -> None:
-        await self._door.aclose()
+        await self._socket.aclose()
         if self._nonce_fd is not None:
             os.close(self._nonce_fd)
             self._nonce_fd = None
@@ -96,9 +96,9 @@ def _open_through_proc(wanted: _Descriptor) -> int:
     raise OSError(f"descriptor {wanted.fd} of process {wanted.pid} is not the pool")
 
 
-def _ask_for_it(wanted: _Descriptor, secret: bytes) -> int:
+def _receive_from_source(wanted: _Descriptor, secret: bytes) -> int:
     """The pool's descriptor from the source itself. Blocking. Raises OSError."""
-    with knock(wanted.door, secret, _LABEL) as peer:
+    with connect_authenticated(wanted.socket_name, secret, _LABEL) as peer:
         _, fds, _, _ = socket.recv_fds(peer, 1, 1)
     if not fds:
         raise OSError("the source refused to hand over its pool")
@@ -138,7 +138,7 @@ class ShmReader(CopyingReader):
             return _open_through_proc(wanted)
         except OSError as error:
             logger.debug("/proc refused the pool (%s); asking the source", error)
-            return _ask_for_it(wanted, self._secret)
+            return _receive_from_source(wanted, self._secret)
 
     async def aclose(self) -> None:
         await super().aclose()

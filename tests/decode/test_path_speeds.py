@@ -17,7 +17,8 @@ def pair(*paths: PathReport, ok: bool = True) -> PairReport:
 def noted(*pairs: PairReport) -> list[tuple[float, float]]:
     """What the engine is given; the ingresses' report comes once, and again for a new subscriber."""
     calls: list[tuple[float, float]] = []
-    engine = SimpleNamespace(note_transfer_speed=lambda speed, latency_s: calls.append((speed, latency_s)))
+    note = SimpleNamespace(note_transfer_speed=lambda speed, latency_s: calls.append((speed, latency_s)))
+    engine = SimpleNamespace(requests=note)
     speeds = PathSpeeds(SimpleNamespace(post=lambda action: action(engine)), lambda: list(pairs))
     assert speeds.changes().reports == list(pairs) and speeds.changes() is None
     once = list(calls)

@@ -1,5 +1,5 @@
 /* A thread that carries out moves one after the other and never needs the interpreter: a busy one would make
- * every hand-over wait. Whoever reads `event_fd` hears that some are done.
+ * every hand-over wait. `event_fd` becomes readable when some are done.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -36,7 +36,7 @@ static void *work(void *argument)
         m->problem = kt_move(m, ALL);
         __atomic_store_n(&m->is_done, 1, __ATOMIC_RELEASE); /* from here on its memory is the caller's again */
         ssize_t written = write(w->event_fd, &one, sizeof one);
-        (void)written; /* fails only where the counter is at its limit: then the reader is told anyway */
+        (void)written; /* fails only where the counter is at its limit: then the reader is notified anyway */
     }
     return NULL;
 }

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-LOOK_S = 0.25  # a receive call that gets nothing comes back after this, so that whoever waits can be told to stop
+LOOK_S = 0.25  # a receive call that gets nothing comes back after this, so that the thread can be stopped
 STALL_S = 15.0  # a peer that takes no byte for so long is given up
 _USER_TIMEOUT_MS = 8_000  # unacknowledged bytes mean a dead host after this
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4))  # seconds, seconds, probes

@@ -32,7 +32,7 @@ class Read:
         self._on_end, self._lock = on_end, threading.Lock()
 
     def fail(self, error: TransportError) -> None:
-        """Whoever still has a share of it leaves it soon."""
+        """Streams that still have a share of it leave it soon."""
         with self._lock:
             self.error = self.error or error
 
@@ -179,10 +179,10 @@ class Stream:
             with self._guard:
                 self._channel = channel
         while share.requests:
-            self._ask()
+            self._send_requests()
             self._land(self._channel, share)
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         """Keep MAX_OUTSTANDING requests under way, later reads' included."""
         assert self._channel is not None
         while len(self._asked) < MAX_OUTSTANDING:

@@ -7,7 +7,7 @@ from kvrelay.kvtransfer.transports.base import Landed
 
 
 class ReadProgress:
-    """Counts bytes of numbered pieces; tells `report` how many of the read's first bytes are there.
+    """Counts bytes of numbered pieces; reports how many of the read's first bytes are there.
 
     One thread at a time reports; the others go on receiving meanwhile, and it reports what they brought.
     """
@@ -30,12 +30,12 @@ class ReadProgress:
             if self._report is None or self._is_reporting or self._prefix() == self._reported:
                 return
             self._is_reporting = True
-        self._tell(self._report)
+        self._report_prefix(self._report)
 
     def _prefix(self) -> int:
         return self._before + (self._got[self._first] if self._first < len(self._sizes) else 0)
 
-    def _tell(self, report: Landed) -> None:
+    def _report_prefix(self, report: Landed) -> None:
         while True:
             with self._lock:
                 prefix = self._prefix()

@@ -51,7 +51,7 @@ def bytes_of(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-# ---- who is there
+# ---- authentication
 
 
 def _proof(secret: bytes, label: bytes, nonces: bytes) -> bytes:
@@ -159,7 +159,7 @@ def _split_rows(source: Offsets, target: Offsets, sizes: Offsets) -> tuple[Offse
 
 
 def deal(pieces: Sequence[Piece], num_streams: int) -> list[list[Piece]]:
-    """Whose piece is whose: in turns, so that the read fills from its beginning. Equal to a piece; nobody's share is empty."""
+    """Whose piece is whose: in turns, so that the read fills from its beginning. Equal to a piece; no share is empty."""
     return [list(pieces[first::num_streams]) for first in range(min(num_streams, len(pieces)))]
 
 

@@ -155,7 +155,7 @@ class TcpReader:
 
     def _settle_on_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[Read], None]:
         def settle(read: Read) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._settle, read)
 
         return settle
@@ -185,7 +185,7 @@ class TcpReader:
         for read in list(self._reads):
             self.abandon(read)
         closing = asyncio.get_running_loop().run_in_executor(None, self._stop_all)
-        await asyncio.shield(closing)  # whoever waits may be cancelled: every connection is closed all the same
+        await asyncio.shield(closing)  # the caller may be cancelled: every connection is closed all the same
 
     def _stop_all(self) -> None:
         for stream in self._streams:

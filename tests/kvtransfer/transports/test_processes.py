@@ -65,7 +65,7 @@ def refuse(*_):
 
 def refuse_shm(monkeypatch):
     monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
-    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._ask_for_it", refuse)
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._receive_from_source", refuse)
 
 
 async def test_auto_goes_over_tcp_when_the_pool_cannot_be_mapped(kv, monkeypatch):
