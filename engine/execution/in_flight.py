@@ -1,9 +1,9 @@
 """A step that was launched and is not collected yet. No torch of its own.
 
-Where the device computes asynchronously (kernels/async_backend.py), the next step is planned and launched while it works on
-this one; then this one's tokens are collected, which is the one wait of a step. While the scheduler plans that next step, each
-sequence whose token is being drawn has a placeholder token: the number of tokens decides everything that the scheduler decides.
-At any other time sequences hold only tokens that are known.
+Where the device computes asynchronously (kernels/async_backend.py), the next step is planned and launched while it
+works on this one; then this one's tokens are collected, which is the one wait of a step. While the scheduler plans
+that next step, each sequence whose token is being drawn has a placeholder token: the number of tokens decides
+everything that the scheduler decides. At any other time sequences hold only tokens that are known.
 
 Blocks that the step may still write or read are not reused before it is collected: see `InFlightStep.keep`.
 """
@@ -67,7 +67,8 @@ class InFlightStep:
 
     @contextmanager
     def with_placeholders(self, is_last: Callable[[Sequence], bool]) -> Iterator[None]:
-        """Meanwhile its sequences have a placeholder for the token that is being drawn, unless they end with it for certain.
+        """Meanwhile its sequences have a placeholder for the token that is being drawn, unless they end with it for
+        certain.
 
         A sequence that ends with it has nothing to compute then, so the scheduler passes over it.
         """

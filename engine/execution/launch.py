@@ -1,4 +1,6 @@
-"""Launches a planned step on the device: copies, loads, layer events, the model, and the draw where nothing else is needed."""
+"""Launches a planned step on the device: copies, loads, layer events, the model, and the draw where nothing else is
+needed.
+"""
 
 from kvrelay.engine.execution.in_flight import InFlightStep, sampled
 from kvrelay.engine.execution.layer_events import LayerEvents

@@ -1,4 +1,6 @@
-"""Reports, layer by layer, which blocks of held sequences are final: a transfer may begin while later layers are computed."""
+"""Reports, layer by layer, which blocks of held sequences are final: a transfer may begin while later layers are
+computed.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -56,7 +58,7 @@ def completed_blocks(item: Scheduled) -> tuple[int, list[BlockId]]:
 
 
 def _loaded(seq: Sequence) -> tuple[str, int, list[BlockId]]:
-    """(request, first index, blocks) of what is loaded from a lower tier: final layer by layer, like what is computed."""
+    """(request, first index, blocks) of blocks loaded from a lower tier, which become final layer by layer."""
     end = seq.num_cached // seq.block_size
     first = end - seq.num_loaded_blocks
     return seq.request_id, first, _block_ids(seq, first, end)

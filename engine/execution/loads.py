@@ -1,4 +1,7 @@
-"""Blocks that are still being loaded from a lower tier or the swap area while their sequences are computed. No torch."""
+"""Blocks that are still being loaded from a lower tier or the swap area while their sequences are computed.
+
+No torch.
+"""
 
 import logging
 from collections.abc import Callable

@@ -55,7 +55,10 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """On a GPU, choose kernels and capture steps now rather than in the first requests. No block may be in use yet."""
+        """On a GPU, choose kernels and capture steps now rather than in the first requests.
+
+        No block may be in use yet.
+        """
         self.choose_kernels()
         if self._graphs is not None:
             self._graphs.warm_up(self._forward)

@@ -1,7 +1,8 @@
-"""From a launched step to its outputs: the tokens of plain rows, of groups, of drafted rows, and prompt log-probabilities.
+"""From a launched step to its outputs: the tokens of plain rows, of groups, of drafted rows, and prompt
+log-probabilities.
 
-On a device that computes asynchronously tokens are drawn when the step is launched, where that needs nothing that is not
-known yet, and collected later; otherwise they are drawn when the step is collected.
+On a device that computes asynchronously tokens are drawn when the step is launched, where that needs nothing that is
+not known yet, and collected later; otherwise they are drawn when the step is collected.
 """
 
 from collections.abc import Callable
@@ -124,7 +125,8 @@ class StepSampling:
         self._groups.settle(leaders)
 
     def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
-        """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its sequence's step.
+        """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its
+        sequence's step.
 
         So the tokens are those of plain steps, one by one: see `uniform`.
         """

@@ -1,7 +1,7 @@
 """Beam search: which beams continue which, which are done, when to stop. Pure: plain data in, plain data out.
 
-The rules are those of Hugging Face's `generate(num_beams=...)`, rounding to float32 included, so that the results are equal.
-Owns no sequence and no block: their owner forks and drops them as a `BeamStep` describes.
+The rules are those of Hugging Face's `generate(num_beams=...)`, rounding to float32 included, so that the results are
+equal. Owns no sequence and no block: their owner forks and drops them as a `BeamStep` describes.
 """
 
 import math
@@ -74,7 +74,10 @@ class BeamSearch:
         return self._finished[:count]
 
     def step(self, candidates: list[BeamCandidates]) -> BeamStep:
-        """Choose the next beams. `candidates[i]`: beam i's likeliest `num_candidates` continuations, or the whole vocabulary."""
+        """Choose the next beams.
+
+        `candidates[i]`: beam i's likeliest `num_candidates` continuations, or the whole vocabulary.
+        """
         ranked = self._ranked(candidates)
         length = len(self._beams[0].token_ids) + 1
         going_on = []

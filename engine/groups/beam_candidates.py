@@ -10,7 +10,7 @@ from kvrelay.engine.scheduling.sequence import Sequence
 
 
 def likeliest(logits: Tensor, seqs: list[Sequence]) -> list[BeamCandidates]:
-    """As many continuations of each beam as its search looks at, likeliest first. logits: [R, vocab], a row for each."""
+    """Each beam's likeliest continuations, as many as its search looks at. logits: [R, vocab], a row for each beam."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     most = 1
     for row, seq in enumerate(seqs):

@@ -35,7 +35,10 @@ class GroupSteps:
     # ---- samples
 
     def rows_of(self, seqs: list[Sequence]) -> list[tuple[int, Sequence]]:
-        """(row, sequence) of every token that is to be drawn: a leader's row serves each of its choices. Beams draw none."""
+        """(row, sequence) of every token that is to be drawn: a leader's row serves each of its choices.
+
+        Beams draw none.
+        """
         draws: list[tuple[int, Sequence]] = []
         for row, seq in enumerate(seqs):
             group = seq.group
@@ -86,7 +89,9 @@ class GroupSteps:
         self._scheduler.groups.fork(group, members)
 
     def take_over(self, leader: Sequence, token_ids: list[int]) -> list[Sequence]:
-        """A prefill worker has computed the prompt and drawn each live choice's first token; the members, which have parted."""
+        """A prefill worker has computed the prompt and drawn each live choice's first token; the members, which have
+        parted.
+        """
         group = leader.group
         assert group is not None
         members = self._members(group, leader)

@@ -16,7 +16,9 @@ def search_of(request: SequenceRequest, eos_ids: tuple[int, ...]) -> BeamSearch 
 
 
 class GroupTable:
-    """A group is in the table from its arrival until its last member has ended. eos_ids: end a beam search's hypotheses."""
+    """A group is in the table from its arrival until its last member has ended. eos_ids: end a beam search's
+    hypotheses.
+    """
 
     def __init__(self, eos_ids: tuple[int, ...] = ()) -> None:
         self._eos_ids = eos_ids
@@ -70,7 +72,7 @@ def fault_of(request: SequenceRequest, *, block_size: int, num_blocks: int, max_
     need = prompt // block_size + asked.beams.width * (own + 1)  # one each while a shared block is copied
     if need > num_blocks:
         return "too_long", (
-            f"a beam search of width {asked.beams.width} over up to {request.sampling.max_tokens} tokens may need {need} "
-            f"blocks, and there are {num_blocks}: ask for fewer tokens or beams"
+            f"a beam search of width {asked.beams.width} over up to {request.sampling.max_tokens} tokens may need "
+            f"{need} blocks, and there are {num_blocks}: ask for fewer tokens or beams"
         )
     return None

@@ -1,4 +1,7 @@
-"""Forks and merges of groups: members continue from the blocks of their leader's prompt, and become one leader again. Pure."""
+"""Forks and merges of groups: members continue from the blocks of their leader's prompt, and become one leader again.
+
+Pure.
+"""
 
 from array import array
 
@@ -13,7 +16,10 @@ from kvrelay.types import FinishReason
 
 
 def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
-    """A new sequence for this choice with its output so far, without blocks. `like`: the leader, or the beam it forks from."""
+    """A new sequence for this choice with its output so far, without blocks.
+
+    `like`: the leader, or the beam it forks from.
+    """
     request, params = group.request, group.request.sampling
     asked = request.group
     seed = asked.seeds[choice] if asked is not None and asked.seeds else params.seed

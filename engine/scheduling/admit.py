@@ -1,7 +1,8 @@
 """Admission: whose turn it is, whether there is room for it, and the blocks that it gets. Pure.
 
-A queued sequence is admitted when it is the head of its queue, the running-sequence limit allows it, and the pool has its
-blocks and headroom for what runs already. Neither queue starves the other: room for the other queue's head is reserved.
+A queued sequence is admitted when it is the head of its queue, the running-sequence limit allows it, and the pool has
+its blocks and headroom for what runs already. Neither queue starves the other: room for the other queue's head is
+reserved.
 """
 
 from array import array
@@ -40,7 +41,10 @@ class Turns:
         return self._queues.waiting.past_deadline(now_s) + self._queues.reserving.past_deadline(now_s)
 
     def head(self, queue: WaitingQueue) -> Sequence | None:
-        """Whose turn it is. A sequence that waits for blocks from a store is skipped, for as long as the settings allow."""
+        """Whose turn it is.
+
+        A sequence that waits for blocks from a store is skipped, for as long as the settings allow.
+        """
         if not len(queue):
             return None
         is_skipped = None if self._tiers is None else self._tiers.is_waiting
@@ -201,7 +205,7 @@ class Admission:
         self.turns, self.blocks = turns, blocks
 
     def grant_reservations(self) -> list[Sequence]:
-        """Reserve blocks for as many queued reservations as there is room for, in order; returns them, now RECEIVING."""
+        """Reserve blocks for queued reservations, in order, while there is room; returns them, now RECEIVING."""
         queues, granted = self._queues, list[Sequence]()
         self.turns.return_ready()
         while not queues.swapped and (seq := self.turns.head(queues.reserving)) is not None:
@@ -217,7 +221,8 @@ class Admission:
         """Admit the head of the waiting queue, which has its blocks then; None: there is none, or no room for it.
 
         Args:
-            chunks: prompts that this step computes. A sequence that finds much of one cached in the next step waits for it.
+            chunks: prompts that this step computes. A sequence that finds much of one cached in the next step waits
+                for it.
             before: only a sequence that goes before this one, whose prompt has begun.
         """
         waiting = self._queues.waiting

@@ -1,4 +1,7 @@
-"""The blocks of one engine's sequences: copy on write, blocks set aside, the prefix cache's share, and their release. Pure."""
+"""The blocks of one engine's sequences: copy on write, blocks set aside, the prefix cache's share, and their release.
+
+Pure.
+"""
 
 from array import array
 from collections import Counter
@@ -37,7 +40,10 @@ class CopyOnWrite:
         self.sources: list[BlockId] = []  # held until their copies are made
 
     def try_own(self, seq: Sequence) -> bool:
-        """Make the partial block that `seq` writes next its own, by a copy if others hold it. False: no block is free."""
+        """Make the partial block that `seq` writes next its own, by a copy if others hold it.
+
+        False: no block is free.
+        """
         index, offset = divmod(seq.num_computed, seq.block_size)
         if not offset or self._pool.is_own(source := BlockId(seq.blocks[index])):
             return True
@@ -73,7 +79,7 @@ class BlocksAside:
         self._num_kept = 0
 
     def quarantine(self, seq: Sequence) -> int:
-        """Take the blocks of a sequence, which may still be written by a transfer; returns the key for `unquarantine`."""
+        """Take a sequence's blocks, which a transfer may still write; returns the key for `unquarantine`."""
         self.quarantined[seq.arrival] = seq.blocks
         seq.blocks = array("i")
         return seq.arrival
@@ -130,7 +136,9 @@ class PrefixRegistration:
         self.pinning = pinning
 
     def register(self, seq: Sequence) -> None:
-        """Other sequences may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked to."""
+        """Other sequences may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked
+        to.
+        """
         full = seq.num_computed // seq.block_size
         if full > seq.num_hashed_blocks:
             self.register_full(seq, full)

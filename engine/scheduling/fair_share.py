@@ -55,7 +55,10 @@ class FairShare:
     # ---- queued
 
     def joined(self, tenant: str) -> None:
-        """One more of its sequences is queued. A tenant that had none is lifted: it has saved up `credit_tokens` at most."""
+        """One more of its sequences is queued.
+
+        A tenant that had none is lifted: it has saved up `credit_tokens` at most.
+        """
         if not self.num_waiting[tenant]:
             self._counters[tenant] = max(self.counter(tenant), self.level() - self.rules.credit_tokens, 0.0)
             self._idle.pop(tenant, None)
@@ -83,12 +86,15 @@ class FairShare:
         return self._counters.get(tenant, 0.0)
 
     def turn(self, tenant: str) -> float:
-        """The order of tenants, least first: counters in steps, so that tenants served about alike are first come first served."""
+        """The order of tenants, least first: counters in steps, so that tenants served about alike are first come
+        first served.
+        """
         quantum = self.rules.credit_tokens / TURNS_IN_CREDIT
         return self.counter(tenant) // quantum if quantum else self.counter(tenant)
 
     def level(self) -> float:
-        """How much a tenant that always had something queued has been served: the highest that the least counter has been.
+        """How much a tenant that always had something queued has been served: the highest that the least counter has
+        been.
 
         Not the least itself: newcomers with savings would lower it, each for the next, and come before one another.
         """
@@ -131,7 +137,7 @@ class FairShare:
             seq.num_charged = seq.num_computed
 
     def serve(self, num_outputs: Mapping[str, int]) -> None:
-        """Pay for these output tokens, by tenant, which were computed and are noted in their sequences' `num_charged`."""
+        """Pay for these output tokens, by tenant, which the sequences' `num_charged` already includes."""
         for tenant, count in num_outputs.items():
             self._charge(tenant, self.rules.output_weight * count)
             self.computed(tenant, count)
@@ -172,7 +178,10 @@ class FairShare:
     # ---- what others may know
 
     def computed(self, tenant: str, num_tokens: int) -> None:
-        """Count what was computed, again after a pre-emption, too. Of bounded size: later tenants are counted together."""
+        """Count what was computed, again after a pre-emption, too.
+
+        Of bounded size: later tenants are counted together.
+        """
         if tenant in self.computed_tokens or len(self.computed_tokens) < MAX_NAMED + len(self.rules.tenant_weights):
             self.computed_tokens[tenant] = self.computed_tokens.get(tenant, 0) + num_tokens
         else:

@@ -1,7 +1,8 @@
 """How many blocks admission leaves free for running sequences, so that it rarely causes preemption. Pure.
 
-Sequences grow by a token a step and release their blocks when they end. From the lengths of recent outputs follows how long each
-sequence will still run, and that gives the largest number of blocks that all of them will need at the same time.
+Sequences grow by a token a step and release their blocks when they end. From the lengths of recent outputs follows
+how long each sequence will still run, and that gives the largest number of blocks that all of them will need at the
+same time.
 
 Source: the past-future scheduler (Gong et al., ASPLOS 2025).
 """

@@ -1,4 +1,7 @@
-"""The pins of one engine: prompts that their requests, or a prefetch, want kept, in the pool and in the host tier. Pure."""
+"""The pins of one engine: prompts that their requests, or a prefetch, want kept, in the pool and in the host tier.
+
+Pure.
+"""
 
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
@@ -36,7 +39,10 @@ class Pinning:
         self._record(seq, len(seq.block_chain()), ttl_s)
 
     def end(self, session: str) -> None:
-        """End the pins of a session, and make none for it any more. Blocks that other requests have pinned, too, stay."""
+        """End the pins of a session, and make none for it any more.
+
+        Blocks that other requests have pinned, too, stay.
+        """
         if not session:
             return
         self._ended[session] = None

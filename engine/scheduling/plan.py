@@ -1,6 +1,7 @@
 """Step planning: which tokens of which sequences the next step computes. Pure.
 
-A step is filled up to the token budget: sequences that decode first, then prompts that have begun, swapped sequences, and new ones.
+A step is filled up to the token budget: sequences that decode first, then prompts that have begun, swapped sequences,
+and new ones.
 """
 
 import math
@@ -40,7 +41,10 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step's work: single-token rows first, then those with drafts, then chunks. Before them, the copies, in order."""
+    """One step's work: single-token rows first, then those with drafts, then chunks.
+
+    Before them, the copies, in order.
+    """
 
     work: tuple[Scheduled, ...]
     num_single: int
@@ -172,8 +176,8 @@ class StepPlanner:
     def ensure_block(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """Have a block for the next token of `seq`, for itself. False if `seq` was preempted for that.
 
-        Need not be asked again until that block is full: another sequence comes to share it only by a fork, and a running
-        sequence keeps its blocks.
+        Need not be asked again until that block is full: another sequence comes to share it only by a fork, and a
+        running sequence keeps its blocks.
         """
         if not self._has_room(seq, preempted):
             return False
@@ -216,7 +220,10 @@ class StepPlanner:
             self._join(seq, draft)
 
     def _admit(self, draft: _Draft, before: Sequence | None = None) -> None:
-        """Begin queued sequences while there is room; `before`: only those that go before this prompt, which has begun."""
+        """Begin queued sequences while there is room;
+
+        `before`: only those that go before this prompt, which has begun.
+        """
         while draft.budget > 0 and (seq := self._admission.admit_waiting(draft.chunks, before)) is not None:
             self._join(seq, draft)
 

@@ -1,7 +1,7 @@
 """What becomes of a preempted group of sequences: swapped, recomputed, or returned to prefill. Pure.
 
-Costs are seconds that all sequences of the worker lose together: the group's own delay, and what of it keeps the engine from
-all other sequences. All speeds are measured ones and arguments; no clock.
+Costs are seconds that all sequences of the worker lose together: the group's own delay, and what of it keeps the
+engine from all other sequences. All speeds are measured ones and arguments; no clock.
 """
 
 import enum
@@ -24,8 +24,8 @@ class VictimGroup:
     """What one group would lose or move, summed over its sequences.
 
     num_tokens: with KV here. shared_tokens: of those, in blocks that others hold, too, so that they are found again.
-    tier_tokens: of the rest, in the host tier. swap_bytes: of the blocks that a swap copies, each way. transfer_bytes: of the KV that
-    a prefill worker would send. num_others: sequences that run meanwhile.
+    tier_tokens: of the rest, in the host tier. swap_bytes: of the blocks that a swap copies, each way.
+    transfer_bytes: of the KV that a prefill worker would send. num_others: sequences that run meanwhile.
     """
 
     num_tokens: int
@@ -104,7 +104,8 @@ def costs(victims: VictimGroup, rates: PreemptionRates) -> dict[PreemptionMode, 
 def choose(victims: VictimGroup, rates: PreemptionRates, *, only: PreemptionMode | None = None) -> PreemptionMode:
     """The way that costs all sequences the least. only: that one, where it can be gone.
 
-    Of equal costs, and where nothing was measured, swap comes first, then recompute: neither asks anything of another worker.
+    Of equal costs, and where nothing was measured, swap comes first, then recompute: neither asks anything of another
+    worker.
     """
     found = costs(victims, rates)
     if only is not None:

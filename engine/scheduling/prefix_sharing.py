@@ -1,7 +1,7 @@
 """Queued prompts with a common prefix: whether one finds in the next step what another computes in this one. Pure.
 
-In one step both would compute what they share, and the router, which counts on KV that a worker is about to have, would be
-wrong about the second. So it waits one step, if that saves more than a step's own time.
+In one step both would compute what they share, and the router, which counts on KV that a worker is about to have,
+would be wrong about the second. So it waits one step, if that saves more than a step's own time.
 
 Source: SGLang's in-batch prefix caching defers such a prompt, too, by a fixed 32 tokens (python/sglang/srt/managers/
 schedule_policy.py); vLLM names blocks when they are planned instead, so that a step may read what it writes.

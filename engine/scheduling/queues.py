@@ -60,7 +60,7 @@ class Queues:
         return sum([seq.num_uncomputed for seq in self.waiting]) + sum([count for count in begun if count > 1])
 
     def overdue(self) -> tuple[int, int]:
-        """(prompts, their uncached tokens) that wait past their TTFT target, behind those that can still meet theirs."""
+        """(prompts, their uncached tokens) that are overdue: they yield to prompts that can still meet their target."""
         overdue = [seq.overdue_tokens for seq in self.waiting if seq.overdue_tokens]
         return len(overdue), sum(overdue)
 

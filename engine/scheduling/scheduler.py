@@ -1,7 +1,8 @@
 """The scheduler: the life of every sequence of one engine, from its arrival to its end. Pure: no torch, no clock.
 
-Its parts, each a class of its own: queues.py (where sequences are), admit.py (which sequence may begin), plan.py (what a step computes),
-preempt.py (what happens when blocks run out), blocks.py (what sequences hold, and their release).
+Its parts, each a class of its own: queues.py (where sequences are), admit.py (which sequence may begin), plan.py
+(what a step computes), preempt.py (what happens when blocks run out), blocks.py (what sequences hold, and their
+release).
 """
 
 from collections import defaultdict, deque
@@ -127,7 +128,8 @@ class Scheduler:
 
     Args:
         fair_share: tenants' counters; default: with QueueRules' defaults.
-        headroom: what admission leaves free; default: `config.headroom` of what is expected from outputs of this engine.
+        headroom: what admission leaves free; default: `config.headroom` of what is expected from outputs of this
+            engine.
         speeds: measured ones, which the engine updates.
         area: where preempted sequences' KV may go; started.
         tiers: below the pool.
@@ -192,8 +194,8 @@ class Scheduler:
     def activate(self, request_id: str, token_ids: Rows[int]) -> Sequence | None:
         """The prompt's KV has arrived and was verified: decode from these first tokens. None: it is not here.
 
-        What comes from a lower tier may still be on its way. Then the blocks are registered after their first step, which
-        waits for it, and begins again if it is corrupt.
+        What comes from a lower tier may still be on its way. Then the blocks are registered after their first step,
+        which waits for it, and begins again if it is corrupt.
         """
         seq = self.queues.receiving.pop(request_id, None)
         if seq is None:
@@ -249,7 +251,7 @@ class Scheduler:
         self.release.finish(seq, reason)
 
     def quarantine(self, seq: Sequence, reason: FinishReason) -> int:
-        """End a receiving sequence whose blocks may still be written; returns the key for `BlocksAside.unquarantine`."""
+        """End a receiving sequence whose blocks may still be written; returns its BlocksAside key."""
         self.release.stop_loading(seq)
         key = self.aside.quarantine(seq)
         self.finish(seq, reason)
@@ -291,7 +293,10 @@ class Scheduler:
         return self.queues.has_work
 
     def check_idle(self) -> None:
-        """Raise AssertionError if blocks are used although no sequence holds any: they leaked. Cheap: for every step."""
+        """Raise AssertionError if blocks are used although no sequence holds any: they leaked.
+
+        Cheap: for every step.
+        """
         queues = self.queues
         if not (queues.running or queues.receiving or queues.held):
             used, aside = self.pool.counts().used, len(self.aside.holders().keys() | set(self.planner.copies.sources))

@@ -35,7 +35,8 @@ _LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's token stream here. Owned and changed by the scheduler, but for what is marked as the runner's or the engine's.
+    """A request's token stream here. Owned and changed by the scheduler, but for what is marked as the runner's or
+    the engine's.
 
     `num_computed` tokens have their KV in `blocks`; the rest of `token_ids` is still to compute.
     """
@@ -156,7 +157,8 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sequences that continue one prompt. The leader computes it; then the members share its blocks and the leader is gone.
+    """Sequences that continue one prompt. The leader computes it; then the members share its blocks and the leader is
+    gone.
 
     A group that is preempted becomes a leader again; `outputs` are then its members' tokens.
     """

@@ -1,6 +1,7 @@
 """Preempted sequences' KV: which way out costs the least, and the copies to the swap area and back. Pure.
 
-Between the scheduler, which owns the queues, and `kvcache.memory.swap`, which knows blocks. Lives on the engine's thread.
+Between the scheduler, which owns the queues, and `kvcache.memory.swap`, which knows blocks. Lives on the engine's
+thread.
 """
 
 from array import array
@@ -120,7 +121,10 @@ class Swapping:
         return True
 
     def match(self, seq: Seq) -> "BlockIds | None":
-        """Cached blocks that need not be copied back; None: blocks that it shared are gone, so it must be recomputed."""
+        """Cached blocks that need not be copied back;
+
+        None: blocks that it shared are gone, so it must be recomputed.
+        """
         swapped = seq.swapped
         assert swapped is not None
         cached = self._pool.match(seq.block_chain(), min(seq.num_computed // seq.block_size, swapped.end_block))

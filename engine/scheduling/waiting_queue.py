@@ -1,9 +1,9 @@
 """A queue of sequences that wait for admission: which is next. Pure.
 
-Within a class of priority, lower numbers first, the order is: preempted sequences, then deadlines, then tenants by what they
-were served; within a tenant first come first served, overdue sequences (see `mark_overdue`) behind the others. So that no
-sequence starves, every `oldest_every`-th admission is the sequence that came first: one that has E sequences before it when it
-is queued is admitted after at most `oldest_every` x (E + 1) admissions.
+Within a class of priority, lower numbers first, the order is: preempted sequences, then deadlines, then tenants by
+what they were served; within a tenant first come first served, overdue sequences (see `mark_overdue`) behind the
+others. So that no sequence starves, every `oldest_every`-th admission is the sequence that came first: one that has E
+sequences before it when it is queued is admitted after at most `oldest_every` x (E + 1) admissions.
 """
 
 import heapq
@@ -85,7 +85,10 @@ class _Class:
             heapq.heapify(self._tenants)
 
     def first(self, num_live: int) -> _Place | None:
-        """The next one. A deadline of a tenant that leads by too much no longer counts: the sequence queues with the others."""
+        """The next one.
+
+        A deadline of a tenant that leads by too much no longer counts: the sequence queues with the others.
+        """
         if (place := self._begun.first()) is not None:
             return place
         while (place := self._urgent.first()) is not None:
@@ -213,7 +216,9 @@ class WaitingQueue:
         return None
 
     def mark_overdue(self, seq: Sequence, num_uncached: int) -> None:
-        """It misses its TTFT target: sequences of its tenant and class that can still meet theirs go before it from now on."""
+        """It misses its TTFT target: sequences of its tenant and class that can still meet theirs go before it from
+        now on.
+        """
         self._places[id(seq)].is_live = False
         seq.overdue_tokens = max(1, num_uncached)
         self._stand(seq)
@@ -241,8 +246,8 @@ class WaitingQueue:
     def passes(self, seq: Sequence, begun: Sequence) -> bool:
         """Whether the queued `seq` goes before the rest of a prompt that has begun.
 
-        It does if its class is before the other's; or is the same, and its tenant was served much less, or only the other is
-        overdue.
+        It does if its class is before the other's; or is the same, and its tenant was served much less, or only the
+        other is overdue.
         """
         priority, _, _, turn, _ = begun.queue_rank
         mine = self._shares.turn(seq.request.tenant) + TURNS_IN_CREDIT / 2
@@ -266,7 +271,10 @@ class WaitingQueue:
         return math.inf if place is None else place.seq.deadline_s
 
     def past_deadline(self, now_s: float) -> list[Sequence]:
-        """Queued sequences that were never begun and should have their first token by now. They stay queued: see `remove`."""
+        """Queued sequences that were never begun and should have their first token by now.
+
+        They stay queued: see `remove`.
+        """
         overdue: list[Sequence] = []
         while self.next_deadline_s() <= now_s:
             overdue.append(self._deadlines.pop().seq)

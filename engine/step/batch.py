@@ -1,4 +1,6 @@
-"""The step in flight, and what ends or forgets a sequence beside the scheduler: its rows, its drafts, the blocks in use."""
+"""The step in flight, and what ends or forgets a sequence beside the scheduler: its rows, its drafts, the blocks in
+use.
+"""
 
 from kvrelay.engine.execution.in_flight import InFlightStep
 from kvrelay.engine.execution.runner import Runner

@@ -169,7 +169,10 @@ def _layer_events(extensions: Extensions, num_layers: int) -> LayerEvents | None
 
 
 def make_kv_cache(model: DecoderModel, backend: Backend, config: EngineConfig, digest: str = "") -> KvCache:
-    """The memory of an engine's KV, its pool and its fingerprint. Raises ConfigError: there is no room for two blocks."""
+    """The memory of an engine's KV, its pool and its fingerprint.
+
+    Raises ConfigError: there is no room for two blocks.
+    """
     shape, spec = model.attention_shape, model.spec
     compute_dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
     dtype = next(name for name, value in KV_DTYPES.items() if value is shape.kv_dtype)

@@ -187,7 +187,10 @@ class Engine:
         return plan
 
     def _advance(self, step: InFlightStep) -> None:
-        """The KV of a launched step is as good as there: what follows is computed after it. All its tokens are known by now."""
+        """The KV of a launched step is as good as there: what follows is computed after it.
+
+        All its tokens are known by now.
+        """
         work = step.plan.work
         if self.looks_ahead:  # some may have ended with the step before
             work = tuple(item for item in work if item.seq.state is State.RUNNING)

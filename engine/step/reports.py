@@ -1,4 +1,7 @@
-"""What an engine reports of itself: cache events, snapshots, load; and what it learns from each step's time. No torch."""
+"""What an engine reports of itself: cache events, snapshots, load; and what it learns from each step's time.
+
+No torch.
+"""
 
 import math
 from collections.abc import Callable

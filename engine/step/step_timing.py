@@ -43,7 +43,9 @@ class StepTiming:
             self.num_prefill_steps += num_steps
 
     def _observe_prefill(self, num_tokens: int, seconds: float, num_steps: int) -> None:
-        """All late tokens over all late seconds: a prompt's short last chunk, or one far into a long prompt, says little."""
+        """All late tokens over all late seconds: a prompt's short last chunk, or one far into a long prompt, says
+        little.
+        """
         if self.num_prefill_steps < FIRST_STEPS:
             rate = _learnt(self.prefill_tokens_per_s, num_tokens / seconds, self.num_prefill_steps, num_steps, max)
             self.prefill_tokens_per_s, self._prefill_tokens = rate, float(num_tokens)
