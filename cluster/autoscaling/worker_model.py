@@ -52,7 +52,6 @@ def rules_of(settings: PlannerSettings) -> PlannerRules:
     return PlannerRules(
         horizon_s=settings.horizon_s,
         hold_s=settings.scale_down_delay_s,
-        margin=settings.margin,
         period_s=settings.period_s,
     )
 

@@ -15,8 +15,6 @@ class ServeSettings(Section):
     host: str = setting("127.0.0.1", "Address to listen on; under `serve deploy`: http_options in the file.")
     port: int = setting(8000, "HTTP port; under `serve deploy`: http_options in the file.", ge=1, le=65535)
     max_body_bytes: Size = setting("4MiB", "Larger request bodies get 413.")
-    max_n: int = setting(16, "Largest n of a request.", ge=1)
-    max_prompts: int = setting(64, "Most prompts in one completions request.", ge=1)
     max_logprobs: int = setting(20, "Most alternatives per token.", ge=0)
     request_timeout_s: float = setting(600.0, "A request that takes longer fails.", unit="s", gt=0)
     api_key: str | None = setting(
@@ -116,9 +114,6 @@ class PlannerSettings(Section):
         unit="s",
         ge=10,
         le=86400,
-    )
-    margin: float = setting(
-        0.15, "Extra load, as a share, which fewer workers must still carry before scaling down.", ge=0, le=2
     )
     period_s: float = setting(
         86400.0, "Period of a seasonal pattern, used once the history shows it; 0: none.", unit="s", ge=0

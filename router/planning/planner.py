@@ -38,7 +38,7 @@ class PlannerRules:
 
     horizon_s: float = 60.0  # until a worker started now serves
     hold_s: float = 300.0  # fewer workers must have sufficed for so long
-    margin: float = 0.15  # of the load, that the fewer workers must still carry
+    margin: float = 0.15  # share of extra load that fewer workers must still serve; no setting: the delay is the knob
     catch_up_s: float = 30.0  # in which overdue prompts are to be computed
     period_s: float = 86400.0  # of a repeating pattern; 0: none
 

@@ -22,6 +22,8 @@ from kvrelay.settings.cluster import ServeSettings
 DEFAULT_COMPLETION_TOKENS = 16
 T = TypeVar("T")
 MAX_BEAMS = 16
+MAX_N = 16  # choices share one KV transfer, but each holds a place in the batch; more belong in several requests
+MAX_PROMPTS = 64  # of one completions request: as many sequences as a worker runs by default
 _MIN_TOP_P = 1e-6
 
 
@@ -69,8 +71,8 @@ _UNSUPPORTED = (
 
 def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None:
     """What pydantic cannot know: this server's limits and vocabulary. Raises InvalidRequest."""
-    if (body.n or 1) > settings.max_n:
-        raise InvalidRequest(f"n: at most {settings.max_n}", "n")
+    if (body.n or 1) > MAX_N:
+        raise InvalidRequest(f"n: at most {MAX_N}", "n")
     for token_id in body.stop_token_ids or ():
         _check_token(token_id, "stop_token_ids", vocab_size)
     wanted = body.top_logprobs if isinstance(body, ChatBody) else getattr(body, "logprobs", None)
@@ -177,8 +179,8 @@ def prompts_of(body: CompletionBody, settings: ServeSettings, vocab_size: int) -
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest("prompt: must be a non-empty text, list of texts, or list(s) of token ids", "prompt")
-    if len(prompt) > settings.max_prompts:
-        raise InvalidRequest(f"prompt: at most {settings.max_prompts} prompts", "prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts", "prompt")
     for item in prompt:
         _check_prompt(item, vocab_size)
     return prompt
