@@ -355,7 +355,9 @@ async def test_frames_of_a_thread_stay_whole_and_in_order_beside_the_loops(tls, 
 
 
 async def test_what_the_socket_did_not_take_is_not_overtaken_once_it_does_again():
-    """The loop sends something while a thread's frames wait for it; the thread goes on at once when the socket is free."""
+    """The loop sends something while a thread's frames wait for it; the thread goes on at once when the socket is
+    free.
+    """
     small = [b"%d" % index for index in range(4)]
 
     async def handler(connection):

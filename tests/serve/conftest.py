@@ -72,7 +72,8 @@ ClusterFactory = Callable[..., Any]
 async def make_cluster() -> AsyncIterator[ClusterFactory]:
     """Make a running cluster: `await make_cluster(prefill=1, decode=1, script=..., serve={...}, router={...})`.
 
-    pairings: what each prefill worker answers to Pair, such as FakeWorker.incompatible; they fit by default. info: of WorkerInfo.
+    pairings: what each prefill worker answers to Pair, such as FakeWorker.incompatible; they fit by default. info: of
+    WorkerInfo.
     """
     async with contextlib.AsyncExitStack() as stack:
 

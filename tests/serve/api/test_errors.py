@@ -350,7 +350,9 @@ async def test_an_error_is_told_without_a_traceback(make_cluster, caplog):
     ],
 )
 async def test_what_a_client_says_of_transfers_goes_nowhere(make_cluster, params):
-    """Elsewhere such parameters of a body name hosts and blocks, and incomplete ones end the engine (CVE-2026-94622)."""
+    """Elsewhere such parameters of a body name hosts and blocks, and incomplete ones end the engine
+    (CVE-2026-94622).
+    """
     cluster = await make_cluster()
     plain = await cluster.client.post("/v1/completions", json={**COMPLETION, "seed": 1})
     sent = [worker.count(wire.Prefill) + worker.count(wire.Reserve) for worker in cluster.workers]

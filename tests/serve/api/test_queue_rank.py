@@ -1,4 +1,6 @@
-"""Priority, deadline and tenant over HTTP: what reaches the workers, what is refused, and what is told of a late request."""
+"""Priority, deadline and tenant over HTTP: what reaches the workers, what is refused, and what is told of a late
+request.
+"""
 
 import asyncio
 

@@ -1,4 +1,6 @@
-"""SLO admission over HTTP: the field `slo`, 429 with its reason, what is told and counted; and nothing at all while it is off."""
+"""SLO admission over HTTP: the field `slo`, 429 with its reason, what is told and counted; and nothing at all while
+it is off.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""Sequences that wait at the ingress since their first token will be late in any case: their turn, and every other end."""
+"""Sequences that wait at the ingress since their first token will be late in any case: their turn, and every other
+end.
+"""
 
 import asyncio
 import contextlib

@@ -40,7 +40,14 @@ def told(event: bytes):
 
 async def test_a_snapshot_has_every_worker_with_every_figure_of_its_load(make_cluster):
     cluster = await make_cluster(prefill=2, decode=1)
-    load = {"running": 3, "batch_sequences": 2, "batch_tokens": 9, "pinned_blocks": 5, "preemptions": 7, "kv_refused": {"checksum": 1}}  # fmt: skip
+    load = {
+        "running": 3,
+        "batch_sequences": 2,
+        "batch_tokens": 9,
+        "pinned_blocks": 5,
+        "preemptions": 7,
+        "kv_refused": {"checksum": 1},
+    }
     tier = wire.TierLoad(tier="host", num_blocks=4)
     cluster.decode[0].say_raw(wire.LoadReport(seq=9, total_blocks=64, tiers=[tier], **load))
     await until_seen(cluster, lambda workers: workers["d0"]["load"]["seq"] == 9)
@@ -264,7 +271,17 @@ async def test_a_requests_story_has_its_stages_in_order_and_no_text(make_cluster
     (story,) = answer.json()["requests"]
     stages = {stage["name"]: stage for stage in story["stages"]}
     names = [name for name in stages if name != "KV transferred"]  # it may come before or after the first token
-    assert names == ["arrived", "tokenised", "routed", "reservation requested", "reserved", "prefill requested", "prefill started", "first token", "ended"]  # fmt: skip
+    assert names == [
+        "arrived",
+        "tokenised",
+        "routed",
+        "reservation requested",
+        "reserved",
+        "prefill requested",
+        "prefill started",
+        "first token",
+        "ended",
+    ]
     assert (stages["routed"]["prefill"], stages["routed"]["decode"]) == ("p0", "d0") and stages["routed"]["why"]
     assert (stages["KV transferred"]["source"], stages["KV transferred"]["target"]) == ("p0", "d0")
     assert [stage["at_s"] for stage in story["stages"]] == sorted(stage["at_s"] for stage in story["stages"])

@@ -1,4 +1,6 @@
-"""Several ingresses over the same workers, on real sockets: they share load, and one that starts anew is soon as good as ever."""
+"""Several ingresses over the same workers, on real sockets: they share load, and one that starts anew is soon as
+good as ever.
+"""
 
 import asyncio
 import contextlib
@@ -128,7 +130,9 @@ async def test_many_changes_at_once_are_one_message(make_cluster):
 
 
 async def test_a_restarted_ingress_decides_as_one_that_never_restarted(make_cluster):
-    """By events since the beginning, or by one snapshot: the same index, the same choices, the same cost to the last bit."""
+    """By events since the beginning, or by one snapshot: the same index, the same choices, the same cost to the
+    last bit.
+    """
     cluster = await make_cluster(prefill=3, decode=2)
     prompts = {name: chain(name) for name in "abcdef"}
     for seq, (name, worker) in enumerate(zip(prompts, [*cluster.workers, cluster.prefill[0]], strict=True), start=1):

@@ -1,4 +1,6 @@
-"""Snapshots go in a little at a time on the ingress's loop: others run in between, and what happens meanwhile is not lost."""
+"""Snapshots go in a little at a time on the ingress's loop: others run in between, and what happens meanwhile is
+not lost.
+"""
 
 import asyncio
 import itertools
