@@ -174,7 +174,7 @@ class FakeWorker:
             self._tell_others()
 
     def _tell_others(self) -> None:
-        for connection, others in self._assigned.take_news():
+        for connection, others in self._assigned.take_changes():
             self._send(connection, others)
 
     def _handle(self, connection: Connection, message: wire.ToWorker) -> None:

@@ -103,7 +103,7 @@ class WorkerReports:
 
     def _send_others(self) -> None:
         if self._is_open and self._is_running:
-            for subscriber, others in self._assigned.take_news():
+            for subscriber, others in self._assigned.take_changes():
                 self.send(subscriber.receive_others, self._worker, others)
 
     # ---- faults

@@ -1,7 +1,7 @@
-"""What each ingress has assigned to one worker: the worker adds it up, and tells each of them what the others have.
+"""What each ingress has assigned to one worker: the worker adds it up and sends each ingress the sum of the others.
 
 Ingresses share their load through the workers that it is on: no connection more, nothing in the middle that could fail, and a
-worker tells only of itself. Sums travel, not requests: a message that is lost or late is made good by the next one. Pure: never
+worker reports only its own. Sums travel, not requests: a message that is lost or late is made good by the next one. Pure: never
 imports a socket or a clock.
 """
 
@@ -23,7 +23,7 @@ class AssignedShares(Generic[P]):
         self._shares: dict[P, Numbers | None] = {}  # None: it has not said
         self._total: Numbers = _NOTHING
         self._num_silent = 0
-        self._told: dict[P, AssignedByOthers] = {}
+        self._sent: dict[P, AssignedByOthers] = {}
 
     def join(self, peer: P) -> None:
         """It listens from now on. Idempotent: what it has said stays."""
@@ -37,7 +37,7 @@ class AssignedShares(Generic[P]):
             self._put(peer, None)
             del self._shares[peer]
             self._num_silent -= 1
-            self._told.pop(peer, None)
+            self._sent.pop(peer, None)
 
     def hear(self, peer: P, share: Assigned) -> bool:
         """Its sums are these from now on. False: it does not listen, so it does not count."""
@@ -52,17 +52,17 @@ class AssignedShares(Generic[P]):
         self._total = _plus(_minus(self._total, before or _NOTHING), share or _NOTHING)
         self._shares[peer] = share
 
-    def take_news(self) -> list[tuple[P, AssignedByOthers]]:
-        """Whom to tell what: those of whose others something has changed since they were last told."""
-        news = []
-        num_others, told = len(self._shares) - 1, self._told
+    def take_changes(self) -> list[tuple[P, AssignedByOthers]]:
+        """(ingress, sum of the others) where that has changed since it was last sent."""
+        changes = []
+        num_others, sent = len(self._shares) - 1, self._sent
         for peer, own in self._shares.items():
             is_complete = self._num_silent == (own is None)
             others = AssignedByOthers(num_others, is_complete, *_minus(self._total, own or _NOTHING))
-            if told.get(peer, _ALONE) != others:
-                told[peer] = others
-                news.append((peer, others))
-        return news
+            if sent.get(peer, _ALONE) != others:
+                sent[peer] = others
+                changes.append((peer, others))
+        return changes
 
 
 _ALONE = AssignedByOthers(0, True)

@@ -107,7 +107,7 @@ class EngineReports:
                 link.send(load)
 
     def _send_assigned(self) -> None:
-        for link, others in self._assigned.take_news():
+        for link, others in self._assigned.take_changes():
             link.send(others)
 
     async def _beat(self) -> None:

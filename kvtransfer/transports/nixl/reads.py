@@ -65,7 +65,7 @@ class Read:
     thread_id: int = field(default_factory=threading.get_ident)  # the loop's
     posted: deque[Posted] = field(default_factory=deque)  # in flight, in order
     num_landed: int = 0  # bytes, in order
-    num_told: int = 0  # of those, bytes that have been handed over
+    num_reported: int = 0  # of those, bytes that have been handed over
     error: Exception | None = None
     fence: float = 0.0  # of a failed one: the time before which it is not over
     is_abandoned: bool = False
@@ -121,10 +121,10 @@ class Reads:
 
     def hand_over(self) -> None:
         """What has come since the last time."""
-        for read in [read for read in self._reads if read.num_told < read.num_landed or read.is_over]:
+        for read in [read for read in self._reads if read.num_reported < read.num_landed or read.is_over]:
             if read.is_over:
                 self._reads.remove(read)
-            read.num_told = read.num_landed
+            read.num_reported = read.num_landed
             self._hand_over(read, read.num_landed, read.is_over)
 
     # ---- what the thread must know to choose its pause

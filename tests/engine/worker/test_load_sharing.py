@@ -53,7 +53,7 @@ def test_each_has_been_told_the_sum_of_the_others(script):
                 if peer in said:
                     said[peer] = given_share
             case _:
-                news = shares.take_news()
+                news = shares.take_changes()
                 assert all(told.get(peer) != others for peer, others in news), "it has been told that already"
                 told |= dict(news)
     for peer in said:
@@ -69,7 +69,7 @@ def test_each_has_been_told_the_sum_of_the_others(script):
 def test_an_ingress_that_is_alone_is_told_nothing():
     shares = AssignedShares()
     shares.join("a")
-    assert shares.hear("a", share(5)) and shares.take_news() == []
+    assert shares.hear("a", share(5)) and shares.take_changes() == []
 
 
 def test_numbers_that_no_router_has_cannot_spoil_the_sums():
@@ -77,7 +77,7 @@ def test_numbers_that_no_router_has_cannot_spoil_the_sums():
     shares.join("a")
     shares.join("b")
     shares.hear("a", share(-5, prompts=1 << 62))
-    (others,) = [others for peer, others in shares.take_news() if peer == "b"]
+    (others,) = [others for peer, others in shares.take_changes() if peer == "b"]
     assert others.tokens == 0 and 0 < others.prompts < 1 << 50
 
 
@@ -101,7 +101,7 @@ class Together:
             news = [(number, *one) for number, router in enumerate(self.routers) for one in router.take_assigned()]
             for number, worker_id, assigned in news:
                 self.workers[worker_id].hear(number, assigned)
-            told = [(worker_id, *one) for worker_id, shares in self.workers.items() for one in shares.take_news()]
+            told = [(worker_id, *one) for worker_id, shares in self.workers.items() for one in shares.take_changes()]
             for worker_id, number, others in told:
                 self.routers[number].apply_others(worker_id, others)
             if not news and not told:
