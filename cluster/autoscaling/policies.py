@@ -72,7 +72,8 @@ class PlannerPolicy:
     `router.planning.planner.Planner`.
 
     The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the
-    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s.
+    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s. It has 13
+    attributes, because Serve allows one object for feed, learned speeds, retirements, planner and saved state.
     """
 
     def __init__(self, **settings: Any) -> None:

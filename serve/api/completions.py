@@ -56,7 +56,7 @@ async def completions(front: Front, request: Request) -> Response:
     arrived_s = front.dispatcher.clock()
     explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, CompletionBody)
-    given = prompts_of(body, front.settings.serve, front.codec.vocab_size)
+    given = prompts_of(body, front.codec.vocab_size)
     check_count(len(given), body, front.settings.router.max_inflight)
     job = GenerationJob(
         request_id=new_id("cmpl-"),

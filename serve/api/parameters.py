@@ -172,7 +172,7 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
     )
 
 
-def prompts_of(body: CompletionBody, settings: ServeSettings, vocab_size: int) -> list[str | list[int]]:
+def prompts_of(body: CompletionBody, vocab_size: int) -> list[str | list[int]]:
     """One or several prompts, each text or token ids. Raises InvalidRequest."""
     prompt = body.prompt
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)):

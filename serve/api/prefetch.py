@@ -33,7 +33,7 @@ async def prefetch(front: Front, request: Request) -> Response:
         prompts = [await chat_prompt(front, body)]
     else:
         body = front.check(PrefetchCompletionBody, data)
-        given = prompts_of(body, front.settings.serve, front.codec.vocab_size)
+        given = prompts_of(body, front.codec.vocab_size)
         check_count(len(given), body, front.settings.router.max_inflight)
         prompts = [await completion_prompt(front, body, item) for item in given]
     hints = await kv_hints(front.sessions, body)
