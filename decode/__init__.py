@@ -1,4 +1,4 @@
 """The decode worker: it reserves blocks, reads and verifies the prompt's KV, and generates tokens.
 
-May import kvrelay, engine/step, engine/worker, kvtransfer.
+May import kvrelay, engine, kvtransfer.
 """

@@ -16,7 +16,7 @@ from kvrelay.errors import ChecksumMismatch, PeerLost, TransferError, TransferTi
 from kvrelay.kvtransfer.paths.path_ranking import Route, untried
 from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, ToSource
 from kvrelay.kvtransfer.protocol.tickets import Reason, refusal
-from kvrelay.kvtransfer.reads.receive_plan import Arrival, ReceivePlan
+from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead, ReceivePlan
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, TransportError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class ReadQueue:
                 return
             grant.check_generations(end.generation_of, grant.blocks_of(unit))  # before a byte is written
             planned = plan.read(unit.source_chunks, unit.target_chunks, unit.layers)
-            arrival = Arrival(
+            arrival = ArrivingRead(
                 plan.memory, planned.pieces, plan.pairing.piece_bytes, unit.checksums, unit.is_checked, end.tamper()
             )
             began = time.monotonic()
@@ -155,7 +155,9 @@ class ReadQueue:
         self._send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
         self.advance(grant)
 
-    async def _wait_for(self, reader: Reader, grant: Grant, read: "asyncio.Future[None]", arrival: Arrival) -> None:
+    async def _wait_for(
+        self, reader: Reader, grant: Grant, read: "asyncio.Future[None]", arrival: ArrivingRead
+    ) -> None:
         """Wait for a read while bytes land. Raises TransferTimeout where it cannot be stopped either."""
         self._end.grants.track(grant, read, reader)
         seen, stall_s = -1, self._end.settings.stall_s

@@ -16,7 +16,7 @@ _MAX_WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommittedTransfer:
     """A committed transfer. `payload`: the prefill worker's manifest, as it came."""
 
     payload: bytes
@@ -31,7 +31,7 @@ class Incoming:
         self.link, self.request = link, request
         self.has_ticket = False  # a transfer may write its blocks
         self._reserved: asyncio.Future[Reservation] = loop.create_future()
-        self._committed: asyncio.Future[Commit] = loop.create_future()
+        self._committed: asyncio.Future[CommittedTransfer] = loop.create_future()
 
     @property
     def is_waiting(self) -> bool:
@@ -41,7 +41,7 @@ class Incoming:
     def reserved(self, reservation: Reservation) -> None:
         self._reserved.set_result(reservation)
 
-    def committed(self, commit: Commit) -> None:
+    def committed(self, commit: CommittedTransfer) -> None:
         """The transfer has ended well: every block is here and verified."""
         self.has_ticket = False
         if not self._committed.done():
@@ -62,7 +62,7 @@ class Incoming:
         except TimeoutError:
             return None
 
-    async def commit(self) -> Commit:
+    async def commit(self) -> CommittedTransfer:
         """Wait for the KV. Raises TransferError."""
         return await self._committed
 

@@ -45,7 +45,7 @@ from kvrelay.kvtransfer.protocol.tickets import (
     refusal,
 )
 from kvrelay.kvtransfer.protocol.types import TransferResult
-from kvrelay.kvtransfer.reads.probes import Probe
+from kvrelay.kvtransfer.reads.probes import PathProbe
 from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.plane.framing import Connection
@@ -184,7 +184,7 @@ class SourceLink:
         assert route is not None and plan is not None
         try:
             async with self._staging_lock:
-                await Probe(route, plan, message.block_ids, message.checksums).run(end.probe_buffers)
+                await PathProbe(route, plan, message.block_ids, message.checksums).run(end.probe_buffers)
         except Exception:  # a process edge: without a probe the paths keep their ranks
             logger.exception("the probe of %s failed", self._connection.peer)
         self.send(Probed(probe_id=message.probe_id, paths=route.table.reports(time.monotonic())))

@@ -9,7 +9,7 @@ import logging
 
 from kvrelay.decode.path_speeds import PathSpeeds
 from kvrelay.decode.quarantine import Quarantine
-from kvrelay.decode.reservations import Commit, Incoming, manifest_in
+from kvrelay.decode.reservations import CommittedTransfer, Incoming, manifest_in
 from kvrelay.decode.target import KvTarget
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
@@ -185,7 +185,7 @@ class DecodeRole:
     def _on_commit(self, request_id: str, payload: bytes, result: TransferResult) -> None:
         incoming = self._incoming.get(request_id)
         if incoming is not None:
-            incoming.committed(Commit(payload, result))
+            incoming.committed(CommittedTransfer(payload, result))
         else:
             self._abort(request_id)
 

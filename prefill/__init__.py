@@ -1,4 +1,4 @@
-"""The prefill worker: it computes prompts, samples the first token, and announces KV blocks to the decode worker that reads them.
+"""The prefill worker: it computes prompts, samples the first token, and announces KV blocks to the decode worker.
 
-May import kvrelay, engine/step, engine/worker, kvtransfer.
+May import kvrelay, engine, kvtransfer.
 """

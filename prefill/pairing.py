@@ -22,7 +22,7 @@ _LOST_REMEDY = "see whether the decode worker runs, and whether its KV port can 
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class SourceIdentity:
     """What a source's Hello says of its worker."""
 
     worker_id: str
@@ -36,7 +36,7 @@ class TargetLinks:
     def __init__(
         self,
         memory: KvMemory,
-        me: Identity,
+        me: SourceIdentity,
         secret: bytes,
         settings: TransferSettings,
         *,

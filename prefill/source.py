@@ -51,7 +51,7 @@ from kvrelay.kvtransfer.protocol.tickets import (
 from kvrelay.kvtransfer.protocol.types import PairReport, ProbeBuffers, TransferResult, TransferStats
 from kvrelay.kvtransfer.transports.base import Exporter, Transport
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.prefill.pairing import Identity, TargetLinks
+from kvrelay.prefill.pairing import SourceIdentity, TargetLinks
 from kvrelay.prefill.source_link import TargetAddress, TargetLink
 from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
@@ -72,7 +72,8 @@ class _Announcement:
 
 
 class SourceTransfer:
-    """One transfer of this source. Made by KvSource.open; used on its loop only."""
+    """One transfer of this source. Made by KvSource.open; used on its loop only. 15 attributes: the state
+    of one transfer."""
 
     def __init__(self, source: "KvSource", ticket: Ticket, data: bytes, link: TargetLink, pairing: Pairing) -> None:
         self.ticket, self._pairing = ticket, pairing
@@ -305,7 +306,7 @@ class KvSource:
         self.exports = PoolExports(memory, secret, host, transports)
         self.checksums = PoolChecksums(memory)
         self.links = TargetLinks(
-            memory, Identity(worker_id, epoch, fingerprint), secret, settings, offers=self.exports.offers,
+            memory, SourceIdentity(worker_id, epoch, fingerprint), secret, settings, offers=self.exports.offers,
             add_busy=self.exports.add_busy, checksums=self.checksums, probe_buffers=probe_buffers, tls=tls,
         )  # fmt: skip
 

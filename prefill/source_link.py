@@ -113,7 +113,8 @@ class Window:
 
 
 class TargetLink:
-    """Runs from connect() until the connection ends; `on_closed` is called then."""
+    """Runs from connect() until the connection ends; `on_closed` is called then.
+    23 attributes: the address, the connection's state, and the limits that the constructor takes."""
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ class SimulatedSequenceRequest(wire.SequenceRequest, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request of the load. Times are seconds of the simulation; tokens are counts."""
+    """One request of the load. Times are seconds of the simulation; tokens are counts. A record of 15
+    attributes."""
 
     index: int
     arrival_s: float

@@ -47,7 +47,7 @@ class Scaling(_Section):
 
 
 class Scenario(_Section):
-    """One cluster and what happens to it."""
+    """One cluster and what happens to it. Its attributes are the scenario file's fields."""
 
     prefill: int = Field(1, ge=0)
     decode: int = Field(1, ge=1)

@@ -9,7 +9,7 @@ from typing import Protocol
 from kvrelay.engine.groups.beam import BeamCandidates, Hypothesis
 from kvrelay.engine.groups.groups import member_of
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import Group, Sequence
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.types import FinishReason
 
@@ -48,14 +48,14 @@ class GroupSteps:
                 draws += [(row, member) for member in self._first_tokens(group, seq)]
         return draws
 
-    def _first_tokens(self, group: Group, leader: Sequence) -> list[Sequence]:
+    def _first_tokens(self, group: SequenceGroup, leader: Sequence) -> list[Sequence]:
         """The members without a first token. A prefill worker's draw it again when a group is continued."""
         members = self._members(group, leader)
         if leader.output_limit is None:
             members = [member for member in members if not group.outputs[member.choice]]
         return members
 
-    def _members(self, group: Group, leader: Sequence) -> list[Sequence]:
+    def _members(self, group: SequenceGroup, leader: Sequence) -> list[Sequence]:
         members = [member_of(group, leader, choice) for choice in sorted(group.outputs)]
         for member in members:
             member.num_chunks, member.prompt_logprobs = leader.num_chunks, leader.prompt_logprobs
@@ -71,7 +71,7 @@ class GroupSteps:
             if seq.group is not None and seq is seq.group.leader and seq.group.search is None:
                 self._settle(seq.group, seq)
 
-    def _settle(self, group: Group, leader: Sequence) -> None:
+    def _settle(self, group: SequenceGroup, leader: Sequence) -> None:
         members, group.members = list(group.members), []
         if leader.output_limit is None:
             self._fork_members(group, leader, members)
@@ -81,7 +81,7 @@ class GroupSteps:
         leader.hold = leader.hold and bool(members)
         self._end(leader, FinishReason.LENGTH)
 
-    def _fork_members(self, group: Group, leader: Sequence, members: list[Sequence]) -> None:
+    def _fork_members(self, group: SequenceGroup, leader: Sequence, members: list[Sequence]) -> None:
         self._forget(leader)
         for member in [member for member in members if member.choice in group.unwanted]:
             members.remove(member)
@@ -125,7 +125,7 @@ class GroupSteps:
                 outputs += self._advance(group)
         return outputs
 
-    def begin_search(self, group: Group, leader: Sequence, candidates: BeamCandidates) -> list[TokenOutput]:
+    def begin_search(self, group: SequenceGroup, leader: Sequence, candidates: BeamCandidates) -> list[TokenOutput]:
         """The prompt is computed, and these may follow it."""
         search = group.search
         assert search is not None
@@ -143,7 +143,7 @@ class GroupSteps:
         self._fork_members(group, leader, self._members(group, leader))
         return [first]
 
-    def _advance(self, group: Group) -> list[TokenOutput]:
+    def _advance(self, group: SequenceGroup) -> list[TokenOutput]:
         search = group.search
         assert search is not None
         step = search.step([group.candidates[rank] for rank in range(len(group.members))])
@@ -157,7 +157,7 @@ class GroupSteps:
         return []
 
     @staticmethod
-    def _results(group: Group) -> list[TokenOutput]:
+    def _results(group: SequenceGroup) -> list[TokenOutput]:
         request, search = group.request, group.search
         assert request.group is not None and search is not None
         count = request.group.num_choices

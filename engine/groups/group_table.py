@@ -1,7 +1,7 @@
 """The groups of one engine, by request id: n, best_of and beam search requests. Pure."""
 
 from kvrelay.engine.groups.beam import BeamRules, BeamSearch
-from kvrelay.engine.scheduling.sequence import Group, Sequence, State
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 from kvrelay.plane.messages import SequenceRequest
 
 
@@ -22,7 +22,7 @@ class GroupTable:
 
     def __init__(self, eos_ids: tuple[int, ...] = ()) -> None:
         self._eos_ids = eos_ids
-        self.by_id: dict[str, Group] = {}
+        self.by_id: dict[str, SequenceGroup] = {}
 
     @property
     def num_reserved(self) -> int:
@@ -38,7 +38,7 @@ class GroupTable:
         request = leader.request
         if (asked := request.group) is None:
             return
-        group = leader.group = self.by_id[request.request_id] = Group(
+        group = leader.group = self.by_id[request.request_id] = SequenceGroup(
             request, leader, search_of(request, self._eos_ids)
         )
         emitted = asked.emitted or [[] for _ in asked.seeds]

@@ -10,12 +10,12 @@ import msgspec
 from kvrelay.engine.groups.group_table import GroupTable
 from kvrelay.engine.scheduling.blocks import Release
 from kvrelay.engine.scheduling.queues import Queues
-from kvrelay.engine.scheduling.sequence import Group, Sequence, State
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.types import FinishReason
 
 
-def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
+def member_of(group: SequenceGroup, like: Sequence, choice: int) -> Sequence:
     """A new sequence for this choice with its output so far, without blocks.
 
     `like`: the leader, or the beam it forks from.
@@ -44,7 +44,7 @@ class Groups:
         self.table = table
         self.by_id = table.by_id
 
-    def fork(self, group: Group, members: list[Sequence]) -> None:
+    def fork(self, group: SequenceGroup, members: list[Sequence]) -> None:
         """The leader's prompt is computed: these continue from its blocks, each with at least one token of output."""
         leader = group.leader
         assert leader is not None and leader.num_computed == group.request.num_prompt_tokens
@@ -81,7 +81,7 @@ class Groups:
         self._queues.sequences[member.request_id] = member
         self._queues.join_batch(member)
 
-    def merge(self, group: Group) -> tuple[Sequence, list[Sequence]]:
+    def merge(self, group: SequenceGroup) -> tuple[Sequence, list[Sequence]]:
         """(a leader that is to be queued, the members, which have ended): all blocks are released."""
         members, like = list(group.members), group.members[0]
         prompt = group.request.num_prompt_tokens
@@ -101,7 +101,7 @@ class Groups:
 
     # ---- beams
 
-    def go_on(self, group: Group, parents: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Sequence]:
+    def go_on(self, group: SequenceGroup, parents: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Sequence]:
         """Beam i continues beam parents[i] with token_ids[i]; returns the beams that are dropped."""
         before, after = list(group.members), []
         group.candidates.clear()
@@ -122,7 +122,7 @@ class Groups:
             self._release.finish(beam, FinishReason.ABORT)
         return dropped
 
-    def _fork(self, group: Group, parent: Sequence, rank: int) -> Sequence:
+    def _fork(self, group: SequenceGroup, parent: Sequence, rank: int) -> Sequence:
         child = member_of(group, parent, rank)
         child.token_ids[:] = parent.token_ids
         child.num_computed, child.num_hashed_blocks = parent.num_computed, parent.num_hashed_blocks

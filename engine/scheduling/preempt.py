@@ -6,7 +6,7 @@ from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.blocks import CopyOnWrite, Release
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.queues import Queues
-from kvrelay.engine.scheduling.sequence import Group, Sequence, State
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 from kvrelay.engine.scheduling.swapping import PreemptionChoice, Swapping
 from kvrelay.engine.scheduling.waiting_queue import victim
 from kvrelay.types import FinishReason
@@ -55,7 +55,7 @@ class Preemption:
         self._count(PreemptionMode.RECOMPUTE, len(gone))
         return gone
 
-    def _runs_alone(self, group: Group) -> bool:
+    def _runs_alone(self, group: SequenceGroup) -> bool:
         """Whether no other sequence's end will make room for it.
 
         Beams were admitted because all of them fit at once.

@@ -38,6 +38,7 @@ class Sequence:
     """A request's token stream here. Owned and changed by the scheduler, but for what is marked as the runner's or
     the engine's.
 
+    It has 40 attributes: all per-sequence state in one record, read by every part of a step.
     `num_computed` tokens have their KV in `blocks`; the rest of `token_ids` is still to compute.
     """
 
@@ -80,7 +81,7 @@ class Sequence:
     swapped: SwappedBlocks | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
     drafter: object = None  # where its drafts come from: see speculation_steps.py
-    group: "Group | None" = None  # whose leader or member it is
+    group: "SequenceGroup | None" = None  # whose leader or member it is
     choice: int = 0  # a member's; of a beam search, its rank
     _block_chain: HashChain = field(init=False)
 
@@ -156,7 +157,7 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """Sequences that continue one prompt. The leader computes it; then the members share its blocks and the leader is
     gone.
 

@@ -161,7 +161,7 @@ _IN_PROCESS = ("loopback",)
 _BETWEEN_PROCESSES = ("tcp", "nixl")  # also between hosts; every other name is a transport of one host
 
 
-class Path(IntEnum):
+class PathKind(IntEnum):
     """Kinds of paths, best first."""
 
     PROCESS = 0
@@ -180,7 +180,7 @@ def rank_paths(
     Args:
         offers: what both sides can use, best first; keeps its order among equals.
     """
-    ranked: list[tuple[Path, str, str]] = []
+    ranked: list[tuple[PathKind, str, str]] = []
     for name in offers:
         path = _path(name, source, target, source_device, target_device)
         if path is not None:
@@ -191,32 +191,35 @@ def rank_paths(
 
 def _path(
     name: str, source: Topology, target: Topology, source_device: str, target_device: str
-) -> tuple[Path, str] | None:
+) -> tuple[PathKind, str] | None:
     is_same_host = bool(source.host) and source.host == target.host
     if name in _IN_PROCESS:
         is_same_process = is_same_host and source.process == target.process
-        return (Path.PROCESS, "same process") if is_same_process else None
+        return (PathKind.PROCESS, "same process") if is_same_process else None
     if name not in _BETWEEN_PROCESSES:
-        return (Path.HOST, "same host") if is_same_host else None
+        return (PathKind.HOST, "same host") if is_same_host else None
     if name == "tcp":
-        return Path.TCP, _tcp(source, target, is_same_host=is_same_host)
+        return PathKind.TCP, _tcp(source, target, is_same_host=is_same_host)
     return _nixl(source, target, source_device, target_device, is_same_host=is_same_host)
 
 
 def _nixl(
     source: Topology, target: Topology, source_device: str, target_device: str, *, is_same_host: bool
-) -> tuple[Path, str]:
+) -> tuple[PathKind, str]:
     gpus = source.gpu(source_device), target.gpu(target_device)
     if gpus[0] is not None and gpus[1] is not None and gpus[0].nvlink_domain:
         if gpus[0].nvlink_domain == gpus[1].nvlink_domain:
-            return Path.NVLINK, f"NVLink domain {gpus[0].nvlink_domain}, {source_device} to {target_device}"
+            return PathKind.NVLINK, f"NVLink domain {gpus[0].nvlink_domain}, {source_device} to {target_device}"
     elif is_same_host:
-        return Path.HOST, "same host, through UCX"
+        return PathKind.HOST, "same host, through UCX"
     ways = (_rdma(source, source_device), _rdma(target, target_device))
     if ways[0] and ways[1]:
-        return Path.RDMA, f"RDMA {ways[0]}, to {ways[1]}"
+        return PathKind.RDMA, f"RDMA {ways[0]}, to {ways[1]}"
     why = _tcp(source, target, is_same_host=is_same_host)
-    return Path.TCP_BY_UCX, f"{why} through UCX: slow, and a target that dies during a read can take the source down"
+    return (
+        PathKind.TCP_BY_UCX,
+        f"{why} through UCX: slow, and a target that dies during a read can take the source down",
+    )
 
 
 def _rdma(topology: Topology, device: str) -> str:

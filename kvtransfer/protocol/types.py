@@ -43,7 +43,7 @@ class PathCounters:
 
 @dataclass(slots=True)
 class TransferStats:
-    """Sums since start. `transport` is the path used last."""
+    """Counters since start, a record of 13 attributes. `transport` is the path used last."""
 
     transport: str = ""
     transfers: int = 0

@@ -1,4 +1,4 @@
-"""A probe: how fast is each path between two workers, measured with blocks that both lend for the purpose.
+"""A probe measures how fast each path between two workers is, with probe buffers of both pools.
 
 It uses the readers, checks and blocks of real transfers. Blocks that a stuck read may still write
 go back only when it has ended.
@@ -16,7 +16,7 @@ from kvrelay.kvtransfer.paths.path_ranking import Route
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums, unpack
 from kvrelay.kvtransfer.protocol.types import ProbeBuffers
-from kvrelay.kvtransfer.reads.receive_plan import Arrival, ReceivePlan
+from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead, ReceivePlan
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _PATIENCE_S = 2.0  # for one read
 _GRACE_S = 1.0  # for an abandoned one
 
 
-class Probe:
+class PathProbe:
     """Measures every path of one route. Raises ValueError when the source's blocks or checksums cannot be."""
 
     def __init__(self, route: Route, plan: ReceivePlan, source_blocks: Sequence[int], checksums: bytes) -> None:
@@ -84,7 +84,7 @@ class Probe:
         plan, checksums = self._plan, self._checksums
         planned = plan.read(self._sources[: len(targets)], targets, layers)
         expected = None if checksums is None else checksums[: len(layers), : len(targets)].ravel()
-        arrival = Arrival(plan.memory, planned.pieces, plan.pairing.piece_bytes, expected)
+        arrival = ArrivingRead(plan.memory, planned.pieces, plan.pairing.piece_bytes, expected)
         began = time.perf_counter()
         read = reader.read(planned.copies, arrival)
         self._reads.add(read)

@@ -104,7 +104,7 @@ class ReceivePlan:
         convert(staging, staged, self.pool, target_chunks, layers, chunk_tokens=chunk_tokens)
 
 
-class Arrival:
+class ArrivingRead:
     """Call it with the bytes that are in place so far, or let a mover fill in its receipt and settle that.
 
     Chunks are in the order in which the read copies them.
@@ -135,7 +135,7 @@ class Arrival:
 
     @property
     def num_landed(self) -> int:
-        """Bytes so far; tells a slow read from a stuck one."""
+        """Bytes so far: a slow read makes progress, a stuck one does not."""
         return self._num_landed if self._receipt is None else self._receipt.num_landed
 
     @property

@@ -25,7 +25,7 @@ from kvrelay.kvtransfer.paths.topology import Topology, rank_paths
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums
 from kvrelay.kvtransfer.protocol.messages import Offer
-from kvrelay.kvtransfer.reads.receive_plan import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport, TransportError
 from kvrelay.types import KvLayout, KvMemory
@@ -136,7 +136,7 @@ class StuckRead(TransportError):
         return self.why
 
 
-class _BlockArrival(Arrival):
+class _BlockArrival(ArrivingRead):
     """Verifies blocks one by one as they arrive, so that one corrupt block does not fail the others."""
 
     def __init__(self, memory: KvMemory, pieces: Offsets, piece_bytes: int, expected: Checksums, tamper: Any) -> None:

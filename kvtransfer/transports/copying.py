@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, NativeMove, Place, PythonMove, Receipt, move
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
-from kvrelay.kvtransfer.reads.receive_plan import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
 from kvrelay.types import KvMemory
 
@@ -35,12 +35,12 @@ def as_one(
 ) -> tuple[NativeMove | PythonMove, Callable[[], None]] | None:
     """(the whole read as one move that hashes what it brings, what to call when it is over: raises CorruptRead).
 
-    None where `landed` must be called as pieces come: a fault is injected, or it is no Arrival.
+    None where `landed` must be called as pieces come: a fault is injected, or it is no ArrivingRead.
     """
-    receipt = landed.receipt() if isinstance(landed, Arrival) else Receipt() if landed is None else None
+    receipt = landed.receipt() if isinstance(landed, ArrivingRead) else Receipt() if landed is None else None
     if receipt is None:
         return None
-    settle = partial(landed.settle, receipt) if isinstance(landed, Arrival) else _nothing
+    settle = partial(landed.settle, receipt) if isinstance(landed, ArrivingRead) else _nothing
     return move(source, target, copies, receipt), settle
 
 

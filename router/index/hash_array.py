@@ -34,7 +34,8 @@ _GROWTH = 4  # factor by which each comparison looks further ahead than the one 
 
 
 class HashArray:
-    """The array, and the position of each hash that a worker holds. A call has each hash once."""
+    """The array, and the position of each hash that a worker holds. A call has each hash once.
+    28 methods: allocation, lookups and compaction change the same arrays."""
 
     __slots__ = ("_ahead", "_chained", "_cursor", "_edges", "_names", "_packed", "_table", "_used", "set_ids")
 

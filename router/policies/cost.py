@@ -71,7 +71,7 @@ def block_sizes(tables: Sequence[WorkerTable]) -> Ints | int:
 
 
 class CommonCost:
-    """The common cost of candidates, whatever policy ranks them.
+    """The common cost of candidates, whatever policy ranks them. 15 attributes: one array for each term.
 
     Workers that may compute the prompt are numbered: prefill workers by their row, decode workers by their row plus the
     number of prefill workers.

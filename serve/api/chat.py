@@ -45,8 +45,8 @@ from kvrelay.serve.api.replies import Chat, ChatChoice, ChatLogprobs, ChatMessag
 from kvrelay.serve.api.schemas import ChatBody
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
-from kvrelay.serve.telemetry.request_log import Arrival
-from kvrelay.serve.text.choice_text import Piece, TextOptions
+from kvrelay.serve.telemetry.request_log import RequestArrival
+from kvrelay.serve.text.choice_text import TextOptions, TextPiece
 from kvrelay.serve.text.tokenizer import encode_text
 
 
@@ -69,7 +69,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
-        arrival=Arrival(arrived_s, front.dispatcher.clock()),
+        arrival=RequestArrival(arrived_s, front.dispatcher.clock()),
         slo=slo_of(body.slo, front.settings.slo, num_computed(body), own_priority=body.priority),
     )
     generation = Generation(front.dispatcher, front.codec, job)
@@ -136,7 +136,7 @@ class _ChatReply:
         entries: list[list[TokenLogprob]] = [[] for _ in range(count)]
         reasons = ["stop"] * count
 
-        def take(index: int, piece: Piece) -> None:
+        def take(index: int, piece: TextPiece) -> None:
             texts[index].append(piece.text)
             entries[index] += piece.logprobs
             reasons[index] = piece.finish_reason or reasons[index]
@@ -169,7 +169,7 @@ class _ChatReply:
             return usage_of(self._generation)
         return None if self._stream_usage.at_end else UNSET
 
-    def _event(self, index: int, piece: Piece, *, is_first: bool) -> bytes:
+    def _event(self, index: int, piece: TextPiece, *, is_first: bool) -> bytes:
         choice = ChunkChoice(
             index=index,
             delta=Delta(

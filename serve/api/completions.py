@@ -46,8 +46,8 @@ from kvrelay.serve.api.replies import Completion, CompletionChoice, CompletionLo
 from kvrelay.serve.api.schemas import CompletionBody
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
-from kvrelay.serve.telemetry.request_log import Arrival
-from kvrelay.serve.text.choice_text import Piece, TextOptions
+from kvrelay.serve.telemetry.request_log import RequestArrival
+from kvrelay.serve.text.choice_text import TextOptions, TextPiece
 from kvrelay.serve.text.tokenizer import encode_text
 
 
@@ -76,7 +76,7 @@ async def completions(front: Front, request: Request) -> Response:
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
-        arrival=Arrival(arrived_s, front.dispatcher.clock()),
+        arrival=RequestArrival(arrived_s, front.dispatcher.clock()),
         slo=slo_of(body.slo, front.settings.slo, len(given) * num_computed(body), own_priority=body.priority),
     )
     reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
@@ -109,14 +109,14 @@ class _CompletionReply:
         self._num_kept = body.n or 1
         self._stream_usage = StreamUsage(body)
 
-    def _with_echo(self, index: int, piece: Piece) -> str:
+    def _with_echo(self, index: int, piece: TextPiece) -> str:
         """A piece's text; with `echo`, the first has the prompt before it."""
         job = self._generation.job
         if job.echo and piece.first is not None:
             return job.prompts[index // job.num_samples].text + piece.text
         return piece.text
 
-    def _logprobs(self, index: int, piece: Piece) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, piece: TextPiece) -> CompletionLogprobs | None:
         if self._num_top is None:
             return None
         own = completion_logprobs(self._codec, piece.logprobs, piece.offsets, self._num_top)
@@ -138,7 +138,7 @@ class _CompletionReply:
         reasons = ["stop"] * count
         scores = [0.0] * count
 
-        def take(index: int, piece: Piece) -> None:
+        def take(index: int, piece: TextPiece) -> None:
             texts[index].append(self._with_echo(index, piece))
             part = self._logprobs(index, piece)
             logprobs[index] += [] if part is None else [part]
@@ -165,7 +165,7 @@ class _CompletionReply:
             reply.kvrelay = report
         return reply
 
-    def _event(self, index: int, piece: Piece) -> bytes:
+    def _event(self, index: int, piece: TextPiece) -> bytes:
         choice = CompletionChoice(
             index=index,
             text=self._with_echo(index, piece),

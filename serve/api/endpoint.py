@@ -25,7 +25,7 @@ from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.text.choice_text import Piece
+from kvrelay.serve.text.choice_text import TextPiece
 from kvrelay.serve.text.tokenizer import TextCodec
 
 B = TypeVar("B", bound=Common)
@@ -130,7 +130,7 @@ class StreamUsage:
         self.always = bool(self.at_end and options and options.continuous_usage_stats)
 
 
-async def collect(generation: Generation, take: Callable[[int, Piece], None]) -> None:
+async def collect(generation: Generation, take: Callable[[int, TextPiece], None]) -> None:
     """Run a generation to its end, passing every piece to `take`."""
     async with contextlib.aclosing(generation.pieces()) as batches:
         async for batch in batches:

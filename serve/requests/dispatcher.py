@@ -15,7 +15,7 @@ from kvrelay.serve.requests.request_driver import RequestDriver
 from kvrelay.serve.requests.retries import error_of_refusal
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.telemetry.observer import RequestObserver, ServeStats
-from kvrelay.serve.telemetry.request_log import Arrival, RequestLog
+from kvrelay.serve.telemetry.request_log import RequestArrival, RequestLog
 from kvrelay.serve.workers.dispatch import Placer, Submissions
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.queries import RETRY_AFTER_FULL_S, Queries
@@ -55,7 +55,7 @@ class Dispatcher:
         *,
         force: Force = None,
         explain: Explain | None = None,
-        arrival: Arrival | None = None,
+        arrival: RequestArrival | None = None,
         slo: SloRecord | None = None,
     ) -> RequestDriver:
         """Admit one sequence, or a group; iterate over its `tokens`. Raises Overloaded when too many run."""

@@ -16,7 +16,7 @@ from kvrelay.plane.messages import Group, SequenceRequest, TokenOutput
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.job import GenerationJob
 from kvrelay.serve.requests.request_driver import RequestDriver
-from kvrelay.serve.text.choice_text import ChoiceText, Piece
+from kvrelay.serve.text.choice_text import ChoiceText, TextPiece
 from kvrelay.serve.text.tokenizer import TextCodec
 from kvrelay.serve.workers.dispatch import Mailbox
 
@@ -42,7 +42,7 @@ class _Stream:
         self._driver: RequestDriver | None = None
         self._outputs: AsyncGenerator[TokenOutput, None] | None = None
 
-    async def next(self) -> tuple[int, Piece] | None:
+    async def next(self) -> tuple[int, TextPiece] | None:
         """The next piece with its choice's index; None after the last."""
         if self._driver is None or self._outputs is None:
             self._driver = await self._open()
@@ -56,10 +56,10 @@ class _Stream:
                 return self._first + output.choice, self._piece(self._driver, output)
         return None
 
-    def _piece(self, driver: RequestDriver, output: TokenOutput) -> Piece:
+    def _piece(self, driver: RequestDriver, output: TokenOutput) -> TextPiece:
         piece = self._texts[output.choice].add(output)
         if self._prompt.discards_output:
-            piece = Piece("", 0, "length", first=output)
+            piece = TextPiece("", 0, "length", first=output)
         self._owner.note(self._first + output.choice, piece)
         if piece.finish_reason is not None:
             self._running.discard(output.choice)
@@ -116,7 +116,7 @@ class Generation:
         self.num_output_tokens = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt, as its first sample found it
 
-    def note(self, index: int, piece: Piece) -> None:
+    def note(self, index: int, piece: TextPiece) -> None:
         """Count a piece for the usage."""
         self.num_output_tokens += piece.num_tokens
         if piece.first is not None:
@@ -132,7 +132,7 @@ class Generation:
         """Of the prompts' tokens, those that were found in a cache."""
         return sum(self._cached_tokens.values())
 
-    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, TextPiece]], None]:
         """Pieces until every choice has ended. Raises what the first failing sequence raises."""
         streams = await self._streams()
         try:
@@ -185,7 +185,7 @@ def seed_of_sample(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") & SEED_MASK
 
 
-_Item = tuple[int, Piece] | BaseException | None
+_Item = tuple[int, TextPiece] | BaseException | None
 
 
 async def _feed(stream: _Stream, inbox: Mailbox[_Item]) -> None:
@@ -197,7 +197,7 @@ async def _feed(stream: _Stream, inbox: Mailbox[_Item]) -> None:
         inbox.put(error)
 
 
-async def _merge(streams: list[_Stream]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+async def _merge(streams: list[_Stream]) -> AsyncGenerator[list[tuple[int, TextPiece]], None]:
     """Pieces of all streams, whichever comes first; a failure ends it."""
     inbox: Mailbox[_Item] = Mailbox()
     tasks = [asyncio.create_task(_feed(stream, inbox)) for stream in streams]

@@ -10,7 +10,7 @@ from kvrelay.plane.messages import Beams, KvHints, Sampling
 from kvrelay.router.objectives import SloRequirement, SloTarget, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.telemetry.request_log import Arrival
+from kvrelay.serve.telemetry.request_log import RequestArrival
 from kvrelay.serve.text.choice_text import TextOptions
 from kvrelay.settings.router import SloSettings
 
@@ -138,7 +138,7 @@ class GenerationJob:
     explain: Explain | None = None
     traceparent: str = ""
     beams: Beams | None = None  # then the samples are the results of one beam search
-    arrival: Arrival | None = None
+    arrival: RequestArrival | None = None
     slo: SloRecord | None = None
 
     def report(self) -> dict[str, Any] | None:

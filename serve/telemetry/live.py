@@ -18,7 +18,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.serve.telemetry.request_log import RequestLog
 from kvrelay.serve.workers.membership import Membership
-from kvrelay.serve.workers.pairs import Pair
+from kvrelay.serve.workers.pairs import WorkerPair
 from kvrelay.serve.workers.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _whole(load: LoadReport) -> dict[str, Any]:
     return plain
 
 
-def _pair(pair: Pair, in_flight: int) -> dict[str, Any]:
+def _pair(pair: WorkerPair, in_flight: int) -> dict[str, Any]:
     source, target = pair.key
     path = pair.path
     return {

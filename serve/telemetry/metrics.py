@@ -15,7 +15,7 @@ from kvrelay.router.slo.calibration import RATIO_BOUNDS
 from kvrelay.router.slo.forecast import Forecast
 from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 from kvrelay.serve.workers.membership import Membership
-from kvrelay.serve.workers.pairs import Pair, Verdict
+from kvrelay.serve.workers.pairs import Verdict, WorkerPair
 from kvrelay.types import Role
 
 
@@ -245,7 +245,7 @@ def _transfers(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
     )
 
 
-def _pairs(pairs: list[Pair], table: _Table) -> None:
+def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
     for pair in pairs:
         if pair.report is None:
             continue

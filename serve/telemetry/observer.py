@@ -15,7 +15,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.objectives import SloVerdict
 from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
-from kvrelay.serve.telemetry.request_log import Arrival, RequestLog
+from kvrelay.serve.telemetry.request_log import RequestArrival, RequestLog
 from kvrelay.tracing import spans_of
 
 _TTFT_BOUNDS_S = (
@@ -91,7 +91,7 @@ class RequestObserver:
         clock: Callable[[], float],
         *,
         explain: Explain | None,
-        arrival: Arrival | None,
+        arrival: RequestArrival | None,
     ) -> None:
         self.started_s = clock()
         self._stats, self._log, self._clock, self._explain = stats, log, clock, explain

@@ -20,7 +20,7 @@ WHY_CHARS = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RequestArrival:
     """When a request's head was read, and when its prompt was tokenised."""
 
     arrived_s: float
@@ -38,7 +38,7 @@ class Stage:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The log of one sequence, written by its RequestObserver. None: not reached yet."""
+    """The log of one sequence, written by its RequestObserver. None: not reached yet. A record of 19 attributes."""
 
     request_id: str
     number: int  # serial number at this ingress
@@ -198,7 +198,7 @@ class RequestLog:
     def __len__(self) -> int:
         return len(self._live) + len(self._ended)
 
-    def begin(self, request: SequenceRequest, now_s: float, arrival: Arrival | None = None) -> RequestRecord:
+    def begin(self, request: SequenceRequest, now_s: float, arrival: RequestArrival | None = None) -> RequestRecord:
         """A sequence runs from now until `end`."""
         self._count += 1
         started_s = arrival.arrived_s if arrival is not None else now_s
@@ -227,7 +227,12 @@ class RequestLog:
         self._ended.append(record)
 
     def refuse(
-        self, request: SequenceRequest, error: KvrelayError, outcome: str, now_s: float, arrival: Arrival | None = None
+        self,
+        request: SequenceRequest,
+        error: KvrelayError,
+        outcome: str,
+        now_s: float,
+        arrival: RequestArrival | None = None,
     ) -> None:
         """A sequence that is refused before it starts."""
         record = self.begin(request, now_s, arrival)

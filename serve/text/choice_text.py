@@ -19,7 +19,7 @@ class TextOptions:
 
 
 @dataclass(slots=True)
-class Piece:
+class TextPiece:
     """The text of one or several tokens. `offsets` are characters of the choice's text before each token."""
 
     text: str
@@ -43,9 +43,9 @@ class ChoiceText:
         self._matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
         self._num_chars = start
 
-    def add(self, output: TokenOutput) -> Piece:
+    def add(self, output: TokenOutput) -> TextPiece:
         """The text that is complete with `output`, and the finish reason if it has ended."""
-        piece = Piece("", 0, output.finish_reason, first=output if self.num_tokens == 0 else None)
+        piece = TextPiece("", 0, output.finish_reason, first=output if self.num_tokens == 0 else None)
         texts: list[str] = []
         last = len(output.token_ids) - 1
         for index, token_id in enumerate(output.token_ids):

@@ -35,7 +35,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(slots=True)
-class Pair:
+class WorkerPair:
     """One prefill worker and one decode worker that are both connected."""
 
     source: WorkerInfo
@@ -84,7 +84,7 @@ class PairBook:
 
     def __init__(self) -> None:
         self._workers: dict[str, WorkerInfo] = {}
-        self._pairs: dict[tuple[str, str], Pair] = {}
+        self._pairs: dict[tuple[str, str], WorkerPair] = {}
         self._rejected: dict[str, tuple[str, str]] = {}  # role, and why
 
     # ---- membership
@@ -96,7 +96,7 @@ class PairBook:
             for source, target in ((info, other), (other, info)):
                 is_pair = (source.role, target.role) == (Role.PREFILL, Role.DECODE)
                 if is_pair and target.kv_port:
-                    pair = Pair(source, target, next_s=now_s)
+                    pair = WorkerPair(source, target, next_s=now_s)
                     self._pairs[pair.key] = pair
         self._workers[info.worker_id] = info
 
@@ -112,13 +112,13 @@ class PairBook:
 
     # ---- probes and reports
 
-    def due(self, now_s: float) -> list[Pair]:
+    def due(self, now_s: float) -> list[WorkerPair]:
         """The pairs to probe now; they count as asked."""
         for pair in self._pairs.values():
             if pair.asked_s is not None and now_s - pair.asked_s >= ANSWER_S:
                 self.fail(pair, f"{pair.source.worker_id} did not answer within {ANSWER_S:g} s", now_s)
         busy = {worker_id for pair in self._pairs.values() if pair.asked_s is not None for worker_id in pair.key}
-        asked: list[Pair] = []
+        asked: list[WorkerPair] = []
         for pair in sorted(self._pairs.values(), key=lambda pair: pair.next_s):
             if pair.asked_s is None and pair.next_s <= now_s and busy.isdisjoint(pair.key):
                 busy.update(pair.key)
@@ -135,7 +135,7 @@ class PairBook:
         ]
         return max(0.0, min(times) - now_s) if times else None
 
-    def answered(self, report: PairReport, now_s: float) -> Pair | None:
+    def answered(self, report: PairReport, now_s: float) -> WorkerPair | None:
         """Apply a prefill worker's report; None when the pair no longer exists.
 
         A pair that is not OK is probed again.
@@ -155,7 +155,7 @@ class PairBook:
             pair.is_probe_wanted = report.ok  # it is connected: only a new measurement shows that its paths work
         return pair
 
-    def fail(self, pair: Pair, why: str, now_s: float) -> None:
+    def fail(self, pair: WorkerPair, why: str, now_s: float) -> None:
         """The pair could not be probed."""
         source, target = pair.key
         report = PairReport(
@@ -178,7 +178,7 @@ class PairBook:
     # ---- what follows
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[WorkerPair]:
         return [self._pairs[key] for key in sorted(self._pairs)]
 
     def incompatible_pairs(self) -> dict[tuple[str, str], str]:
@@ -222,7 +222,7 @@ class PairBook:
         }
 
 
-def _view(pair: Pair) -> dict[str, Any]:
+def _view(pair: WorkerPair) -> dict[str, Any]:
     source, target = pair.key
     report = pair.report or PairReport(source=source, target=target, target_epoch=pair.target.epoch, ok=False)
     plain = {name: getattr(report, name) for name in ("source", "target", "reason", "detail", "remedy")}
@@ -300,7 +300,7 @@ class PairWatch:
                 async with asyncio.timeout(self.book.wait_s(self._clock())):
                     await self._changed.wait()
 
-    def _send_query(self, pair: Pair) -> None:
+    def _send_query(self, pair: WorkerPair) -> None:
         target = pair.target
         question = wire.Pair(
             worker_id=target.worker_id,
@@ -315,7 +315,7 @@ class PairWatch:
             self.book.fail(pair, str(error), self._clock())
 
 
-def _summary(pair: Pair) -> str:
+def _summary(pair: WorkerPair) -> str:
     path = pair.path
     if pair.verdict is not Verdict.OK:
         return pair.line()

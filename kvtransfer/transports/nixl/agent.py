@@ -1,6 +1,6 @@
 """One NIXL agent for one pool: import shim, creation, progress, reads in flight.
 
-NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call: whoever
+NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call: the thread that
 holds the agent's turn may touch it. That is a thread of its own, and for a read so small that
 waking the thread would take longer, the event loop's, if the turn happens to be free. The
 agent's own progress thread stays off (it would spin a core): ours polls with back-off while
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES
 from kvrelay.kvtransfer.transports.nixl import ucx
-from kvrelay.kvtransfer.transports.nixl.reads import Peer, Read, Reads
+from kvrelay.kvtransfer.transports.nixl.reads import NixlOwner, NixlRead, Reads
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ Variables = Callable[[], Mapping[str, str]]
 
 BACKEND = "UCX"
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
-_NUM_SPINS = 32  # polls without a pause: what RDMA moves in that time is told at once
+_NUM_SPINS = 32  # polls without a pause: what RDMA moves in that time is reported at once
 _FIRST_POLL_S, _LAST_POLL_S, _ABANDONED_POLL_S, _BUSY_POLL_S = 20e-6, 1e-3, 20e-3, 500e-6
 _IDLE_POLL_S = 50e-3  # of a source without an open transfer, once it has had one
 _FREE_S = 20e-6  # to verify a piece: less than it takes to wake the verifier
 _LAST_CALL_S = 5.0  # a call into NIXL takes as long as one piece
-_NUM_FAREWELLS = 10  # polls before the thread ends: what was closed is told to the peers
+_NUM_FAREWELLS = 10  # polls before the thread ends: closed connections are reported to the peers
 
 
 def import_nixl() -> Any:
@@ -71,14 +71,15 @@ def device_index(device: str) -> int:
 
 
 class NixlAgent:
-    """Owns the agent and its registered pool, which live as long as the process; the thread, as long as it has users."""
+    """Owns the agent and its registered pool, which live as long as the process; the thread, as long as it has users.
+    15 attributes: NIXL's handles, the thread, and reads in flight."""
 
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory
         self.name = f"kvrelay-{secrets.token_hex(8)}"
         self.api: Any = None  # the nixl_agent
         self.peers: dict[str, Any] = {}  # that it has met, by the names of their agents
-        self._turn = threading.Lock()  # whoever holds it may touch the api, the peers and the reads
+        self._turn = threading.Lock()  # its holder may touch the api, the peers and the reads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reads = Reads(self._hand_over, time.monotonic)
         self._num_users = 0
@@ -126,7 +127,7 @@ class NixlAgent:
         self._thread.start()
 
     async def _start(self, variables: Variables) -> None:
-        """Make the agent. It is a user meanwhile: whoever waits may be cancelled, and the thread must not end then."""
+        """Make the agent. It counts as a user meanwhile: a waiter may be cancelled, and the thread must not end then."""
         self._num_users += 1
         try:
             if why := ucx.problem():
@@ -183,11 +184,15 @@ class NixlAgent:
     # ---- reads
 
     def read(
-        self, peer: Peer, pieces: Iterable[tuple[Any, int]], num_bytes: int, landed: Callable[[int], None] | None = None
+        self,
+        peer: NixlOwner,
+        pieces: Iterable[tuple[Any, int]],
+        num_bytes: int,
+        landed: Callable[[int], None] | None = None,
     ) -> "asyncio.Future[None]":
         """Post what `peer.post` makes of each piece (and its number of bytes); `landed` is called on some thread."""
         loop = asyncio.get_running_loop()
-        read = Read(peer, num_bytes, deque(pieces), landed, loop.create_future(), loop)
+        read = NixlRead(peer, num_bytes, deque(pieces), landed, loop.create_future(), loop)
         is_small = num_bytes <= INLINE_BYTES and self.memory.view is not None  # a CUDA context belongs to the thread
         read.is_light = is_small or landed is None or self._is_checking_free
         if is_small and self._turn.acquire(blocking=False):
@@ -202,32 +207,32 @@ class NixlAgent:
             self._commands.put(lambda: self._reads.begin(self.api, read))
         return read.done
 
-    def _hand_over(self, read: Read, num_landed: int, is_last: bool) -> None:
-        """Have it verified, on a thread of its own where that takes time; then tell whoever waits for it."""
+    def _hand_over(self, read: NixlRead, num_landed: int, is_last: bool) -> None:
+        """Verify it, on a thread of its own where that takes time; then notify its waiter."""
         if read.is_light:
             self._verify(read, num_landed, is_last)
         else:
             self._verifier.submit(self._verify, read, num_landed, is_last)
 
-    def _verify(self, read: Read, num_landed: int, is_last: bool) -> None:
+    def _verify(self, read: NixlRead, num_landed: int, is_last: bool) -> None:
         """What has `landed` against the bytes that are in place? Anything: no more is read."""
         if read.landed is not None and read.error is None and not read.is_abandoned:
             began = time.perf_counter()
             try:
                 read.landed(num_landed)
-            except Exception as error:  # handed to whoever waits for the read
+            except Exception as error:  # raised to the waiter of the read
                 read.error = error
             self._is_checking_free = time.perf_counter() - began < _FREE_S
         if is_last:
             self._settle(read)
 
-    def _settle(self, read: Read) -> None:
+    def _settle(self, read: NixlRead) -> None:
         if threading.get_ident() == read.thread_id:
             self._finish(read)
         else:
             self._post(read.loop, self._finish, read)
 
-    def _finish(self, read: Read) -> None:
+    def _finish(self, read: NixlRead) -> None:
         _settle(read.done, None, read.error)
 
     def abandon(self, done: "asyncio.Future[None]") -> None:
@@ -287,7 +292,7 @@ class NixlAgent:
             logger.warning("nixl could not make progress: %s", error)
 
     def _post(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: there is no waiter
             loop.call_soon_threadsafe(function, *args)
 
 
@@ -308,7 +313,7 @@ def _use_device(device: str) -> None:
 
 
 def _see(task: "asyncio.Task[None]") -> None:
-    """Its error counts as seen, though whoever waited for it may have gone."""
+    """Its error counts as seen, though its waiter may be gone."""
     if not task.cancelled():
         task.exception()
 

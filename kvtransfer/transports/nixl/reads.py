@@ -28,7 +28,7 @@ _MAX_POSTED = 2  # pieces of one read in flight
 _DISCONNECTED, _FORGOTTEN = "nixlRemoteDisconnectError", "nixlNotFoundError"  # of the peer
 
 
-class Peer(Protocol):
+class NixlOwner(Protocol):
     """The source that a read reads."""
 
     is_lost: bool  # set when its connection broke: NIXL has forgotten it
@@ -53,10 +53,10 @@ class Posted:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class NixlRead:
     """`landed` is called with the number of bytes that are in place, in order, on some thread."""
 
-    peer: Peer
+    peer: NixlOwner
     num_bytes: int
     pieces: deque[tuple[Any, int]]  # not yet posted: what, and how many bytes
     landed: Callable[[int], None] | None
@@ -83,17 +83,17 @@ class Read:
 
 
 class Reads:
-    """All of them, for whoever holds the agent's turn.
+    """All reads, for the holder of the agent's lock.
 
     `hand_over(read, num_landed, is_last)` is called, in order for each read, with what is in place
     and has not been handed over; after the last time no byte of the read can land any more.
     """
 
-    def __init__(self, hand_over: Callable[[Read, int, bool], None], clock: Callable[[], float]) -> None:
+    def __init__(self, hand_over: Callable[[NixlRead, int, bool], None], clock: Callable[[], float]) -> None:
         self._hand_over, self._clock = hand_over, clock
-        self._reads: list[Read] = []
+        self._reads: list[NixlRead] = []
 
-    def begin(self, api: Any, read: Read) -> None:
+    def begin(self, api: Any, read: NixlRead) -> None:
         """Post its first piece."""
         self._reads.append(read)
         self._post_next(api, read)
@@ -136,7 +136,7 @@ class Reads:
 
     @property
     def is_awaited(self) -> bool:
-        """Somebody waits for one of them."""
+        """Whether a read has a waiter."""
         return any(not read.is_abandoned for read in self._reads)
 
     @property
@@ -149,7 +149,7 @@ class Reads:
 
     # ---- inside
 
-    def _post_next(self, api: Any, read: Read) -> None:
+    def _post_next(self, api: Any, read: NixlRead) -> None:
         if not read.pieces:
             return
         is_quiet = not any(other.posted for other in self._reads if other.peer is read.peer)
@@ -163,7 +163,7 @@ class Reads:
         self.hand_over()  # of what came before: its waiters get on while this piece is copied
         self._advance(read, posted, api.transfer)
 
-    def _advance(self, read: Read, posted: Posted, step: Callable[[Any], str]) -> None:
+    def _advance(self, read: NixlRead, posted: Posted, step: Callable[[Any], str]) -> None:
         try:
             state = step(posted.handle)
             if state not in ("DONE", "PROC"):
@@ -178,7 +178,7 @@ class Reads:
             posted.has_ended = True
             self._collect(read)
 
-    def _is_only_forgotten(self, read: Read, error: Exception) -> bool:
+    def _is_only_forgotten(self, read: NixlRead, error: Exception) -> bool:
         """NIXL does not know the peer (any more). Unless the connection broke, the piece still lands."""
         if type(error).__name__ != _FORGOTTEN or read.peer.is_lost:
             return False
@@ -188,12 +188,12 @@ class Reads:
             read.pieces.clear()
         return True
 
-    def _fail(self, read: Read, error: Exception) -> None:
+    def _fail(self, read: NixlRead, error: Exception) -> None:
         read.pieces.clear()
         read.peer.is_lost = read.peer.is_lost or type(error).__name__ == _DISCONNECTED
         read.error, read.fence = as_transport_error(error), self._clock() + FENCE_S
 
-    def _collect(self, read: Read) -> None:
+    def _collect(self, read: NixlRead) -> None:
         """Count what is in place, in order. Pieces of a failed read are held until nothing of it can land."""
         if read.fence and not (all(posted.has_ended for posted in read.posted) and self._clock() >= read.fence):
             return

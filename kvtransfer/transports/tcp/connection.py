@@ -21,10 +21,10 @@ from kvrelay.kvtransfer.transports.tcp.protocol import ANSWER, MAX_OUTSTANDING, 
 logger = logging.getLogger(__name__)
 
 
-class Read:
+class StreamRead:
     """One read: it ends when every stream that had a share of it has left it."""
 
-    def __init__(self, pieces: Sequence[Piece], landed: Landed | None, on_end: Callable[["Read"], None]) -> None:
+    def __init__(self, pieces: Sequence[Piece], landed: Landed | None, on_end: Callable[["StreamRead"], None]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.progress = ReadProgress([piece.num_bytes for piece in pieces], landed)
         self.error: TransportError | None = None  # the first
@@ -48,7 +48,7 @@ class Read:
 class Share:
     """One stream's part of a read."""
 
-    def __init__(self, read: Read, requests: Sequence[Request]) -> None:
+    def __init__(self, read: StreamRead, requests: Sequence[Request]) -> None:
         self.read = read
         self.requests = deque(requests)  # not yet answered in full
         read.num_shares += 1
@@ -64,7 +64,8 @@ class _Asked:
 
 
 class Stream:
-    """Shares are served in the order in which they came. `dial` opens the connection; it is called again after a loss."""
+    """Shares are served in the order in which they came. `dial` opens the connection; it is called again after a loss.
+    17 attributes: the socket, its thread, and the shares that wait."""
 
     def __init__(self, name: str, pool: memoryview, dial: Callable[[], Channel]) -> None:
         self._name, self._pool, self._dial = name, pool, dial
@@ -132,7 +133,7 @@ class Stream:
             self._shares.append(share)
             self._wake()
 
-    def cut(self, read: Read) -> None:
+    def cut(self, read: StreamRead) -> None:
         """If it is this read that is being received, shut the connection under it."""
         with self._guard:
             if self._shares and self._shares[0].read is read and self._channel is not None:

@@ -40,7 +40,7 @@ class TcpDescriptor(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class TcpPeer:
     sock: socket.socket
     is_proven: bool = False
     thread: threading.Thread | None = None
@@ -56,7 +56,7 @@ class TcpExporter:
         self._secret, self._host, self._tls = secret, host, tls
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._peers: dict[int, Peer] = {}  # by their number; a thread takes itself out
+        self._peers: dict[int, TcpPeer] = {}  # by their number; a thread takes itself out
         self._num_accepted = 0
         self._is_closing = False
 
@@ -78,9 +78,9 @@ class TcpExporter:
                 continue
             self._make_room()
             self._num_accepted += 1
-            self._begin(self._num_accepted, Peer(sock))
+            self._begin(self._num_accepted, TcpPeer(sock))
 
-    def _begin(self, number: int, peer: Peer) -> None:
+    def _begin(self, number: int, peer: TcpPeer) -> None:
         self._peers[number] = peer
         peer.thread = threading.Thread(target=self._serve, args=(number, peer), name="kv-tcp-serve", daemon=True)
         try:
@@ -129,7 +129,7 @@ class TcpExporter:
 
     # ---- on a peer's thread
 
-    def _serve(self, number: int, peer: Peer) -> None:
+    def _serve(self, number: int, peer: TcpPeer) -> None:
         channel: Channel | None = None
         try:
             tune(peer.sock)
@@ -146,7 +146,7 @@ class TcpExporter:
             (channel or peer.sock).close()
             self._peers.pop(number, None)
 
-    def _admit(self, peer: Peer, until: float) -> Channel:
+    def _admit(self, peer: TcpPeer, until: float) -> Channel:
         """The channel to a peer that has proved itself. Raises PermissionError, OSError."""
         if self._tls is None:
             greet_target(peer.sock, self._secret, until)

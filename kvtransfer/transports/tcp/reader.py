@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, TransportError, host_id, open_off_loop
 from kvrelay.kvtransfer.transports.tcp.channels import LOOK_S, Channel, PlainChannel, TlsChannel, tune
-from kvrelay.kvtransfer.transports.tcp.connection import Read, Share, Stream
+from kvrelay.kvtransfer.transports.tcp.connection import Share, Stream, StreamRead
 from kvrelay.kvtransfer.transports.tcp.exporter import TcpDescriptor
 from kvrelay.kvtransfer.transports.tcp.protocol import (
     HANDSHAKE_S,
@@ -54,7 +54,7 @@ class TcpReader:
         self._pool, self._secret = bytes_of(memory.view), secret
         self._source_bytes = 0
         self._streams: list[Stream] = []
-        self._reads: dict[asyncio.Future[None], Read] = {}
+        self._reads: dict[asyncio.Future[None], StreamRead] = {}
         self._num_missed = self._num_to_skip = 0  # small reads that the loop waited for in vain, in a row
 
     async def connect(self, descriptor: bytes) -> None:
@@ -117,8 +117,8 @@ class TcpReader:
             stream.put(share)
         return read.done
 
-    def _begin(self, pieces: list[Piece], landed: Landed | None) -> Read:
-        read = Read(pieces, landed, self._settle_on_loop(asyncio.get_running_loop()))
+    def _begin(self, pieces: list[Piece], landed: Landed | None) -> StreamRead:
+        read = StreamRead(pieces, landed, self._settle_on_loop(asyncio.get_running_loop()))
         self._reads[read.done] = read
         return read
 
@@ -153,14 +153,14 @@ class TcpReader:
         stream.go_on(Share(read, [request]))
         return read.done
 
-    def _settle_on_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[Read], None]:
-        def settle(read: Read) -> None:
+    def _settle_on_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[StreamRead], None]:
+        def settle(read: StreamRead) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._settle, read)
 
         return settle
 
-    def _settle(self, read: Read) -> None:
+    def _settle(self, read: StreamRead) -> None:
         del self._reads[read.done]
         if read.done.cancelled():
             return

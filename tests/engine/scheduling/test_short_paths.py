@@ -162,7 +162,7 @@ def test_a_fork_takes_back_what_was_known_of_the_parents_block(monkeypatch, forg
 
 
 def _group(asked, seq):
-    from kvrelay.engine.scheduling.sequence import Group as Live
+    from kvrelay.engine.scheduling.sequence import SequenceGroup as Live
 
     return Live(asked, None, members=[seq])
 

@@ -14,7 +14,7 @@ from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, Receipt, hash_in_place,
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, plan_copies, region_offsets
 from kvrelay.kvtransfer.protocol.checksums import checksums_of
-from kvrelay.kvtransfer.reads.receive_plan import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
 from kvrelay.kvtransfer.transports.copying import place_of
 from kvrelay.kvtransfer.transports.loopback import LOOPBACK
@@ -206,7 +206,7 @@ def whole_read(kv, source, target):
     copies = plan_copies(layout, layout, BLOCKS, BLOCKS, layers)
     assert copies.total_bytes > INLINE_BYTES
     pieces = region_offsets(layout, BLOCKS, layers)[:, None]
-    return copies, Arrival(target, pieces, layout.region_bytes, checksums_of(source, pieces, layout.region_bytes))
+    return copies, ArrivingRead(target, pieces, layout.region_bytes, checksums_of(source, pieces, layout.region_bytes))
 
 
 async def test_a_large_read_is_verified_there_too(kv, reader):

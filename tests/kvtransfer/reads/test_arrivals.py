@@ -8,7 +8,7 @@ import pytest
 from kvrelay.kvtransfer.mover.mover import Receipt
 from kvrelay.kvtransfer.plans.copy_plan import plan_copies, region_offsets
 from kvrelay.kvtransfer.protocol.checksums import checksums_of
-from kvrelay.kvtransfer.reads.receive_plan import Arrival
+from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 
@@ -26,7 +26,7 @@ class Read:
         self.region_bytes = lib.LAYOUT.region_bytes
         expected = checksums_of(self.source, offsets[:, None], self.region_bytes).copy()
         expected[list(wrong)] ^= 1 << 63
-        self.arrival = Arrival(self.target, offsets[:, None], self.region_bytes, expected, is_checked, tamper)
+        self.arrival = ArrivingRead(self.target, offsets[:, None], self.region_bytes, expected, is_checked, tamper)
         self.copies = plan_copies(lib.LAYOUT, lib.LAYOUT, BLOCKS, BLOCKS, LAYERS)
 
     def run(self, landed):
@@ -65,7 +65,9 @@ def test_regions_that_are_not_checked_are_not_verified(kv, run):
 
 def test_without_checksums_anything_passes_and_is_counted(kv, run):
     read = Read(kv.lib)
-    read.arrival = Arrival(read.target, region_offsets(kv.lib.LAYOUT, BLOCKS, LAYERS)[:, None], read.region_bytes, None)
+    read.arrival = ArrivingRead(
+        read.target, region_offsets(kv.lib.LAYOUT, BLOCKS, LAYERS)[:, None], read.region_bytes, None
+    )
     run(read)
     assert read.arrival.num_landed == NUM_REGIONS * read.region_bytes
     assert read.arrival.check_s == 0
@@ -75,7 +77,7 @@ def test_fault_injection_and_gpu_pools_take_the_way_by_pieces(kv):
     tampered = Read(kv.lib, tamper=lambda memory, offset, size: None).arrival
     assert tampered.receipt() is None
     on_gpu = dataclasses.replace(kv.lib.allocate(), view=None)
-    assert Arrival(on_gpu, np.array([[0]]), 64, None).receipt() is None
+    assert ArrivingRead(on_gpu, np.array([[0]]), 64, None).receipt() is None
     assert isinstance(Read(kv.lib).arrival.receipt(), Receipt)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.errors import Overloaded
 from kvrelay.plane.messages import Sampling, SequenceRequest
-from kvrelay.serve.telemetry.request_log import STAGES_KEPT, WHY_CHARS, Arrival, RequestLog
+from kvrelay.serve.telemetry.request_log import STAGES_KEPT, WHY_CHARS, RequestArrival, RequestLog
 
 pytestmark = pytest.mark.pure
 
@@ -58,7 +58,7 @@ def test_a_request_that_is_tried_for_ever_keeps_its_first_and_last_stages():
 
 def test_times_count_from_the_arrival_of_the_request_not_from_its_admission():
     log = RequestLog()
-    record = log.begin(request("r-0"), 5.0, Arrival(3.0, 4.5))
+    record = log.begin(request("r-0"), 5.0, RequestArrival(3.0, 4.5))
     record.tokens(1, 7.0)
     log.end(record, "stop", 8.0)
     row = record.row(100.0)

@@ -6,7 +6,7 @@ from kvrelay.engine.groups.beam import BeamCandidates, Hypothesis
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.groups.group_table import search_of
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import Group, Sequence, State
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 from kvrelay.plane.messages import SequenceRequest, TokenOutput
 from kvrelay.types import FinishReason
 from tests.engine.scheduling.machine.model import key_after, keys_of
@@ -141,7 +141,7 @@ class GroupLife:
                 assert found == set(self.said[name]), f"{name} has choices {found}, not {set(self.said[name])}"
 
     @staticmethod
-    def _are_beams(group: Group) -> None:
+    def _are_beams(group: SequenceGroup) -> None:
         assert group.search is not None
         if group.leader is None:
             prompt = group.request.num_prompt_tokens

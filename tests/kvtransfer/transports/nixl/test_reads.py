@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrelay.kvtransfer.transports.base import TransportError
-from kvrelay.kvtransfer.transports.nixl.reads import FENCE_S, Read, Reads
+from kvrelay.kvtransfer.transports.nixl.reads import FENCE_S, NixlRead, Reads
 
 pytestmark = pytest.mark.alone
 
@@ -78,7 +78,7 @@ class Bench:
         """A read of one piece for each letter."""
         pieces = deque((name, PIECE) for name in names)
         loop = asyncio.get_running_loop()
-        read = Read(peer or FakePeer(), PIECE * len(names), pieces, None, loop.create_future(), loop)
+        read = NixlRead(peer or FakePeer(), PIECE * len(names), pieces, None, loop.create_future(), loop)
         self.reads.begin(self.api, read)
         return read
 
