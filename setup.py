@@ -1,4 +1,6 @@
-"""Packages are the folders that hold Python files: `kvrelay/` itself, and each top-level folder as `kvrelay.<folder>`."""
+"""Packages are the folders that hold Python files: `kvrelay/` itself, and each top-level folder as
+`kvrelay.<folder>`.
+"""
 
 from pathlib import Path
 

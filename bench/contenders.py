@@ -1,4 +1,6 @@
-"""The processes that bench/kvcache/pool.py and bench/engine/scheduler.py compare: each answers jobs, JSON lines both ways."""
+"""The processes that bench/kvcache/pool.py and bench/engine/scheduler.py compare: each answers jobs, JSON lines both
+ways.
+"""
 
 import json
 import shlex

@@ -1,4 +1,5 @@
-"""Lets one part of a large package be imported without the rest of what the package needs. For bench/kvcache/pool_side.py alone.
+"""Lets one part of a large package be imported without the rest of what the package needs. For
+bench/kvcache/pool_side.py alone.
 
 Modules that are not installed and that SGLang or vLLM import become empty ones, whose every name is a thing that does
 nothing. Import torch, pydantic and transformers first: what they look for and do not find has to stay missing.

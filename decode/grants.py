@@ -42,7 +42,9 @@ class ReadUnit:
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """State of one granted transfer: its attributes are what the target knows of it. Rows of `announced` and `chosen` are the common layers, columns the chunks wanted."""
+    """State of one granted transfer: its attributes are what the target knows of it. Rows of `announced` and `chosen`
+    are the common layers, columns the chunks wanted.
+    """
 
     ticket: Ticket
     data: bytes  # sealed

@@ -1,4 +1,6 @@
-"""Blocks of ended transfers that a read may still write: the engine gives them to no sequence until they are released."""
+"""Blocks of ended transfers that a read may still write: the engine gives them to no sequence until they are
+released.
+"""
 
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.thread import EngineThread

@@ -135,10 +135,15 @@ class SourceLink:
         me, settings = self._end.identity, self._end.settings
         self.send(
             HelloReply(
-                worker_id=me.worker_id, epoch=me.epoch, transport=path.name, why=path.why, layout=self._end.memory.layout,
-                checks=settings.checks, sampled_share=settings.sampled_share,
+                worker_id=me.worker_id,
+                epoch=me.epoch,
+                transport=path.name,
+                why=path.why,
+                layout=self._end.memory.layout,
+                checks=settings.checks,
+                sampled_share=settings.sampled_share,
             )
-        )  # fmt: skip
+        )
         return True
 
     def _incompatibility(self, hello: Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:

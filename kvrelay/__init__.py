@@ -1,6 +1,7 @@
 """kvrelay: LLM serving on Ray with prefill and decode apart.
 
-Owns the import root and the vocabulary that every part shares; imports its own rooms only. May import kvrelay/native, kvrelay/settings.
+Owns the import root and the vocabulary that every part shares; imports its own rooms only. May import kvrelay/native,
+kvrelay/settings.
 """
 
 from pathlib import Path as _Path

@@ -170,7 +170,9 @@ class TargetLink:
             self._renewing = asyncio.create_task(self._renew(), name="kv lease renewal")
 
     async def probe(self, block_ids: list[int], checksums: bytes) -> list[PathReport]:
-        """Have the target measure the paths with these blocks of ours, which must not be re-used meanwhile. Raises TransferError."""
+        """Have the target measure the paths with these blocks of ours, which must not be re-used meanwhile. Raises
+        TransferError.
+        """
         probe_id = next(self._probe_ids)
         answer: asyncio.Future[list[PathReport]] = asyncio.get_running_loop().create_future()
         self._probes[probe_id] = answer

@@ -1,4 +1,5 @@
-"""The prefill worker: computes prompts, samples the first token, sends the KV to the decode worker that the ticket names.
+"""The prefill worker: computes prompts, samples the first token, sends the KV to the decode worker that the ticket
+names.
 
 The first token goes straight to the client. The blocks stay held until the decode worker has confirmed them, refused
 them, or gone.

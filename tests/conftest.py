@@ -1,4 +1,6 @@
-"""For all tests: the checkout's root is importable, GPU tests skip without a GPU, and files without a wanted mark are not imported."""
+"""For all tests: the checkout's root is importable, GPU tests skip without a GPU, and files without a wanted mark are
+not imported.
+"""
 
 import re
 import sys
@@ -16,7 +18,9 @@ pytest.register_assert_rewrite("tests.kvcache.stores.store_contract")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m pure…` or `-m alone…`, a file that never names the mark is skipped unread: importing torch takes seconds."""
+    """With `-m pure…` or `-m alone…`, a file that never names the mark is skipped unread: importing torch takes
+    seconds.
+    """
     wanted = re.match(r"(pure|alone)\b", config.option.markexpr)
     if wanted is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None

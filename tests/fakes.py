@@ -314,11 +314,17 @@ class FakeWorker:
         is_last = position + count == len(tokens)
         top = request.sampling.logprobs
         output = TokenOutput(
-            request_id=request.request_id, position=position, token_ids=said, choice=choice, num_left=num_left,
+            request_id=request.request_id,
+            position=position,
+            token_ids=said,
+            choice=choice,
+            num_left=num_left,
             logprobs=[] if top is None else [_logprob(token, top) for token in said],
-            finish_reason=("stop" if said[-1] == EOS and not request.sampling.ignore_eos else "length") if is_last else None,
+            finish_reason=("stop" if said[-1] == EOS and not request.sampling.ignore_eos else "length")
+            if is_last
+            else None,
             stop_token=EOS if is_last and said[-1] == EOS and not request.sampling.ignore_eos else None,
-        )  # fmt: skip
+        )
         if is_first:
             asked = request.sampling.prompt_logprobs
             prompt = request.token_ids[1 : request.num_prompt_tokens]

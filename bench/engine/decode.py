@@ -1,6 +1,7 @@
 """Decode speed of one engine against the memory's limit and Hugging Face generate, in one run.
 
-    python -m bench.engine.decode [--model M] [--concurrency 1 4 16 32] [--threads N] [--quantization int8 int4] [--json FILE]
+    python -m bench.engine.decode [--model M] [--concurrency 1 4 16 32] [--threads N] [--quantization int8 int4] [--json
+    FILE]
 
 A decode step reads every weight once and the KV of every running sequence; the machine's measured
 read bandwidth at the same number of threads turns that into the shortest possible step. Only pure

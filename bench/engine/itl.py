@@ -1,6 +1,7 @@
 """Gaps between tokens of running streams while long prompts arrive: apart, together in chunks, together in one piece.
 
-    python -m bench.engine.itl [--lengths 2048 4096 8000] [--streams 4] [--seconds 60] [--setups disaggregated chunked whole]
+    python -m bench.engine.itl [--lengths 2048 4096 8000] [--streams 4] [--seconds 60] [--setups disaggregated chunked
+    whole]
                         [--model M] [--json out.json] [--plot out.png]
 
 Three clusters, one after the other, on the same two cores, without HTTP:
@@ -9,9 +10,10 @@ Three clusters, one after the other, on the same two cores, without HTTP:
     chunked        one worker on both cores; a step computes up to `engine.token_budget` tokens (512)
     whole          the same, with a budget that takes the longest prompt in one step
 
-In each, `--streams` streams decode all the time; for --seconds, fresh prompts come one after the other, lengths in turn (the one
-under way is waited for). A gap is the time between two outputs of a stream, as its client sees them; `quiet` gaps are from
-before the first prompt. TTFT is the arriving prompts'. A machine with other work shows longer tails: leave it alone meanwhile.
+In each, `--streams` streams decode all the time; for --seconds, fresh prompts come one after the other, lengths in turn
+(the one under way is waited for). A gap is the time between two outputs of a stream, as its client sees them; `quiet`
+gaps are from before the first prompt. TTFT is the arriving prompts'. A machine with other work shows longer tails:
+leave it alone meanwhile.
 """
 
 import argparse

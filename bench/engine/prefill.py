@@ -1,6 +1,7 @@
 """Prefill speed of one engine against the GEMM peak and Hugging Face's forward, in one run.
 
-    python -m bench.engine.prefill [--model M] [--lengths 512 2048] [--threads N] [--quantization int8 int4] [--json FILE]
+    python -m bench.engine.prefill [--model M] [--lengths 512 2048] [--threads N] [--quantization int8 int4] [--json
+    FILE]
 
 Work is counted as 2 operations per weight of the linear layers and token, plus causal attention; its
 rate over the measured GEMM peak at the same number of threads is the share of the peak (for bf16 the

@@ -1,11 +1,13 @@
 """What one scheduling step costs beside vLLM's v1 scheduler: microseconds per sequence of the batch.
 
-    python -m bench.engine.scheduler [--vllm "COMMAND"] [--sequences 1 64 256 1024] [--mixed 64 256] [--rounds 5] [--steps 200]
+    python -m bench.engine.scheduler [--vllm "COMMAND"] [--sequences 1 64 256 1024] [--mixed 64 256] [--rounds 5]
+    [--steps 200]
                               [--json out.json]
 
-COMMAND starts a Python that can import vLLM, as for bench/kvcache/pool.py; without it vLLM is left out. Both run the same batches, each
-in a process of its own; they take turns, batch by batch and round by round, and each keeps its best round. What is timed is
-explained in scheduler_side.py. `step` is schedule and apply together. "drafting" is kvrelay with speculation on, where no draft pays.
+COMMAND starts a Python that can import vLLM, as for bench/kvcache/pool.py; without it vLLM is left out. Both run the
+same batches, each in a process of its own; they take turns, batch by batch and round by round, and each keeps its best
+round. What is timed is explained in scheduler_side.py. `step` is schedule and apply together. "drafting" is kvrelay
+with speculation on, where no draft pays.
 """
 
 import argparse

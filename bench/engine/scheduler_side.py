@@ -1,16 +1,18 @@
-"""One contender of bench/engine/scheduler.py in a process of its own: `scheduler_side.py NAME`, jobs as JSON lines in, times out.
+"""One contender of bench/engine/scheduler.py in a process of its own: `scheduler_side.py NAME`, jobs as JSON lines in,
+times out.
 
-A job is (decoding sequences, mixed or not, steps). Every sequence has a prompt of PROMPT tokens and a little more, so that the
-ends of their blocks do not fall into one step, and each step gives it one token. In a mixed job another prompt of
-LONG tokens, in chunks of what the token budget leaves over, is always under way. Requests are made, and their blocks hashed,
-outside the times, which are of this thread's CPU: other work on the machine counts less. What is timed of a step:
+A job is (decoding sequences, mixed or not, steps). Every sequence has a prompt of PROMPT tokens and a little more, so
+that the ends of their blocks do not fall into one step, and each step gives it one token. In a mixed job another prompt
+of LONG tokens, in chunks of what the token budget leaves over, is always under way. Requests are made, and their blocks
+hashed, outside the times, which are of this thread's CPU: other work on the machine counts less. What is timed of a
+step:
 
     schedule  what is computed next, and in which blocks
     apply     one token for each sequence: what ends, what may be cached now, what goes out to the client
 
 kvrelay's engine runs its real `step` and the drain of its events, with stand-ins for model and sampler that only return
-tokens; `batch`, the tensors about the batch that kernels and sampler need, is timed apart (vLLM's model runner makes those:
-there it is not timed). vLLM runs its v1 Scheduler: `schedule` and `update_from_output`.
+tokens; `batch`, the tensors about the batch that kernels and sampler need, is timed apart (vLLM's model runner makes
+those: there it is not timed). vLLM runs its v1 Scheduler: `schedule` and `update_from_output`.
 """
 
 import gc
@@ -67,9 +69,13 @@ class Ours:
             asynchronous=None, decode_graphs=lambda spec: None,
         )  # fmt: skip
         config = EngineConfig(
-            block_size=BLOCK, kv_memory_bytes=num_blocks * BLOCK * 4, token_budget=BUDGET, max_running=MAX_RUNNING, max_waiting=MAX_RUNNING,
+            block_size=BLOCK,
+            kv_memory_bytes=num_blocks * BLOCK * 4,
+            token_budget=BUDGET,
+            max_running=MAX_RUNNING,
+            max_waiting=MAX_RUNNING,
             draft_tokens=draft_tokens,
-        )  # fmt: skip
+        )
         self.engine: Any = make_engine(model, backend, config)  # type: ignore[arg-type]
         runner, self._sampler = self.engine.runner, self.engine.sampling.sampler
         self._batch = runner.batch
@@ -105,9 +111,12 @@ class Ours:
 
     def add(self, name: str, tokens: list[int], max_tokens: int) -> None:
         request = self._request(
-            request_id=name, token_ids=tokens, num_prompt_tokens=len(tokens), block_hashes=list(self._hashes(tokens, BLOCK)),
+            request_id=name,
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            block_hashes=list(self._hashes(tokens, BLOCK)),
             sampling=self._sampling(max_tokens=max_tokens),
-        )  # fmt: skip
+        )
         assert self.engine.refusal(request) is None, self.engine.refusal(request)
         self.engine.add(request)
 
@@ -126,7 +135,9 @@ class Ours:
 
 
 class OursDrafting(Ours):
-    """The same with speculation on, as it is by default, where it does not pay: but for a try now and then, nothing is drafted."""
+    """The same with speculation on, as it is by default, where it does not pay: but for a try now and then, nothing is
+    drafted.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         from kvrelay.engine.speculation.speculation import SpeculationTimes
@@ -201,13 +212,23 @@ def _vllm_config(num_blocks: int, scheduler_kind: Any, cache_kind: Any) -> Any:
     cache = cache_kind(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_blocks
     parallel = SimpleNamespace(
-        decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_index=0,
         data_parallel_size=1,
-    )  # fmt: skip
+    )
     model = SimpleNamespace(
-        uses_mrope=False, is_encoder_decoder=False, is_mm_encoder_only=False, max_model_len=MAX_MODEL_LEN, is_diffusion=False,
-        runner_type="generate", supports_multimodal_inputs=False, return_sampling_mask=False, enable_return_routed_experts=False,
-    )  # fmt: skip
+        uses_mrope=False,
+        is_encoder_decoder=False,
+        is_mm_encoder_only=False,
+        max_model_len=MAX_MODEL_LEN,
+        is_diffusion=False,
+        runner_type="generate",
+        supports_multimodal_inputs=False,
+        return_sampling_mask=False,
+        enable_return_routed_experts=False,
+    )
     observed = SimpleNamespace(
         per_request_spec_decode_metrics="none",
         kv_cache_metrics=False,
@@ -215,12 +236,26 @@ def _vllm_config(num_blocks: int, scheduler_kind: Any, cache_kind: Any) -> Any:
         kv_cache_metrics_sample=0,
     )
     return SimpleNamespace(
-        scheduler_config=scheduler, cache_config=cache, parallel_config=parallel, model_config=model, observability_config=observed,
-        is_mm_encoder_only=False, lora_config=None, kv_events_config=None, kv_transfer_config=None, ec_transfer_config=None, speculative_config=None,
-        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None), num_speculative_tokens=0,
-        num_lookahead_tokens=0, num_prefill_lookahead_tokens=0, max_in_flight_tokens=BUDGET, max_concurrent_batches=1,
-        use_v2_model_runner=False, aux_output_config=SimpleNamespace(enabled=False),
-    )  # fmt: skip
+        scheduler_config=scheduler,
+        cache_config=cache,
+        parallel_config=parallel,
+        model_config=model,
+        observability_config=observed,
+        is_mm_encoder_only=False,
+        lora_config=None,
+        kv_events_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        speculative_config=None,
+        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
+        num_speculative_tokens=0,
+        num_lookahead_tokens=0,
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=BUDGET,
+        max_concurrent_batches=1,
+        use_v2_model_runner=False,
+        aux_output_config=SimpleNamespace(enabled=False),
+    )
 
 
 def tokens(source: random.Random, count: int) -> list[int]:

@@ -1,14 +1,16 @@
 """Decode speed without drafts, with drafts from a sequence's own text, by a draft model, and with both, in one run.
 
-    python -m bench.engine.speculation [--model M] [--concurrency 1 4 16] [--texts repeat edit open] [--tokens 96] [--draft-tokens 8]
+    python -m bench.engine.speculation [--model M] [--concurrency 1 4 16] [--texts repeat edit open] [--tokens 96]
+    [--draft-tokens 8]
                                 [--draft-model D] [--draft-quantization int4] [--quantization none]
                                 [--rounds 2] [--threads N] [--dtype bfloat16] [--json FILE]
 
-A draft model without a download: the model itself with int4 weights (`--draft-model` as `--model`, `--draft-quantization int4`), or its
-first layers (bench/engine/truncated.py).
+A draft model without a download: the model itself with int4 weights (`--draft-model` as `--model`,
+`--draft-quantization int4`), or its first layers (bench/engine/truncated.py).
 
-Texts, all greedy, decoded from prompts of about 200 tokens: `repeat`, a list that goes on with its pattern; `edit`, a paragraph that is to be
-written again; `open`, one to go on from freely. Steps that only decode are timed; engines alternate, the best round counts. The tokens of
+Texts, all greedy, decoded from prompts of about 200 tokens: `repeat`, a list that goes on with its pattern; `edit`,
+a paragraph that is to be written again; `open`, one to go on from freely. Steps that only decode are timed; engines
+alternate, the best round counts. The tokens of
 all are compared: they must be the same (exit code 1 otherwise).
 """
 
@@ -30,9 +32,10 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.kernels.select import select_backend
 
 STORY = (
-    "The harbour was quiet that morning. Two boats had come in before dawn, and their crews were already asleep in the small hotel "
-    "behind the market. An old man counted the nets on the pier, once from the left and once from the right, and wrote both numbers "
-    "into a book, because they were never the same. When the sun rose above the lighthouse, he closed the book and went home."
+    "The harbour was quiet that morning. Two boats had come in before dawn, and their crews were already "
+    "asleep in the small hotel behind the market. An old man counted the nets on the pier, once from the left and once from the right, and "
+    "wrote both numbers into a book, because they were never the same. When the sun rose above the lighthouse, he closed the "
+    "book and went home."
 )
 PROMPTS = {
     "repeat": "\n".join(
@@ -66,7 +69,9 @@ def engine_of(folder: Path, options: argparse.Namespace, kind: str) -> Engine:
 def decode(
     engine: Engine, prompt: list[int], concurrency: int, tokens: int, salt: int
 ) -> tuple[float, list[list[int]]]:
-    """(tokens per second of steps without prompts, what each stream printed). Streams begin one token apart in the prompt."""
+    """(tokens per second of steps without prompts, what each stream printed). Streams begin one token apart in the
+    prompt.
+    """
     printed: dict[str, list[int]] = {}
     for index in range(concurrency):
         wanted = inprocess.request(salt * 1000 + index, prompt[index:], tokens, engine.config.block_size)

@@ -1,4 +1,5 @@
-"""Writes a checkpoint of a model's first layers: a draft model that needs no download. What it guesses is only as good as that is.
+"""Writes a checkpoint of a model's first layers: a draft model that needs no download. What it guesses is only as good
+as that is.
 
 python -m bench.engine.truncated OUT [--model M] [--layers 4]
 """

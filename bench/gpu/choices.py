@@ -1,5 +1,6 @@
-"""Choices between kernels, measured side by side: prefill attention, drawing tokens, torch.compile of what lies between two
-attention calls. What is chosen by measuring at start (prefill attention) and what is not switched on (torch.compile) is printed.
+"""Choices between kernels, measured side by side: prefill attention, drawing tokens, torch.compile of what lies between
+two attention calls. What is chosen by measuring at start (prefill attention) and what is not switched on
+(torch.compile) is printed.
 """
 
 import statistics

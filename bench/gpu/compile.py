@@ -1,4 +1,5 @@
-"""FlashInfer's kernels, compiled side by side before anything is measured: one after the other they would take all the time.
+"""FlashInfer's kernels, compiled side by side before anything is measured: one after the other they would take all the
+time.
 
 Kernels that a wheel brings, or that an earlier run left in FlashInfer's cache, are only loaded.
 """

@@ -1,4 +1,6 @@
-"""An engine in this process, and sequences that decode behind a context that was not computed here: as on a decode worker."""
+"""An engine in this process, and sequences that decode behind a context that was not computed here: as on a decode
+worker.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +68,8 @@ def decoding(
 ) -> Iterator[Callable[[], StepResult]]:
     """So many sequences that decode behind `context_tokens`: blocks are reserved and taken for arrived.
 
-    `fill` may write their blocks, which it is given sequence by sequence. Yields what runs one step. Raises RuntimeError: the pool has no room for them.
+    `fill` may write their blocks, which it is given sequence by sequence. Yields what runs one step. Raises
+    RuntimeError: the pool has no room for them.
     """
     vocab = engine.model.spec.vocab_size
     names: list[str] = []

@@ -1,4 +1,6 @@
-"""A layer of experts in Qwen3-30B-A3B's sizes, bf16: equal to the loop over experts, captured, and against the limits."""
+"""A layer of experts in Qwen3-30B-A3B's sizes, bf16: equal to the loop over experts, captured, and against the
+limits.
+"""
 
 from collections.abc import Callable
 
@@ -36,9 +38,15 @@ def run(context: Context) -> None:
 
 
 def measure(
-    context: Context, backend: Backend, experts: Experts, loop: Experts, choice: ExpertChoice, x: Tensor, logits: Tensor,
+    context: Context,
+    backend: Backend,
+    experts: Experts,
+    loop: Experts,
+    choice: ExpertChoice,
+    x: Tensor,
+    logits: Tensor,
     ffn: int,
-) -> None:  # fmt: skip
+) -> None:
     def layer() -> Tensor:
         return experts(x, *backend.choose_experts(logits, None, choice))
 

@@ -122,9 +122,21 @@ class Driver:
         began = time.monotonic()
         with log_file.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "bench.gpu.gpu", "--child", section.name, "--order", self._order(rows_file, limit_s)],
-                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True, cwd=ROOT,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "bench.gpu.gpu",
+                    "--child",
+                    section.name,
+                    "--order",
+                    self._order(rows_file, limit_s),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+                cwd=ROOT,
+            )
             try:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -200,9 +212,14 @@ def markdown(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
     """The whole report."""
     text = [f"# {facts['device']}, {facts['date']}", "", facts["versions"], ""]
     summary = [
-        {"section": one.section.name, "": one.status, "s": one.seconds, "note": one.note.splitlines()[0] if one.note else ""}
+        {
+            "section": one.section.name,
+            "": one.status,
+            "s": one.seconds,
+            "note": one.note.splitlines()[0] if one.note else "",
+        }
         for one in outcomes
-    ]  # fmt: skip
+    ]
     text += [*_table(summary), ""]
     for one in outcomes:
         if one.rows or one.is_failure:

@@ -67,7 +67,9 @@ def compare(context: Context, engine: Engine, batch: int, length: int) -> None:
 
 
 def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
-    """A step of two decoding sequences and a prompt of so many tokens, plain and in pieces: hidden states and the cache."""
+    """A step of two decoding sequences and a prompt of so many tokens, plain and in pieces: hidden states and the
+    cache.
+    """
     runner: Any = engine.runner
     if runner._pieces is None:
         context.add(check="a mixed step in pieces", left_out="this backend has none")

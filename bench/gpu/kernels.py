@@ -1,4 +1,6 @@
-"""Every kernel of the device's backend against the reference on the same device, over a grid of shapes; controls included."""
+"""Every kernel of the device's backend against the reference on the same device, over a grid of shapes; controls
+included.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -80,9 +82,15 @@ def batch_of(step: KernelStep, block_size: int, generator: torch.Generator) -> t
     starts[1:] = new_tokens.cumsum(0)
     contexts = torch.tensor([context for _, context in step.sequences], dtype=torch.int32)
     return AttentionBatch(
-        starts, contexts, tables, torch.cat(slots), torch.cat(positions),
-        num_decode=int((new_tokens == 1).sum()), max_query_len=int(new_tokens.max()), max_context_len=int(contexts.max()),
-    ), len(order)  # fmt: skip
+        starts,
+        contexts,
+        tables,
+        torch.cat(slots),
+        torch.cat(positions),
+        num_decode=int((new_tokens == 1).sum()),
+        max_query_len=int(new_tokens.max()),
+        max_context_len=int(contexts.max()),
+    ), len(order)
 
 
 @dataclass(slots=True)
@@ -135,7 +143,9 @@ class Grid:
         return backend.attention(q, kv, plan, scale=SCALE, window=window, softcap=softcap)
 
     def attention(self) -> None:
-        """One row for each kernel that FlashInfer compiles by itself, the most used first; those left out for lack of time are printed."""
+        """One row for each kernel that FlashInfer compiles by itself, the most used first; those left out for lack of
+        time are printed.
+        """
         for variant in [Variant(torch.bfloat16, 64)] if self.context.tiny else VARIANTS:
             if self.context.is_cuda and self.context.left_s < _COMPILE_S:
                 self.context.add(kernel=f"attention: {variant}", left_out="no time left to compile it")
@@ -204,8 +214,10 @@ class Grid:
             gate_up = self.random(rows, 2 * width, dtype=dtype)
             for kind in ("silu", "gelu_tanh"):
                 activation.compare(
-                    f"{kind} {case}", self.backend.gated_activation(gate_up, kind), self.reference.gated_activation(gate_up, kind)
-                )  # fmt: skip
+                    f"{kind} {case}",
+                    self.backend.gated_activation(gate_up, kind),
+                    self.reference.gated_activation(gate_up, kind),
+                )
         norm.add_to(self.context)
         activation.add_to(self.context)
 
@@ -246,7 +258,9 @@ class Grid:
         self.context.add(kernel="sampling, the same tokens", cases=4, ok=not wrong, wrong="; ".join(wrong))
 
     def definitions(self) -> None:
-        """The CPUs' grid (kernels/oracle/grid.py), attention aside: each kernel against float64, within bounds that follow from rounding."""
+        """The CPUs' grid (kernels/oracle/grid.py), attention aside: each kernel against float64, within bounds that
+        follow from rounding.
+        """
         for family in (name for name in FAMILIES if not name.startswith("attention")):
             verdicts = [
                 judge(family, self.backend, dtype) for dtype in ([torch.bfloat16] if self.context.tiny else DTYPES)
@@ -255,9 +269,12 @@ class Grid:
             num_cases = sum(verdict.num_cases for verdict in verdicts)
             if num_cases:
                 self.context.add(
-                    kernel=f"{family}, by its definition", cases=num_cases, worst_share_of_bound=worst.ratio, ok=worst.ok,
+                    kernel=f"{family}, by its definition",
+                    cases=num_cases,
+                    worst_share_of_bound=worst.ratio,
+                    ok=worst.ok,
                     wrong="" if worst.ok else worst.case,
-                )  # fmt: skip
+                )
 
 
 def run(context: Context) -> None:

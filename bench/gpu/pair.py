@@ -1,4 +1,6 @@
-"""One prefill and one decode worker on the same device, end to end: real weights where there are any, and random ones."""
+"""One prefill and one decode worker on the same device, end to end: real weights where there are any, and random
+ones.
+"""
 
 import asyncio
 import statistics
@@ -38,13 +40,19 @@ def settings_of(context: Context, folder: Path) -> Settings:
     kv_memory = (8 << 20) if context.tiny else (6 << 30)
     return Settings(
         model=ModelSettings(source=str(folder), dtype="bfloat16"),
-        engine=EngineSettings.model_validate({
-            "backend": "cuda" if context.is_cuda else "cpu", "device": context.device, "block_size": BLOCK_SIZE,
-            "kv_memory": kv_memory, "token_budget": 64 if context.tiny else 4096, "num_threads": None if context.is_cuda else 1,
-        }),
+        engine=EngineSettings.model_validate(
+            {
+                "backend": "cuda" if context.is_cuda else "cpu",
+                "device": context.device,
+                "block_size": BLOCK_SIZE,
+                "kv_memory": kv_memory,
+                "token_budget": 64 if context.tiny else 4096,
+                "num_threads": None if context.is_cuda else 1,
+            }
+        ),
         transfer=TransferSettings.model_validate({"transport": "nixl" if context.is_cuda else "auto"}),
         router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
-    )  # fmt: skip
+    )
 
 
 def measure(context: Context, name: str, folder: Path) -> None:

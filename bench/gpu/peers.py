@@ -1,4 +1,6 @@
-"""Hugging Face's generate and its continuous batching on the same device and weights: the decode section's neighbours."""
+"""Hugging Face's generate and its continuous batching on the same device and weights: the decode section's
+neighbours.
+"""
 
 import time
 from collections.abc import Callable

@@ -40,9 +40,21 @@ def run_verify(context: Context) -> None:
     backend, report = "cuda" if context.is_cuda else "cpu", context.scratch / "verify.json"
     few = ["--max-model-len", "192", "--tokens", "16", *(["--transport", "shm"] if context.tiny else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "kvrelay.cluster.commands.cli", "verify", "--family", "llama", "--backend", backend, "--json", str(report), *few],
+        [
+            sys.executable,
+            "-m",
+            "kvrelay.cluster.commands.cli",
+            "verify",
+            "--family",
+            "llama",
+            "--backend",
+            backend,
+            "--json",
+            str(report),
+            *few,
+        ],
         cwd=ROOT,
-    )  # fmt: skip
+    )
     if not report.exists():
         context.add(check="kvrelay verify", ok=False, note=f"exit status {done.returncode}, no report")
         return

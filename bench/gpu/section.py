@@ -1,4 +1,6 @@
-"""What a section of bench/gpu/gpu.py gets, and how its rows reach the driver: a file of JSON lines, one as soon as it is known."""
+"""What a section of bench/gpu/gpu.py gets, and how its rows reach the driver: a file of JSON lines, one as soon as it
+is known.
+"""
 
 import json
 import time
@@ -19,7 +21,8 @@ class LeftOut(Exception):
 class Context:
     """One section's order. Sizes are the real ones, or with `tiny` such as a CPU does in seconds.
 
-    limit_s: what the driver grants it. limits: what section "limits" measured, by name. model: folder of a real checkpoint, or None.
+    limit_s: what the driver grants it. limits: what section "limits" measured, by name. model: folder of a real
+    checkpoint, or None.
     """
 
     device: str  # "cuda" | "cpu"

@@ -1,4 +1,6 @@
-"""A Llama-8B in bf16: decode steps beside the memory's limit and the device's busy time; prompts beside the peak of dense products."""
+"""A Llama-8B in bf16: decode steps beside the memory's limit and the device's busy time; prompts beside the peak of
+dense products.
+"""
 
 import statistics
 import time

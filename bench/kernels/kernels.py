@@ -1,4 +1,5 @@
-"""Linear kernels and attention against this machine's limits: python -m bench.kernels.kernels [--threads N] [--dtype bfloat16].
+"""Linear kernels and attention against this machine's limits: python -m bench.kernels.kernels [--threads N] [--dtype
+bfloat16].
 
 For each of SmolLM2-135M's layer shapes and several numbers of rows: milliseconds, bytes and products per
 second, and the ratio to the memory's measured reading speed or to the best measured product, whichever

@@ -1,4 +1,6 @@
-"""A trace through a prefix cache: the product's own index and policies, no bytes. For bench/kvcache/eviction.py and tiers_trace.py."""
+"""A trace through a prefix cache: the product's own index and policies, no bytes. For bench/kvcache/eviction.py and
+tiers_trace.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +89,9 @@ def insert(index: TierIndex, hashes: Sequence[BlockHash], start: int, now_s: flo
 
 
 def replay(prompts: Sequence[Prompt], index: TierIndex) -> Hits:
-    """Each request: match, hold what matched, make room for the rest, name it, let go. Prompts over the cache's size are cut."""
+    """Each request: match, hold what matched, make room for the rest, name it, let go. Prompts over the cache's size
+    are cut.
+    """
     hits = Hits()
     for number, prompt in enumerate(prompts):
         hashes = prompt.hashes[: index.num_rows]
@@ -104,9 +108,9 @@ class Belady(Lru):
     """The optimum: what is used again last goes first. It knows the trace; needs arrival times in order.
 
     Optimal for this replay (every block costs the same room, a request needs room for all of its blocks while it is
-    served, hits are counted in blocks): evicting the furthest next use is optimal for intervals over a capacity that varies
-    (here, what the request being served leaves), and a block's prefix is never used later than the block itself, so
-    that the prefix constraint costs nothing.
+    served, hits are counted in blocks): evicting the furthest next use is optimal for intervals over a capacity that
+    varies (here, what the request being served leaves), and a block's prefix is never used later than the block itself,
+    so that the prefix constraint costs nothing.
     """
 
     name = "belady"

@@ -1,12 +1,14 @@
 """The block pool and its prefix index beside vLLM's and SGLang's: microseconds per request; how they grow.
 
-    python -m bench.kvcache.pool [--vllm "COMMAND"] [--sglang "COMMAND"] [--lengths 128 1024 8192 14000 100000] [--rounds 3]
+    python -m bench.kvcache.pool [--vllm "COMMAND"] [--sglang "COMMAND"] [--lengths 128 1024 8192 14000 100000]
+    [--rounds 3]
                          [--requests 40] [--sizes 10000 100000 1000000 10000000] [--json out.json]
 
-COMMAND starts a Python that can import that peer, for instance "env PYTHONPATH=/unpacked/wheel:/site-packages python3": the
-unpacked wheel is enough where torch, pydantic and transformers are there too (standins.py stands in for the rest). Without
-it the peer is left out. Every contender runs the same prompts in a process of its own; the contenders take turns, length by
-length and round by round, and each keeps its best round's medians. What is timed is explained in pool_side.py.
+COMMAND starts a Python that can import that peer, for instance "env PYTHONPATH=/unpacked/wheel:/site-packages python3":
+the unpacked wheel is enough where torch, pydantic and transformers are there too (standins.py stands in for the rest).
+Without it the peer is left out. Every contender runs the same prompts in a process of its own; the contenders take
+turns, length by length and round by round, and each keeps its best round's medians. What is timed is explained in
+pool_side.py.
 """
 
 import argparse
@@ -109,9 +111,11 @@ def grow(num_blocks: int, requests: int) -> dict[str, Any]:
     tokens = PROMPT_BLOCKS * BLOCK
     hashing, rest = (1e9 * sorted(column)[len(times) // 2] / tokens for column in zip(*times, strict=True))
     return {
-        "cached blocks": num_blocks, "ns per token, hashing": round(hashing, 2), "ns per token, the rest": round(rest, 2),
+        "cached blocks": num_blocks,
+        "ns per token, hashing": round(hashing, 2),
+        "ns per token, the rest": round(rest, 2),
         "bytes per block": round(per_block, 1),
-    }  # fmt: skip
+    }
 
 
 def _request(pool: BlockPool, packed: bytes) -> tuple[float, float]:

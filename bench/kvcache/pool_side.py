@@ -1,4 +1,5 @@
-"""One contender of bench/kvcache/pool.py in a process of its own: `pool_side.py NAME`, jobs as JSON lines in, times as JSON lines out.
+"""One contender of bench/kvcache/pool.py in a process of its own: `pool_side.py NAME`, jobs as JSON lines in, times as
+JSON lines out.
 
 A job is one prompt length. Each request shares its first half with one of four prefixes and differs after that; the
 pool holds eight prompts, so that from the ninth on every request evicts. What a contender does with a request:
@@ -9,8 +10,8 @@ pool holds eight prompts, so that from the ninth on every request evicts. What a
     append    the computed blocks go into the index
     free      everything is given back
 
-SGLang hashes nothing: its tree is keyed by the tokens, which it gets as the array that it wants, made outside the times.
-vLLM puts the blocks into its index while allocating.
+SGLang hashes nothing: its tree is keyed by the tokens, which it gets as the array that it wants, made outside the
+times. vLLM puts the blocks into its index while allocating.
 """
 
 import json
@@ -125,8 +126,12 @@ class Sglang:
         table = ReqToTokenPool(size=1, max_context_len=1, device="cpu", enable_memory_saver=False)
         components = {} if core == "python" else {"tree_components": (ComponentType.FULL,), "tree_core_backend": core}
         params = CacheInitParams(
-            disable=False, req_to_token_pool=table, token_to_kv_pool_allocator=self._allocator, page_size=BLOCK, **components
-        )  # fmt: skip
+            disable=False,
+            req_to_token_pool=table,
+            token_to_kv_pool_allocator=self._allocator,
+            page_size=BLOCK,
+            **components,
+        )
         self._cache = RadixCache(params) if core == "python" else UnifiedRadixCache(params)
         self._is_python, self._torch = core == "python", torch
         self._key, self._match, self._insert = RadixKey, MatchPrefixParams, InsertParams

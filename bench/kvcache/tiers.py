@@ -254,7 +254,8 @@ async def measure_peer(folder: Path, options: argparse.Namespace) -> list[dict[s
                 "kv_memory": str(memory), "token_budget": options.token_budget, "num_threads": options.threads,
                 "backend": options.backend,
             },
-            "cache": {"host_memory": str(3 * memory), "remote": "cluster", "prefetch": "wait"},  # a quarter may be read by peers
+            # a quarter may be read by peers
+            "cache": {"host_memory": str(3 * memory), "remote": "cluster", "prefetch": "wait"},
             "store": {"memory": options.store_memory},
             "cluster": {"prefill": 0},
         }

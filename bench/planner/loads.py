@@ -1,6 +1,8 @@
-"""Days of load for bench/planner/planner.py: made up ones, and a public trace that is stretched over a day. Pure but for reading traces.
+"""Days of load for bench/planner/planner.py: made up ones, and a public trace that is stretched over a day. Pure but
+for reading traces.
 
-Sessions are thinned, not requests: conversations and agents keep their own gaps, whatever the hour. A day may be shorter than a real
+Sessions are thinned, not requests: conversations and agents keep their own gaps, whatever the hour. A day may be
+shorter than a real
 one: its hours pass faster, rushes and noise last as long as they do.
 """
 
@@ -45,7 +47,9 @@ def agent_curve(hour: float) -> float:
 
 
 def rushes(day: int, seed: int, faster: float) -> list[tuple[float, float, float]]:
-    """(begin, end, factor), hours of the day: two that every day has, at hours of its own, and one that comes every day at nine."""
+    """(begin, end, factor), hours of the day: two that every day has, at hours of its own, and one that comes every day
+    at nine.
+    """
     draw = random.Random(f"rush:{seed}:{day}")
     own = [
         (at := draw.uniform(low, high), at + faster * draw.uniform(0.15, 0.4), 1.7)
@@ -73,7 +77,9 @@ def made_days(
 
 
 def bursty_days(num_days: int, *, per_s: float, seed: int, day_s: float = DAY_S) -> list[TraceEntry]:
-    """Single requests in bursts of six times the calm rate that last 10 s, along the chat's curve; `per_s` where that is 1."""
+    """Single requests in bursts of six times the calm rate that last 10 s, along the chat's curve; `per_s` where that
+    is 1.
+    """
     span_s, most = num_days * day_s, 2.0
     entries = mixed_entries(
         switching_arrivals(most * per_s, seed=seed), math.ceil(1.1 * most * per_s * span_s), seed=seed

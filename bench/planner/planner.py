@@ -1,7 +1,8 @@
-"""The planner in the event simulator, over days: against the best static split and a clairvoyant plan, by goodput per worker-hour.
+"""The planner in the event simulator, over days: against the best static split and a clairvoyant plan, by goodput per
+worker-hour.
 
-    PYTHONPATH=.imports:. python -m bench.planner.planner --out made.json [--load made,agents,bursty,azure] [--seeds 3] [--hours 8]
-    PYTHONPATH=.imports:. python -m bench.planner.planner --load azure --traces FOLDER --out azure.json
+    PYTHONPATH=.imports:. python -m bench.planner.planner --out made.json [--load made,agents,bursty,azure] [--seeds 3]
+    [--hours 8] PYTHONPATH=.imports:. python -m bench.planner.planner --load azure --traces FOLDER --out azure.json
 
 made     conversations with two peaks and agents in the afternoon and at night, rushes, quarters of an hour that are off
 agents   agents alone: siblings that come together, hours with next to none
@@ -9,11 +10,13 @@ bursty   single requests of four kinds, in bursts of ten seconds, along a day's 
 azure    Mooncake's conversations at the rates of Azure's 2023 traces, their common hour stretched over the day
 
 planner      on its first day: no season is known. `--second`: also on the day after another one of the same kind.
-static, clairvoyant   searched for anew on each day (bench/planner/search.py): what they know of it beforehand, the planner does not.
-static alike   where the planner keeps less than 90 %: of the splits that were tried, the best that keeps at least as much as it does.
+static, clairvoyant   searched for anew on each day (bench/planner/search.py): what they know of it beforehand, the
+planner does not. static alike   where the planner keeps less than 90 %: of the splits that were tried, the best that
+keeps at least as much as it does.
 
-A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes and bursts last as long as
-they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made again when they are there.
+A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes
+and bursts last as long as they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made
+again when they are there.
 """
 
 import argparse
@@ -43,7 +46,9 @@ def guess_of(day: Day) -> WorkerCounts:
 
 
 def first_plans(static: WorkerCounts, found: Outcome, most: int) -> list[list[WorkerCounts]]:
-    """The static split in the busiest windows, and as many fewer elsewhere as less comes; and the like with some more everywhere."""
+    """The static split in the busiest windows, and as many fewer elsewhere as less comes; and the like with some more
+    everywhere.
+    """
     busy = sorted(found.came)[round(0.9 * (len(found.came) - 1))]
     return [
         [
@@ -84,10 +89,17 @@ def row_of(load: str, seed: int, way: str, chosen: str, one: Outcome, all_ways: 
         if other in all_ways and way.startswith("planner")
     }
     return {
-        "": f"{load} {seed}", "way": f"{way} {chosen}".strip(), "requests": one.requests, "kept %": 100 * one.kept_share,
-        "good / worker-hour": one.per_hour, "worker-hours": one.worker_hours, "hits %": 100 * one.hit_ratio,
-        "turns P, D": "{} {}".format(*one.turns), "most P, D": "{} {}".format(*one.most), **ratios,
-    }  # fmt: skip
+        "": f"{load} {seed}",
+        "way": f"{way} {chosen}".strip(),
+        "requests": one.requests,
+        "kept %": 100 * one.kept_share,
+        "good / worker-hour": one.per_hour,
+        "worker-hours": one.worker_hours,
+        "hits %": 100 * one.hit_ratio,
+        "turns P, D": "{} {}".format(*one.turns),
+        "most P, D": "{} {}".format(*one.most),
+        **ratios,
+    }
 
 
 def spread(values: list[float]) -> str:

@@ -1,7 +1,9 @@
-"""A day of load, the workers that meet it, and what comes of a way to choose their numbers. For bench/planner/planner.py.
+"""A day of load, the workers that meet it, and what comes of a way to choose their numbers. For
+bench/planner/planner.py.
 
-All run production's router, schedulers, pools and planner in virtual time (docs/simulator.md). Profiles are of whole machines; so that a
-day has few enough requests to simulate, and still needs several workers, each step takes `slow` times as long as the profile says.
+All run production's router, schedulers, pools and planner in virtual time (docs/simulator.md). Profiles are of whole
+machines; so that a day has few enough requests to simulate, and still needs several workers, each step takes `slow`
+times as long as the profile says.
 """
 
 import json
@@ -91,7 +93,9 @@ def slowed(profile: SimulatorProfile, factor: float) -> SimulatorProfile:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run from `from_s` on. By window of WINDOW_S: requests that came, and those within both targets, TTFT's, TPOT's."""
+    """One run from `from_s` on. By window of WINDOW_S: requests that came, and those within both targets, TTFT's,
+    TPOT's.
+    """
 
     requests: int
     good: int

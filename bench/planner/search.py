@@ -1,12 +1,15 @@
-"""The best static split of a day, and a clairvoyant plan for it: searched by running them. For bench/planner/planner.py.
+"""The best static split of a day, and a clairvoyant plan for it: searched by running them. For
+bench/planner/planner.py.
 
-Static: from a guess on, a worker more of the role that misses more while less than 90 % is kept, one fewer of the role that misses less
-while more is (the other role where that brings nothing); then all neighbours of the best (one more or fewer of a role, one from a role to the other), until none is better.
-What counts is good requests per worker-hour, of the splits that keep 90 %.
+Static: from a guess on, a worker more of the role that misses more while less than 90 % is kept, one fewer of the role
+that misses less while more is (the other role where that brings nothing); then all neighbours of the best (one more or
+fewer of a role, one from a role to the other), until none is better. What counts is good requests per worker-hour, of
+the splits that keep 90 %.
 
-Clairvoyant: numbers for each window by what comes in it, then changed again and again by what a whole run of them shows: where a window keeps 90 %, one fewer of the
-role that misses less, else one more of the role that misses more, which then never falls below that there again, and of both where that had
-been tried. The best of these runs that keeps 90 % of the day counts. It knows the day to come, prefixes and lengths and all; it is no proven optimum.
+Clairvoyant: numbers for each window by what comes in it, then changed again and again by what a whole run of them
+shows: where a window keeps 90 %, one fewer of the role that misses less, else one more of the role that misses more,
+which then never falls below that there again, and of both where that had been tried. The best of these runs that keeps
+90 % of the day counts. It knows the day to come, prefixes and lengths and all; it is no proven optimum.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +20,17 @@ from kvrelay.router.planning.types import WorkerCounts
 ROUNDS = 3
 FEWEST = 5  # requests in a window that its share is believed of
 MOST_TRIES = 30
-LEAST_GAIN = 0.01  # of the share kept: one more of a role that brings less is not what is missing (prompts wait for decode workers, too)
+# of the share kept: one more of a role that brings less is not what is missing (prompts wait for decode workers, too)
+LEAST_GAIN = 0.01
 
 Static = Callable[[WorkerCounts], Outcome]
 Follow = Callable[[list[WorkerCounts]], Outcome]
 
 
 def better(one: Outcome, other: Outcome, least: float = KEPT) -> bool:
-    """The better of two: one that keeps that share, then more goodput per worker-hour; of two that do not, the one that keeps more."""
+    """The better of two: one that keeps that share, then more goodput per worker-hour; of two that do not, the one that
+    keeps more.
+    """
     both = one.kept_share >= least, other.kept_share >= least
     if both == (True, True):
         return one.per_hour > other.per_hour
@@ -76,7 +82,9 @@ def best_of(tried: dict[WorkerCounts, Outcome], least: float = KEPT) -> WorkerCo
 
 
 def _neighbours(counts: WorkerCounts, tried: dict[WorkerCounts, Outcome], most: int) -> Iterator[WorkerCounts]:
-    """None that could not be better: fewer of both than a split that keeps too little; more than a third of the misses would pay for."""
+    """None that could not be better: fewer of both than a split that keeps too little; more than a third of the misses
+    would pay for.
+    """
     kept = tried[counts].kept_share
     for prefill, decode in ((1, -1), (-1, 1), (-1, 0), (0, -1), (1, 0), (0, 1)):
         moved = _moved(counts, prefill, decode, most)

@@ -1,9 +1,11 @@
-"""What the workers of bench/router/decision.py hold, the same for our index and for another project's. Standard library alone.
+"""What the workers of bench/router/decision.py hold, the same for our index and for another project's. Standard library
+alone.
 
-A block is a random number of 64 bits, unlike every other. 16 prompts of P blocks; of each, one worker of even number holds the
-first half and one of odd number the first eighth. Of `shared` contents the first eighth of all prompts is one system prompt, which
-every worker holds. Beside those, chains of CHAIN blocks that no request asks for: MAX_FILLER each, less where all workers
-together would have more than MAX_TOTAL (with 4,096 workers 488 each), so that memory stays within a few GB.
+A block is a random number of 64 bits, unlike every other. 16 prompts of P blocks; of each, one worker of even number
+holds the first half and one of odd number the first eighth. Of `shared` contents the first eighth of all prompts is one
+system prompt, which every worker holds. Beside those, chains of CHAIN blocks that no request asks for: MAX_FILLER each,
+less where all workers together would have more than MAX_TOTAL (with 4,096 workers 488 each), so that memory stays
+within a few GB.
 """
 
 import random

@@ -1,14 +1,17 @@
-"""How long one routing decision takes, and its index beside Dynamo's: python -m bench.router.decision [--dynamo PYTHON].
+"""How long one routing decision takes, and its index beside Dynamo's: python -m bench.router.decision [--dynamo
+PYTHON].
 
-What the workers hold: see bench/router/contents.py. Half of the workers prefill, half decode. For each number of workers and
-length of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again; with
---dynamo, its `RadixTree.find_matches` in a process of its own (`first`, again `bare`, and with the scores read, `read`), in
-turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`, the whole of `select_and_reserve`,
-`on_first_token` and `on_end`, 10 ms of the router's time apart, and how many of them a core makes in a second; with --dynamo,
-`theirs`: `select_and_reserve`, `prefill_complete` and `free_reservation` of its `SelectionService`, which picks one worker (ours a
-pair), knows what workers hold from its own decisions alone, and is given hashes, too. Then events: how many a second from the wire's bytes
-to the index, half of them storing a chain and half removing it.
-PYTHON is that of an environment with ai-dynamo-runtime (pip install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
+What the workers hold: see bench/router/contents.py. Half of the workers prefill, half decode. For each number of
+workers and
+length of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the
+same again; with --dynamo, its `RadixTree.find_matches` in a process of its own (`first`, again `bare`, and with the
+scores read, `read`), in turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`,
+the whole of `select_and_reserve`, `on_first_token` and `on_end`, 10 ms of the router's time apart, and how many of
+them a core makes in a second; with --dynamo, `theirs`: `select_and_reserve`, `prefill_complete` and
+`free_reservation` of its `SelectionService`, which picks one worker (ours a pair), knows what workers hold from its
+own decisions alone, and is given hashes, too. Then events: how many a second from the wire's bytes to the index,
+half of them storing a chain and half removing it. PYTHON is that of an environment with ai-dynamo-runtime (pip
+install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
 """
 
 import argparse
@@ -165,7 +168,8 @@ def lookups(
             theirs += [one / 1e3 for one in other.query("decide", count=count)["whole"]]
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
     if other is not None:
-        line += f" {statistics.median(their_first) / 1e3:>7.0f} {cuts(bare)} {cuts(read)} {statistics.median(bare) / statistics.median(again):>6.1f}"
+        line += f" {statistics.median(their_first) / 1e3:>7.0f} {cuts(bare)} {cuts(read)}"
+        line += f" {statistics.median(bare) / statistics.median(again):>6.1f}"
     line += f" {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}"
     print(line + (f" {cuts(theirs)}" if other is not None else ""), flush=True)
 
@@ -260,7 +264,8 @@ def churn(num_blocks: int) -> None:
     after = used_bytes(index)
     tracemalloc.stop()
     print(
-        f"{len(index)} blocks: {before / 1e6:.2f} MB; with {most_blocks}: {most / 1e6:.2f} MB; those gone: {after / 1e6:.2f} MB"
+        f"{len(index)} blocks: {before / 1e6:.2f} MB; with {most_blocks}: {most / 1e6:.2f} MB; "
+        f"those gone: {after / 1e6:.2f} MB"
     )
 
 

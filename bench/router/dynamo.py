@@ -1,5 +1,5 @@
-"""The other side of bench/router/decision.py --dynamo: Dynamo's index (`dynamo._core.RadixTree`) and its selection of a worker
-(`dynamo._core.SelectionService`), asked over stdin and stdout in JSON.
+"""The other side of bench/router/decision.py --dynamo: Dynamo's index (`dynamo._core.RadixTree`) and its selection of a
+worker (`dynamo._core.SelectionService`), asked over stdin and stdout in JSON.
 
 Run by the Python of an environment with ai-dynamo-runtime; imports nothing of ours but the contents beside this file.
 """
@@ -29,7 +29,9 @@ class Dynamo:
         self.requests = 0
 
     def build(self, num_workers: int, prompt_blocks: int, shared: bool, seed: int) -> dict[str, Any]:
-        """Store what every worker holds. Returns the depths that it finds, and nanoseconds of each prompt's first lookup."""
+        """Store what every worker holds. Returns the depths that it finds, and nanoseconds of each prompt's first
+        lookup.
+        """
         self.tree = RadixTree()
         made = contents(num_workers, prompt_blocks, shared=shared, seed=seed)
         self.prompts = made.prompts
@@ -67,7 +69,9 @@ class Dynamo:
         return {"bare": bare, "read": read}
 
     def workers(self, num_workers: int) -> dict[str, Any]:
-        """A selection service of so many workers. It learns what they hold from its own decisions: events would need sockets."""
+        """A selection service of so many workers. It learns what they hold from its own decisions: events would need
+        sockets.
+        """
         asyncio.run(self._workers(num_workers))
         return {}
 

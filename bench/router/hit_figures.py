@@ -1,4 +1,6 @@
-"""What bench/router/live_routing.py counts: an oracle's pools, what the index claimed and what was there, one policy's requests. No measuring."""
+"""What bench/router/live_routing.py counts: an oracle's pools, what the index claimed and what was there, one policy's
+requests. No measuring.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,7 +33,9 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """One decision, in tokens of its prompt that need not be computed: of the chosen worker's and of the best one's pool."""
+    """One decision, in tokens of its prompt that need not be computed: of the chosen worker's and of the best one's
+    pool.
+    """
 
     decision: Decision
     chosen: int
@@ -62,7 +66,9 @@ class Looked:
 
     @property
     def late(self) -> int:
-        """Blocks that were claimed and not held (below 0: held and not claimed), with all events in order: some were on their way."""
+        """Blocks that were claimed and not held (below 0: held and not claimed), with all events in order: some were on
+        their way.
+        """
         return 0 if self.fault else self.claimed - self.held
 
 

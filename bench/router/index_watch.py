@@ -1,15 +1,17 @@
-"""What the router's index says of each worker's pool, held against the worker's own word: at every decision, for every worker.
+"""What the router's index says of each worker's pool, held against the worker's own word: at every decision, for every
+worker.
 
-Before a decision's own messages leave, every live worker is asked where it has the blocks of that prompt; it looks between two steps,
-before the request is queued there. The answer comes behind the events that it is as of, so that three depths of the prompt can be
-compared, in leading blocks:
+Before a decision's own messages leave, every live worker is asked where it has the blocks of that prompt; it looks
+between two steps, before the request is queued there. The answer comes behind the events that it is as of, so that
+three depths of the prompt can be compared, in leading blocks:
 
     claimed   by the index when the decision was made
     published by the index when the answer comes: every event before the answer is in, and none after it
     held      in the worker's pool, as its caches themselves say
 
-`published` against `held` is no matter of time: where they differ, events were lost, wrong or wrongly applied, and the index is at fault. Where
-only `claimed` differs, events were on their way: late. Blocks that a worker had taken or given up and not announced yet count as late events, too.
+`published` against `held` is no matter of time: where they differ, events were lost, wrong or wrongly applied, and the
+index is at fault. Where only `claimed` differs, events were on their way: late. Blocks that a worker had taken or given
+up and not announced yet count as late events, too.
 """
 
 import asyncio

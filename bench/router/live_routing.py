@@ -1,11 +1,13 @@
-"""Routing with real workers: hit tokens as the workers report them against an oracle, and what the index claimed wrongly.
+"""Routing with real workers: hit tokens as the workers report them against an oracle, and what the index claimed
+wrongly.
 
-    python -m bench.router.live_routing [--policies joint round_robin prefix_affinity] [--model M | --tiny] [--prefill 2] [--decode 2]
+    python -m bench.router.live_routing [--policies joint round_robin prefix_affinity] [--model M | --tiny] [--prefill
+    2] [--decode 2]
                                  [--requests 30] [--rate 2.0] [--kv-memory 96MiB] [--seed 0] [--json FILE]
 
-2 prefill workers (processes) and 2 decode workers (in this process) without Ray, behind one ingress without HTTP. The load is made of
-conversations behind shared system prompts, arriving at their times whatever is under way; every policy gets the same, from empty
-caches. Columns, in prompt tokens that need not be computed, as a share of all prompt tokens:
+2 prefill workers (processes) and 2 decode workers (in this process) without Ray, behind one ingress without HTTP. The
+load is made of conversations behind shared system prompts, arriving at their times whatever is under way; every policy
+gets the same, from empty caches. Columns, in prompt tokens that need not be computed, as a share of all prompt tokens:
 
     requests    that got a first token
     hits        as the workers report them with the first token
@@ -14,23 +16,25 @@ caches. Columns, in prompt tokens that need not be computed, as a share of all p
     best        what any worker's could have
     short       requests that hit less than `chosen`, and by how many tokens in all
 
-The oracle follows the decisions, so a policy that scatters a conversation lowers its own `best`. It counts a prompt from its routing at
-the worker that computes it, since later requests begin later, and at a decode worker from the arrival of its KV.
+The oracle follows the decisions, so a policy that scatters a conversation lowers its own `best`. It counts a prompt
+from its routing at the worker that computes it, since later requests begin later, and at a decode worker from the
+arrival of its KV.
 
-The second table is of the index: how often it was wrong, and by how many tokens in all; + too many, - too few. A claim is of one
-prompt at one worker, so each decision looks at as many as there are workers (see index_watch.py).
+The second table is of the index: how often it was wrong, and by how many tokens in all; + too many, - too few. A claim
+is of one prompt at one worker, so each decision looks at as many as there are workers (see index_watch.py).
 
-    fault       of claims: the index differs from what the worker holds with every event in. No matter of time; there must be none
+    fault       of claims: the index differs from what the worker holds with every event in. No matter of time; there
+    must be none
     late        of claims: nothing is wrong with them but that an event was on its way when the request was routed
     begun       of requests: the chosen worker's pool had less, or more, when the prefill began than the router expected
     on the way  of those with less: what the index said was there, and what was missing was being computed for others
 
-Takes about two minutes: requests that have not ended 12 s after the last arrival are given up and count as failed. On a machine
-with other work the times mean little, the counts remain what they are.
+Takes about two minutes: requests that have not ended 12 s after the last arrival are given up and count as failed. On a
+machine with other work the times mean little, the counts remain what they are.
 
-At the end of each run an ingress starts anew beside one that has seen everything since the beginning: after how many ms are all its
-workers EXACT, do both know the same blocks, and do both route each prompt of the run alike (the same workers, or others at the same
-cost)? Ends with exit code 1 where they do not, or where the index is at fault.
+At the end of each run an ingress starts anew beside one that has seen everything since the beginning: after how many ms
+are all its workers EXACT, do both know the same blocks, and do both route each prompt of the run alike (the same
+workers, or others at the same cost)? Ends with exit code 1 where they do not, or where the index is at fault.
 """
 
 import argparse

@@ -1,17 +1,19 @@
-"""Every routing policy on one load, from light to past saturation, in virtual time: python -m bench.router.policies TRACE
+"""Every routing policy on one load, from light to past saturation, in virtual time: python -m bench.router.policies
+TRACE
 
-Prefill and decode workers with the speeds of a profile (a 70B model on eight GPUs each), 0.5 million tokens of KV cache for each prefill
-worker, under a trace that is played faster and slower. All of it but the workers' speed is the product: the routers, the policies,
-the schedulers, the caches (kvrelay simulate). For each policy and seed:
+Prefill and decode workers with the speeds of a profile (a 70B model on eight GPUs each), 0.5 million tokens of KV cache
+for each prefill worker, under a trace that is played faster and slower. All of it but the workers' speed is the
+product: the routers, the policies, the schedulers, the caches (kvrelay simulate). For each policy and seed:
 
-    capacity   the most requests per second of which 90 % have their first token within 5 s and then 100 ms per token at most,
+    capacity   the most requests per second of which 90 % have their first token within 5 s and then 100 ms per token at
+    most,
                refused ones counted as missed; by bisection
     goodput    requests per second within both, at every load of `--loads` and at 1.25 times the policy's capacity
 
-The others run as their projects do: no limit on their queues, no request refused. `joint` is the product's default; `joint, SLO` is the
-product with targets set (slo.ttft_s, slo.tpot_s), so that it refuses requests that would miss. Seeds move arrivals within the trace's rounded
-times, and the policies' draws. Below the table: each of ours against the best of the others, and the load at which it
-compares worst.
+The others run as their projects do: no limit on their queues, no request refused. `joint` is the product's default;
+`joint, SLO` is the product with targets set (slo.ttft_s, slo.tpot_s), so that it refuses requests that would miss.
+Seeds move arrivals within the trace's rounded times, and the policies' draws. Below the table: each of ours against the
+best of the others, and the load at which it compares worst.
 """
 
 import argparse
@@ -119,10 +121,16 @@ class Lab:
         settings["router"]["seed"] = task.seed
         self._scenario = scenario_from(
             {
-                "prefill": task.prefill, "decode": task.decode, "seed": task.seed, "ttft_s": TTFT_S, "tpot_s": TPOT_S,
-                "prefill_pool_tokens": PREFILL_POOL_TOKENS, "decode_pool_tokens": DECODE_POOL_TOKENS, "settings": settings,
+                "prefill": task.prefill,
+                "decode": task.decode,
+                "seed": task.seed,
+                "ttft_s": TTFT_S,
+                "tpot_s": TPOT_S,
+                "prefill_pool_tokens": PREFILL_POOL_TOKENS,
+                "decode_pool_tokens": DECODE_POOL_TOKENS,
+                "settings": settings,
             }
-        )  # fmt: skip
+        )
         self.runs: dict[float, dict[str, Any]] = {}
 
     def run(self, load: float) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""How long an ingress's loop is held while a worker's snapshot goes into its index: python -m bench.router.snapshots [--blocks N].
+"""How long an ingress's loop is held while a worker's snapshot goes into its index: python -m bench.router.snapshots
+[--blocks N].
 
-The snapshot comes over a socket in parts, as a worker sends it, beside --others blocks of other workers. Then it comes again with
-1,000 blocks changed, then the worker leaves. For each: how long it took, and the longest that nothing else ran on the loop, of
-the thread's own time, so that other programs on the machine do not count.
+The snapshot comes over a socket in parts, as a worker sends it, beside --others blocks of other workers. Then it comes
+again with 1,000 blocks changed, then the worker leaves. For each: how long it took, and the longest that nothing else
+ran on the loop, of the thread's own time, so that other programs on the machine do not count.
 """
 
 import argparse

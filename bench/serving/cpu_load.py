@@ -1,4 +1,6 @@
-"""The load over HTTP: a wave of requests that start together, a lone prompt. Returns arrival times; figures are goals.py's."""
+"""The load over HTTP: a wave of requests that start together, a lone prompt. Returns arrival times; figures are
+goals.py's.
+"""
 
 import asyncio
 import time
@@ -15,7 +17,9 @@ LOW, HIGH = 1000, 30_000  # token ids of prompts: words in every vocabulary here
 
 @dataclass(slots=True)
 class Arrivals:
-    """One request: when it was sent and when its chunks came, seconds of one clock. `num_tokens`: as the server counts."""
+    """One request: when it was sent and when its chunks came, seconds of one clock. `num_tokens`: as the server
+    counts.
+    """
 
     sent_s: float
     chunks_s: list[float] = field(default_factory=list)

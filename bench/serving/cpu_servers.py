@@ -1,8 +1,8 @@
 """One server at a time: how each peer is started, when it is ready, and that nothing of it is left.
 
-A server runs in a session of its own with its output in a file, and whatever it starts inherits a mark in its environment:
-by session and mark all of it is found at the end (processes that rename themselves lose the mark, daemons leave the
-session). No measuring.
+A server runs in a session of its own with its output in a file, and whatever it starts inherits a mark in its
+environment: by session and mark all of it is found at the end (processes that rename themselves lose the mark, daemons
+leave the session). No measuring.
 """
 
 import contextlib
@@ -27,19 +27,72 @@ from bench.serving import processes
 MARK = "KVRELAY_BENCH_MARK"
 REPO = Path(__file__).resolve().parent.parent.parent
 KVRELAY = [
-    sys.executable, "-m", "kvrelay.cluster.commands.cli", "serve", "--model", "{checkpoint}", "--port", "{port}", "--prefill", "0",
-    "--decode", "1", "--dtype", "bfloat16", "--max-model-len", "4096", "--served-name", "model",
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "kvrelay.cluster.commands.cli",
+    "serve",
+    "--model",
+    "{checkpoint}",
+    "--port",
+    "{port}",
+    "--prefill",
+    "0",
+    "--decode",
+    "1",
+    "--dtype",
+    "bfloat16",
+    "--max-model-len",
+    "4096",
+    "--served-name",
+    "model",
+]
 NO_DRAFTS = ["--set", "engine.speculation='off'"]
 VLLM = [
-    "{vllm}", "serve", "{checkpoint}", "--host", "127.0.0.1", "--port", "{port}", "--dtype", "{dtype}", "--max-model-len", "4096",
-    "--max-num-seqs", "64", "--served-model-name", "model",
-]  # fmt: skip
+    "{vllm}",
+    "serve",
+    "{checkpoint}",
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "{port}",
+    "--dtype",
+    "{dtype}",
+    "--max-model-len",
+    "4096",
+    "--max-num-seqs",
+    "64",
+    "--served-model-name",
+    "model",
+]
 LLAMA = [
-    "{llama}", "-m", "{gguf}", "--host", "127.0.0.1", "--port", "{port}", "-a", "model", "-t", "{threads}", "-tb", "{threads}",
-    "-np", "{slots}", "-c", "{context}", "--no-kv-unified", "-cb", "-fa", "{flash}", "-fit", "off", "--cache-ram", "0",
-    "--no-webui", "--no-slots",
-]  # fmt: skip
+    "{llama}",
+    "-m",
+    "{gguf}",
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "{port}",
+    "-a",
+    "model",
+    "-t",
+    "{threads}",
+    "-tb",
+    "{threads}",
+    "-np",
+    "{slots}",
+    "-c",
+    "{context}",
+    "--no-kv-unified",
+    "-cb",
+    "-fa",
+    "{flash}",
+    "-fit",
+    "off",
+    "--cache-ram",
+    "0",
+    "--no-webui",
+    "--no-slots",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +124,14 @@ def _vllm(name: str, dtype: str, bits: float, *, is_default: bool) -> Peer:
 def _llama(kind: str, weights: str, bits: float, *, is_default: bool = True) -> Peer:
     command = tuple(part.replace("{gguf}", f"{{{kind}}}") for part in LLAMA)
     return Peer(
-        f"llama.cpp {kind}", weights, bits, command, needs=(kind, "llama"), own_start_per_shape=True, is_default=is_default
-    )  # fmt: skip
+        f"llama.cpp {kind}",
+        weights,
+        bits,
+        command,
+        needs=(kind, "llama"),
+        own_start_per_shape=True,
+        is_default=is_default,
+    )
 
 
 PEERS = (
@@ -150,7 +209,8 @@ class Server:
         return {pid for pid in same | processes.carrying(MARK, self._mark) if processes.is_alive(pid)}
 
     def stop(self, patience_s: float = 20.0) -> None:
-        """Ctrl-C, SIGTERM after `patience_s` (a shell's background jobs ignore Ctrl-C), then SIGKILL to all that is left.
+        """Ctrl-C, SIGTERM after `patience_s` (a shell's background jobs ignore Ctrl-C), then SIGKILL to all that is
+        left.
 
         Idempotent.
         """

@@ -1,7 +1,7 @@
 """Memory and idle CPU of a running cluster, process by process.
 
-    python -m bench.serving.footprint [--pid PID-of-kvrelay-serve] [--seconds 30] [--json FILE]
-    python -m bench.serving.footprint --bare    # what Ray takes alone: started as by `kvrelay serve`, three empty deployments
+    python -m bench.serving.footprint [--pid PID-of-kvrelay-serve] [--seconds 30] [--json FILE] python -m
+    bench.serving.footprint --bare    # what Ray takes alone: started as by `kvrelay serve`, three empty deployments
 
 Counts the given process (default: the one whose command line runs `kvrelay serve`), its descendants, and
 every process of the same Ray session. Memory is PSS: shared pages are divided among their users, so the

@@ -3,14 +3,14 @@
     python -m bench.serving.peer_models smollm2 qwen2.5-0.5b [--out ~/.cache/kvrelay/peers]
         --llama-source LLAMA_CPP_SOURCE --llama-bin FOLDER_OF_llama-quantize [--python PYTHON_FOR_THE_CONVERTER]
 
-Makes OUT/NAME/checkpoint (config, safetensors, tokenizer) and OUT/NAME/{bf16,f16,q8_0,q4_1,q4_0}.gguf, and leaves
-what is there. `smollm2` has its real weights. `qwen2.5-0.5b` has random weights of that model's exact shape and a made-up
+Makes OUT/NAME/checkpoint (config, safetensors, tokenizer) and OUT/NAME/{bf16,f16,q8_0,q4_1,q4_0}.gguf, and leaves what
+is there. `smollm2` has its real weights. `qwen2.5-0.5b` has random weights of that model's exact shape and a made-up
 tokenizer of its size: its texts are nonsense, its speed is not. The integers are llama-quantize's with --pure: all
 products are of the one type, tied head included, as kvrelay's are (8.5, 5.0 and 4.5 bits per weight).
 
 PYTHON needs torch, transformers and safetensors, and gguf's own dependencies (numpy, pyyaml, requests, sentencepiece);
-default: the one that runs this. The made-up tokenizer is none that the converter knows: a line of its own code is changed
-which pre-tokenizer to write (token-id prompts never meet it).
+default: the one that runs this. The made-up tokenizer is none that the converter knows: a line of its own code is
+changed which pre-tokenizer to write (token-id prompts never meet it).
 """
 
 import argparse

@@ -1,24 +1,32 @@
-"""The simulator against real runs: one load through real workers and through `kvrelay simulate`, every figure side by side.
+"""The simulator against real runs: one load through real workers and through `kvrelay simulate`, every figure side
+by side.
 
-    python -m bench.simulator.check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny [--paced]]
+    python -m bench.simulator.check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny
+    [--paced]]
         [--profile FILE] [--save-profile FILE [--fit-workers N]] [--policy joint] [--json FILE] [--markdown FILE]
 
-1. `kvrelay profile --fit` measures a worker's speed in a process of its own (or --profile has it from before), alone and with as
+1. `kvrelay profile --fit` measures a worker's speed in a process of its own (or --profile has it from before), alone
+and with as
    many neighbours computing as the cluster has workers.
-2. Prefill and decode workers (processes of one thread each), behind one ingress without HTTP, get conversations over shared system
-   prompts at each rate: from empty caches, after a warm-up, each request at its time whatever is under way. What a message and a
-   transfer take is measured between single requests before.
+2. Prefill and decode workers (processes of one thread each), behind one ingress without HTTP, get conversations over
+shared system
+   prompts at each rate: from empty caches, after a warm-up, each request at its time whatever is under way. What a
+   message and a transfer take is measured between single requests before.
 3. The simulator gets the same requests at the times at which they really came, the same settings, pools and policy.
-4. Printed for each rate: both runs' figures and their errors; how far single requests are off; and, to separate the curve's errors from
+4.
+Printed for each rate: both runs' figures and their errors; how far single requests are off; and, to separate the
+curve's errors from
    the rest's, how far the curve is from the steps that the workers really made.
 
-What is the same by construction: lengths, shared prefixes, arrivals, limits of outputs (known to the router in both). What is not:
-the real ingress's own computing, and everything that the machine does beside it.
+What is the same by construction: lengths, shared prefixes, arrivals, limits of outputs (known to the router in
+both).
+What is not: the real ingress's own computing, and everything that the machine does beside it.
 
---tiny --paced --profile FILE: a tiny model's workers, whose every step is drawn out, asleep, to what the profile says. That leaves the
-curve and the machine's cores out of the comparison: what is left are the simulator's own errors, and more workers than the machine
-has cores do not disturb each other.
-Each run is also simulated with workers of twice the speed: the errors must show that this profile is wrong.
+--tiny --paced --profile FILE: a tiny model's workers, whose every step is drawn out, asleep, to what the profile
+says. That leaves the curve and the machine's cores out of the comparison: what is left are the simulator's own
+errors, and more workers than the machine has cores do not disturb each other. Each run is also simulated with
+workers of twice the
+speed: the errors must show that this profile is wrong.
 The real runs need a quiet machine: others' work makes its steps longer, not the simulator's.
 """
 
@@ -79,7 +87,9 @@ def sections_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def load_of(count: int, rate_per_s: float, seed: int) -> list[TraceEntry]:
-    """A warm-up of single prompts, then the conversations. No session is named: prompts do not go on from what was really stated."""
+    """A warm-up of single prompts, then the conversations. No session is named: prompts do not go on from what was
+    really stated.
+    """
     entries = with_own_blocks(generate(replace(SESSIONS, seed=seed), count))
     entries = scale_entries(at_rate(entries, rate_per_s), length_scale=LENGTH_SCALE)
     measured = [
@@ -98,14 +108,29 @@ def load_of(count: int, rate_per_s: float, seed: int) -> list[TraceEntry]:
 
 def fit(options: argparse.Namespace, folder: Path, file: Path) -> SimulatorProfile:
     """By the product's own command, in a process of its own."""
-    settings = [f"{section}.{name}={value}" for section, values in sections_of(options).items() for name, value in values.items()
-                if section == "engine"]  # fmt: skip
+    settings = [
+        f"{section}.{name}={value}"
+        for section, values in sections_of(options).items()
+        for name, value in values.items()
+        if section == "engine"
+    ]
     command = [
-        sys.executable, "-m", "kvrelay.cluster.commands.cli", "profile", "--fit", str(file), "--model", str(folder),
-        "--dtype", "float32" if options.tiny else "bfloat16", "--seconds", str(options.fit_seconds),
-        "--workers", str(max(options.fit_workers, options.prefill + options.decode)),
+        sys.executable,
+        "-m",
+        "kvrelay.cluster.commands.cli",
+        "profile",
+        "--fit",
+        str(file),
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32" if options.tiny else "bfloat16",
+        "--seconds",
+        str(options.fit_seconds),
+        "--workers",
+        str(max(options.fit_workers, options.prefill + options.decode)),
         *(part for setting in settings for part in ("--set", setting)),
-    ]  # fmt: skip
+    ]
     subprocess.run(command, check=True, timeout=options.fit_seconds + 300)
     return load_profile(file)
 
@@ -181,12 +206,19 @@ def simulate(
 def _answer(job: SimulatedRequest, way: Decision | None) -> Answer:
     is_done = job.outcome == "done"
     return Answer(
-        index=job.index, arrival_s=job.arrival_s, prompt_tokens=job.num_tokens, output_tokens=job.output_tokens,
-        outcome=job.outcome, ttft_s=job.ttft_s if is_done else math.nan,
+        index=job.index,
+        arrival_s=job.arrival_s,
+        prompt_tokens=job.num_tokens,
+        output_tokens=job.output_tokens,
+        outcome=job.outcome,
+        ttft_s=job.ttft_s if is_done else math.nan,
         tpot_s=job.tpot_s if is_done and job.output_tokens > 1 else math.nan,
-        cached_tokens=job.cached_tokens, path=way.path if way is not None else "",
-        workers=() if way is None else tuple(_real_name(name) for name in (way.prefill, way.decode) if name is not None),
-    )  # fmt: skip
+        cached_tokens=job.cached_tokens,
+        path=way.path if way is not None else "",
+        workers=()
+        if way is None
+        else tuple(_real_name(name) for name in (way.prefill, way.decode) if name is not None),
+    )
 
 
 def _real_name(name: str) -> str:
@@ -239,12 +271,16 @@ def step_rows(profile: SimulatorProfile, steps: dict[Role, list[list[LoggedStep]
             all_s = sum(step.seconds for step in chosen)
             rows.append(
                 {
-                    "steps of": f"{role.value} workers", "kind": kind, "steps": error.num_samples,
-                    "median error": f"{error.median:.1%}", "p90": f"{error.p90:.1%}",
+                    "steps of": f"{role.value} workers",
+                    "kind": kind,
+                    "steps": error.num_samples,
+                    "median error": f"{error.median:.1%}",
+                    "p90": f"{error.p90:.1%}",
                     "all: curve / real": f"{sum(curve.step_s(step.work) for step in chosen) / all_s:.2f}",
-                    "on a core": f"{sum(step.cpu_s for step in chosen) / all_s:.2f}", "between, ms": f"{1e3 * gap_s:.2f}",
+                    "on a core": f"{sum(step.cpu_s for step in chosen) / all_s:.2f}",
+                    "between, ms": f"{1e3 * gap_s:.2f}",
                 }
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -279,7 +315,8 @@ def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str,
         title = f"{options.prefill}P + {options.decode}D, {folder.name}, {len(real.answers)} requests, {rate:g}/s"
         show(title, [figure.row() for figure in figures])
         print(
-            f"{stated(single)} {control}\nThe real ingress and the load's making took {real.ingress_busy:.1%} of a core."
+            f"{stated(single)} {control}\nThe real ingress and the load's making took "
+            f"{real.ingress_busy:.1%} of a core."
         )
         rows = step_rows(profile, steps)
         show("The curve against the workers' own steps", rows)

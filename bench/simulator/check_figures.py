@@ -1,4 +1,6 @@
-"""What bench/simulator/check.py compares: requests of a real and of a simulated run, their figures side by side, the errors. Pure."""
+"""What bench/simulator/check.py compares: requests of a real and of a simulated run, their figures side by side, the
+errors. Pure.
+"""
 
 import math
 from collections.abc import Sequence
@@ -135,7 +137,8 @@ def as_markdown(title: str, figures: Sequence[Figure], notes: str) -> str:
 def stated(single: PerRequest) -> str:
     return (
         f"Single requests: TTFT is off by {single.ttft_median:.0%} at the median and {single.ttft_p90:.0%} at p90, "
-        f"TPOT by {single.tpot_median:.0%} and {single.tpot_p90:.0%}; {single.same_workers:.0%} went to the same workers."
+        f"TPOT by {single.tpot_median:.0%} and {single.tpot_p90:.0%}; "
+        f"{single.same_workers:.0%} went to the same workers."
     )
 
 

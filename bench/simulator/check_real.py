@@ -1,7 +1,8 @@
-"""The real side of bench/simulator/check.py: a small cluster of worker processes, a load, and what came of every request.
+"""The real side of bench/simulator/check.py: a small cluster of worker processes, a load, and what came of every
+request.
 
-Prefill and decode workers are processes of this machine without Ray; the ingress is the product's dispatcher in this process,
-without HTTP.
+Prefill and decode workers are processes of this machine without Ray; the ingress is the product's dispatcher in this
+process, without HTTP.
 """
 
 import asyncio
@@ -140,7 +141,9 @@ def _words(block: int, size: int, vocab_size: int) -> list[int]:
 async def real_cluster(
     settings: Settings, folder: Path, logs: Path, cores: Sequence[tuple[int, ...] | None], pace: Path | None = None
 ) -> AsyncIterator[LocalCluster]:
-    """Worker processes that write their steps to `logs` when they end. pace: a profile that their steps are drawn out to."""
+    """Worker processes that write their steps to `logs` when they end. pace: a profile that their steps are drawn out
+    to.
+    """
     counts = settings.cluster
     paced = [] if pace is None else [str(pace)]
     async with local_cluster(
@@ -188,7 +191,9 @@ async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[Trac
 
 
 def moved_by_tiers(dispatcher: Dispatcher) -> dict[str, int]:
-    """Blocks since the workers' start, by what became of them, as in `Simulation.summary`; nothing without tiers below the pools."""
+    """Blocks since the workers' start, by what became of them, as in `Simulation.summary`; nothing without tiers below
+    the pools.
+    """
     tiers = [tier for _, load in dispatcher.workers.live_workers() for tier in load.tiers]
     hosts, stores = ([tier for tier in tiers if (tier.tier == "host") is is_host] for is_host in (True, False))
     if not hosts:

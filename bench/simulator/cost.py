@@ -1,13 +1,16 @@
 """What a simulated request costs, and where the time goes: python -m bench.simulator.cost [--trace TRACE] [--profile]
 
-    small   8 + 8 workers, TRACE (Mooncake's conversation trace) played at 8 requests per second, the pools of bench/router/policies.py;
+    small   8 + 8 workers, TRACE (Mooncake's conversation trace) played at 8 requests per second, the pools of
+    bench/router/policies.py;
             without --trace it is the made-up load `chat` at the same rate
-    large   500 + 500 workers, `chat` at 1,500 requests per second, steps of up to 8,192 tokens, loads reported every 0.5 s
+    large   500 + 500 workers, `chat` at 1,500 requests per second, steps of up to 8,192 tokens, loads reported every
+    0.5 s
 
-CPU time of this one process, the making of the cluster and of the load apart from the run: so much for each request, of the whole
-run and between the arrivals of the later ones, and for each event of the clock. `--profile` runs each case once more, samples the running function each millisecond, and says what share of the time each module's
-and each function's own code took (what C functions took counts for their callers). The figures of a case do not depend on
-the machine; their digest is printed, so that two versions can be held against each other.
+CPU time of this one process, the making of the cluster and of the load apart from the run: so much for each request, of
+the whole run and between the arrivals of the later ones, and for each event of the clock. `--profile` runs each case
+once more, samples the running function each millisecond, and says what share of the time each module's and each
+function's own code took (what C functions took counts for their callers). The figures of a case do not depend on the
+machine; their digest is printed, so that two versions can be held against each other.
 """
 
 import argparse

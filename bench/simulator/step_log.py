@@ -1,13 +1,14 @@
 """A worker's process that writes down its steps: what each computed, when it began, how long it took.
 
-    python -m bench.simulator.step_log FOLDER [PROFILE]     what cluster/launch/local.py starts instead of its own `main`: see `spawn_worker`
+    python -m bench.simulator.step_log FOLDER [PROFILE]     what cluster/launch/local.py starts instead of its own
+    `main`: see `spawn_worker`
 
-FOLDER/<worker>.json has a row for each step when the worker has ended. Times are seconds of the machine's monotonic clock, which
-all its processes share. A step lasts from the engine's being called to its answer; what the worker does between two steps is not
-in it, but the gap between them follows from their start times.
+FOLDER/<worker>.json has a row for each step when the worker has ended. Times are seconds of the machine's monotonic
+clock, which all its processes share. A step lasts from the engine's being called to its answer; what the worker does
+between two steps is not in it, but the gap between them follows from their start times.
 
-With PROFILE, of a faster worker's steps each is drawn out to what the profile's curve says, asleep: a cluster whose speed is known
-exactly, on a machine that could not hold so many workers side by side.
+With PROFILE, of a faster worker's steps each is drawn out to what the profile's curve says, asleep: a cluster whose
+speed is known exactly, on a machine that could not hold so many workers side by side.
 """
 
 import json
@@ -42,7 +43,8 @@ class LoggedStep:
 def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
     """Have every step noted from now on, and written when the engine is closed. Not for engines that look ahead.
 
-    curve: what each step is to take, with what comes between it and the next; one that takes longer by itself stays as it is.
+    curve: what each step is to take, with what comes between it and the next; one that takes longer by itself stays as
+    it is.
     """
     rows: list[Sequence[float]] = []
     plans: list[StepWork] = []

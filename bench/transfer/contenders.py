@@ -1,4 +1,6 @@
-"""The contenders of bench/transfer/transfer.py: kvrelay over every transport that it has, and the peers; processes for both ends."""
+"""The contenders of bench/transfer/transfer.py: kvrelay over every transport that it has, and the peers; processes for
+both ends.
+"""
 
 import asyncio
 import contextlib
@@ -71,17 +73,22 @@ def contenders(transports: list[str] | None, peers: list[str] | None) -> list[Co
 _NIXL = "pip install nixl-cu13"
 PEERS = (
     Contender("raw-nixl", "nixl", (row("NIXL alone"),), install=_NIXL),
-    Contender("raw-nixl-tcp", "nixl", (row("NIXL alone over TCP"),), config={"spins": True}, env=OVER_TCP, install=_NIXL),
     Contender(
-        "mooncake", "mooncake", (row("Mooncake over TCP"),),
+        "raw-nixl-tcp", "nixl", (row("NIXL alone over TCP"),), config={"spins": True}, env=OVER_TCP, install=_NIXL
+    ),
+    Contender(
+        "mooncake",
+        "mooncake",
+        (row("Mooncake over TCP"),),
         install="pip install mooncake-transfer-engine-non-cuda, and the system's libibverbs1",
     ),
     Contender(
-        "zeromq", "zeromq",
+        "zeromq",
+        "zeromq",
         (row("ZeroMQ, a frame per block", frames="single"), row("ZeroMQ, 1 MiB frames", frames="gathered")),
         install="pip install pyzmq",
     ),
-)  # fmt: skip
+)
 
 
 class Child:

@@ -1,4 +1,6 @@
-"""kvrelay's own ends for bench/transfer/transfer.py: KvSource and KvTarget over one transport, an engine per row and shape."""
+"""kvrelay's own ends for bench/transfer/transfer.py: KvSource and KvTarget over one transport, an engine per row and
+shape.
+"""
 
 import dataclasses
 import time
@@ -22,7 +24,9 @@ HOST = "127.0.0.1"
 
 
 def only(transport: str, *, tcp_streams: int = 0, tls: bool = False) -> tuple[str, Mapping[str, Transport]]:
-    """(setting, table) that leave `transport` as the only choice. Streams and TLS are TCP's, where this version has them."""
+    """(setting, table) that leave `transport` as the only choice. Streams and TLS are TCP's, where this version has
+    them.
+    """
     setting = transport if transport in typing.get_args(TransportName) else "auto"
     if not tcp_streams and not tls:
         return setting, {transport: TRANSPORTS[transport]}

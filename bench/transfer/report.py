@@ -26,10 +26,12 @@ def print_report(figures: dict[str, Any]) -> list[dict[str, Any]]:
     console.print(_table(figures))
     where = figures["machine"]
     console.print(
-        f"{where['cpu']}, {where['cores']} cores, load average {where['load_average']} at the end of {figures['rounds']} "
+        f"{where['cpu']}, {where['cores']} cores, "
+        f"load average {where['load_average']} at the end of {figures['rounds']} "
         "rounds; read: first read to last byte verified; busy: with a read under way; whole: open to commit",
-        highlight=False, markup=False,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+    )
     for name, ends in figures["idle"].items():
         shares = ", ".join(f"{end} {share:.2%}" for end, share in ends.items())
         console.print(f"idle {name}: {shares} of a core", highlight=False, markup=False)

@@ -34,7 +34,9 @@ class End:
         raise NotImplementedError
 
     async def end(self) -> dict[str, list[float]]:
-        """Seconds of each transfer of the visit. "read": first read to last byte (verified); "whole": the protocol too."""
+        """Seconds of each transfer of the visit. "read": first read to last byte (verified); "whole": the protocol
+        too.
+        """
         return {}
 
     async def aclose(self) -> None:

@@ -1,15 +1,16 @@
 """Moving KV blocks between two processes of this host: every transport of ours and the peers, in one run.
 
-    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F] [--plot F.png]
-    pip install -r bench/requirements-transfer.txt    # the peers
+    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F] [--plot
+    F.png] pip install -r bench/requirements-transfer.txt    # the peers
 
-Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (where sampled checks leave
-something out); 16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first
-read to its last byte verified; in it, "busy" is the time with a read under way (the source's checksums may be what the
-target waits for); "whole" runs from open to commit. A peer has no protocol around its read. The limit is libc's memcpy of the same blocks inside one process, measured
-in every round too. Each contender takes a turn in every round, in changing order, and the best round counts, so that
-foreign load hits all alike; a latency is the median of a round's twenty. What the target has is compared
-with what the source had before anything is timed. Handshakes are not counted. CPU is process time of either end.
+Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (where sampled checks leave something out);
+16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first read to its
+last byte verified; in it, "busy" is the time with a read under way (the source's checksums may be what the target waits
+for); "whole" runs from open to commit. A peer has no protocol around its read. The limit is libc's memcpy of the same
+blocks inside one process, measured in every round too. Each contender takes a turn in every round, in changing order,
+and the best round counts, so that foreign load hits all alike; a latency is the median of a round's twenty. What the
+target has is compared with what the source had before anything is timed. Handshakes are not counted. CPU is process
+time of either end.
 """
 
 import argparse

@@ -156,7 +156,8 @@ def _show(console: Console, report: dict[str, Any], notes: list[str]) -> None:
     if report["hopeless_share"]:
         table.add_row("", f"{report['hopeless_share']:.0%} of the prompts miss the TTFT target even on an idle worker")
     if batch := report["batch"]:
-        about = f"{batch['sequences']:.1f} sequences each, {batch['peak']:.1f} at peaks with {1000 * batch['tpot_s']:.1f} ms per token"
+        about = f"{batch['sequences']:.1f} sequences each, {batch['peak']:.1f} at peaks "
+        about += f"with {1000 * batch['tpot_s']:.1f} ms per token"
         table.add_row("decode", f"{_number(report['decode'])}: {about}")
     else:
         table.add_row("decode", _number(report["decode"]))

@@ -188,7 +188,8 @@ def _running(settings: Settings, session: RaySession, model: str) -> state_file.
 def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
     url, api_key = api_url(settings), settings.serve.api_key
     key = f" -H {shlex.quote(f'Authorization: Bearer {api_key}')}" if api_key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 128, "stream": true}}'
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], '
+    body += '"max_tokens": 128, "stream": true}'
     lines = [f"API        {url}/v1", f"live view  {url}/ui", f"dashboard  {session.dashboard_url}"]
     if token := session.dashboard_token_hint():
         lines.append(f"           {token}")

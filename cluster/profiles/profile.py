@@ -82,7 +82,9 @@ class Fit(_File):
 
 
 class SimulatorProfile(_File):
-    """One kind of worker, in both roles, and what moves its KV. Bytes, tokens, seconds. A record: its attributes are the file's fields."""
+    """One kind of worker, in both roles, and what moves its KV. Bytes, tokens, seconds. A record: its attributes are
+    the file's fields.
+    """
 
     name: str = Field(min_length=1)
     source: tuple[ConstantSource, ...] = ()

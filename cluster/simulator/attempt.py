@@ -34,8 +34,9 @@ class AttemptHolder(Protocol):
 
 
 class SimulatedAttempt:
-    """`id` is unique. flow: the transfer of its KV, when the prompt is computed on another worker than decodes it. Its 15
-    attributes are a record of one try."""
+    """`id` is unique. flow: the transfer of its KV, when the prompt is computed on another worker than decodes it. Its
+    15 attributes are a record of one try.
+    """
 
     __slots__ = (
         "_bytes_per_token",

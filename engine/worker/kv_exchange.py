@@ -1,7 +1,8 @@
-"""A prompt's KV out of an engine and into one, in the formats of kvcache/memory/formats.py; and in files that others read.
+"""A prompt's KV out of an engine and into one, in the formats of kvcache/memory/formats.py; and in files that others
+read.
 
-Out: the prompt is computed (or found cached) as a prefill worker does it, its blocks are held, copied and let go. In: blocks
-are reserved and filled as a decode worker does it, and its full blocks stay in the prefix cache. A file is
+Out: the prompt is computed (or found cached) as a prefill worker does it, its blocks are held, copied and let go. In:
+blocks are reserved and filled as a decode worker does it, and its full blocks stay in the prefix cache. A file is
 safetensors: `kv` or `kv.<layer>`, `token_ids`, and what the KV is of as metadata.
 """
 
@@ -24,7 +25,9 @@ _SAME = ("model", "num_layers", "num_kv_heads", "head_dim", "quantization")
 
 @dataclass(frozen=True, slots=True)
 class PromptKv:
-    """The KV of a prompt. `tensors`: "kv", or "kv.<layer>" for a layerwise format. `origin`: what of a Fingerprint must be equal."""
+    """The KV of a prompt. `tensors`: "kv", or "kv.<layer>" for a layerwise format. `origin`: what of a Fingerprint must
+    be equal.
+    """
 
     fmt: KvFormat
     token_ids: list[int]

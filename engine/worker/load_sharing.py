@@ -1,8 +1,8 @@
 """What each ingress has assigned to one worker: the worker adds it up and sends each ingress the sum of the others.
 
-Ingresses share their load through the workers that it is on: no connection more, nothing in the middle that could fail, and a
-worker reports only its own. Sums travel, not requests: a message that is lost or late is made good by the next one. Pure: never
-imports a socket or a clock.
+Ingresses share their load through the workers that it is on: no connection more, nothing in the middle that could fail,
+and a worker reports only its own. Sums travel, not requests: a message that is lost or late is made good by the next
+one. Pure: never imports a socket or a clock.
 """
 
 from typing import Generic, TypeVar

@@ -1,4 +1,6 @@
-"""What a worker reports to the ingresses that subscribed: KV events, its load, and what other ingresses assigned to it."""
+"""What a worker reports to the ingresses that subscribed: KV events, its load, and what other ingresses assigned to
+it.
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The ingresses that a worker is connected to, which requests came from each, and the spans of those that are traced."""
+"""The ingresses that a worker is connected to, which requests came from each, and the spans of those that are
+traced.
+"""
 
 import asyncio
 import contextlib
@@ -41,7 +43,9 @@ class IngressLink:
         return self._connection.send_from_thread(encode(message))
 
     def send_parts(self, parts: Iterable[msgspec.Struct]) -> None:
-        """Send a snapshot's parts as fast as the ingress reads, other messages between them. Replaces an earlier snapshot."""
+        """Send a snapshot's parts as fast as the ingress reads, other messages between them. Replaces an earlier
+        snapshot.
+        """
         self.stop_parts()
         self._snapshot = asyncio.create_task(self._send_parts(parts), name="send snapshot")
 

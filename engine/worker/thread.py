@@ -41,10 +41,9 @@ class EngineThread:
     Reservations are reported by an `on_step` of their own before the step that granted them is computed.
     Once in each longer rest it checks that every block is accounted for: an engine that has lost one fails.
 
-    `on_step(result)` is called on the event loop, once per step that brought something about. Before it `send(result)` is
-    called on the engine's own thread: what it sends it takes out of `result.outputs`, and where nothing is left of a step
-    the loop need not wake.
-    `on_failure(error)` is called there when the engine raised: the thread has ended then.
+    `on_step(result)` is called on the event loop, once per step that brought something about. Before it `send(result)`
+    is called on the engine's own thread: what it sends it takes out of `result.outputs`, and where nothing is left of a
+    step the loop need not wake. `on_failure(error)` is called there when the engine raised: the thread has ended then.
     """
 
     def __init__(

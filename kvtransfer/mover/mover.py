@@ -1,7 +1,7 @@
 """Moves scattered bytes into this process's memory and hashes them as they land.
 
-In C (native/) where there is a compiler, else in Python: the same bytes, the same hashes. Neither holds the interpreter's
-lock while bytes move.
+In C (native/) where there is a compiler, else in Python: the same bytes, the same hashes. Neither holds the
+interpreter's lock while bytes move.
 """
 
 import ctypes

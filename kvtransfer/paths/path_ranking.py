@@ -1,4 +1,6 @@
-"""The paths between two workers: their order, their speed, which one backs off after a failure, and the reader of each."""
+"""The paths between two workers: their order, their speed, which one backs off after a failure, and the reader of
+each.
+"""
 
 import asyncio
 import logging
@@ -182,7 +184,8 @@ class Route:
         return seconds
 
     def failed(self, name: str, why: str, reader: Reader | None = None) -> None:
-        """Have the path back off; its next use makes a new reader. `reader`: the one that failed, where there was one.
+        """Have the path back off; its next use makes a new reader. `reader`: the one that failed, where there was
+        one.
 
         Reads that fail with a reader that has been replaced meanwhile do not count against the new one.
         """

@@ -1,10 +1,10 @@
 """Plans: from two layouts and two block lists to a short list of contiguous copies. Pure; numpy only.
 
-What travels is counted in *chunks*: the tokens of the smaller of the two block sizes, in one layer. Every chunk of
-a pair of layouts is the same number of *pieces* of equal length, the longest runs that are contiguous in both
-pools, in one order that both ends agree on: K before V, then token, head, dim (with "HND" pools on both sides: head,
-token, dim). Hence a copy list is the source's pieces beside the target's, neighbours merged; and a chunk's checksum is
-that of its pieces in this order, which each end computes from its own memory.
+What travels is counted in *chunks*: the tokens of the smaller of the two block sizes, in one layer. Every chunk of a
+pair of layouts is the same number of *pieces* of equal length, the longest runs that are contiguous in both pools,
+in one order that both ends agree on: K before V, then token, head, dim (with "HND" pools on both sides: head, token,
+dim). Hence a copy list is the source's pieces beside the target's, neighbours merged; and a chunk's checksum is that
+of its pieces in this order, which each end computes from its own memory.
 
 A plan is data: transports only see copies. Unequal dtypes are no matter of copies: see conversion.py.
 """
@@ -24,8 +24,9 @@ Offsets = NDArray[np.int64]
 
 _ONE = np.ones(1, dtype=np.bool_)
 _MANY_PIECES = 16
-"""A chunk of more pieces is not searched for neighbours: at most two of its pieces have one (where V follows K, where
-the next chunk follows), and the search would cost more than planning."""
+"""A chunk of more pieces is not searched for neighbours: at most two of its pieces have one (where V follows K,
+where the next chunk follows), and the search would cost more than planning.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class End:
     layer_bytes: int
 
     def numbers(self, blocks: Sequence[int] | Offsets, first_chunk: int = 0, num_chunks: int | None = None) -> Offsets:
-        """Which chunks of the pool hold `num_chunks` (None: all) of a sequence: block * chunks_per_block + place in it.
+        """Which chunks of the pool hold `num_chunks` (None: all) of a sequence: block * chunks_per_block + place in
+        it.
 
         Args:
             blocks: of one sequence, in its order; `first_chunk` counts from the first token of blocks[0].
@@ -150,16 +152,18 @@ class Pairing:
         return -(-num_tokens // self.overlap.chunk_tokens)
 
     def wanted(self, first_block: int, num_tokens: int) -> tuple[int, int]:
-        """(how many chunks of so many tokens must travel, the first of them): the target lacks blocks from `first_block` on."""
+        """(how many chunks of so many tokens must travel, the first of them): the target lacks blocks from
+        `first_block` on.
+        """
         first = first_block * self.target.chunks_per_block
         return max(self.num_chunks(num_tokens) - first, 0), first
 
     def copies(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> CopyList:
         """Copies that bring each source chunk to the target chunk beside it, in every layer of `layers`.
 
-        Bytes land chunk by chunk in the order given, layer after layer. Sorted by source there are fewest copies: then
-        no two of one layer could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers not
-        in common.
+        Bytes land chunk by chunk in the order given, layer after layer. Sorted by source there are fewest copies:
+        then no two of one layer could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers
+        not in common.
         """
         if len(source_chunks) != len(target_chunks):
             raise ValueError(f"{len(source_chunks)} chunks cannot go to {len(target_chunks)}")
@@ -243,7 +247,9 @@ def _strides(layout: KvLayout) -> tuple[int, int, int]:
 
 
 def _dims(layout: KvLayout, both: Overlap, *, heads_first: bool) -> list[tuple[int, int]]:
-    """(count, stride) of a chunk's dimensions outside of a head's vector, outermost first, in the order of its pieces."""
+    """(count, stride) of a chunk's dimensions outside of a head's vector, outermost first, in the order of its
+    pieces.
+    """
     part, token, head = _strides(layout)
     tokens, heads = (both.chunk_tokens, token), (len(both.heads), head)
     return [(layout.num_parts, part), heads, tokens] if heads_first else [(layout.num_parts, part), tokens, heads]

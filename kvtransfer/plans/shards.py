@@ -1,4 +1,5 @@
-"""Shards: which share of a model each worker's pool holds, and from which of them a target takes what it lacks. Pure.
+"""Shards: which share of a model each worker's pool holds, and from which of them a target takes what it lacks.
+Pure.
 
 Tensor-parallel workers hold a range of the KV heads, or, where there are more workers than heads, share one; latent
 KV (MLA) is held whole by each. Pipeline stages hold a range of the layers.
@@ -17,13 +18,20 @@ from kvrelay.types import KvLayout
 def shard(
     model: KvLayout, *, tensor_parallel: int = 1, rank: int = 0, pipeline_stages: int = 1, stage: int = 0
 ) -> KvLayout:
-    """The layout of one worker of several that hold `model` together. Raises LayoutMismatch where heads do not divide."""
+    """The layout of one worker of several that hold `model` together. Raises LayoutMismatch where heads do not
+    divide.
+    """
     heads = _head_range(model, tensor_parallel, rank)
     layers = _layer_range(model.num_layers, pipeline_stages, stage)
     return dataclasses.replace(
-        model, num_kv_heads=len(heads), first_kv_head=heads.start, total_kv_heads=model.num_kv_heads,
-        num_layers=len(layers), first_layer=layers.start, total_layers=model.num_layers,
-    )  # fmt: skip
+        model,
+        num_kv_heads=len(heads),
+        first_kv_head=heads.start,
+        total_kv_heads=model.num_kv_heads,
+        num_layers=len(layers),
+        first_layer=layers.start,
+        total_layers=model.num_layers,
+    )
 
 
 def _head_range(model: KvLayout, num_ranks: int, rank: int) -> range:
@@ -44,11 +52,13 @@ def _layer_range(total: int, num_stages: int, stage: int) -> range:
 
 
 def sources_of(target: KvLayout, sources: Sequence[KvLayout], turn: int = 0) -> list[int]:
-    """Which of `sources` the target reads, each for what the two have in common; every head and layer from exactly one.
+    """Which of `sources` the target reads, each for what the two have in common; every head and layer from exactly
+    one.
 
     Args:
         sources: the layouts of all workers of one source, by rank.
-        turn: where several hold the same share, this decides among them: targets with other turns (their ranks) ask others.
+        turn: where several hold the same share, this decides among them: targets with other turns (their ranks) ask
+        others.
 
     Raises LayoutMismatch when the sources do not hold everything, or shares of two overlap in part.
     """

@@ -99,7 +99,9 @@ def checksums_of(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksu
 
 
 def _device_batch(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:
-    """Unverified on a GPU. Pieces must be whole 32-bit words and chunks whole 64-bit ones, as those of 4 or more numbers are."""
+    """Unverified on a GPU. Pieces must be whole 32-bit words and chunks whole 64-bit ones, as those of 4 or more
+    numbers are.
+    """
     import torch
 
     assert isinstance(memory.owner, torch.Tensor)

@@ -41,7 +41,8 @@ def convert(
     *,
     chunk_tokens: int | None = None,
 ) -> None:
-    """Cast every source chunk into the target chunk beside it, in `layers`: the heads that both pools hold, in any order.
+    """Cast every source chunk into the target chunk beside it, in `layers`: the heads that both pools hold, in any
+    order.
 
     Args:
         source_chunks, target_chunks: [n] numbers, as of plans.End.numbers.

@@ -1,8 +1,8 @@
 """A receive plan: how one source's chunks come into this pool. Made once for each connection.
 
 Equal dtypes: reads go straight into the pool. Unequal ones: into a staging buffer of the source's dtype, one layer
-at a time, and are cast from there once they have been verified. What arrives is verified on the reading thread, while
-it is still in its caches.
+at a time, and are cast from there once they have been verified. What arrives is verified on the reading thread,
+while it is still in its caches.
 """
 
 import dataclasses
@@ -86,7 +86,9 @@ class ReceivePlan:
             yield from cut(num_chunks, range(layer, layer + 1), self.pairing.chunk_bytes, limit)
 
     def read(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> PlannedRead:
-        """The read that brings these chunks, by their numbers: into their places, or into the staging buffer's first."""
+        """The read that brings these chunks, by their numbers: into their places, or into the staging buffer's
+        first.
+        """
         pairing = self.pairing
         if self.staging is not None:
             assert len(layers) == 1

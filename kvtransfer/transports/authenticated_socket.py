@@ -78,7 +78,9 @@ class AuthenticatedSocket:
 
 
 def connect_authenticated(name: bytes, secret: bytes, label: bytes) -> socket.socket:
-    """Prove the secret to this socket; the connection on which the answer comes, with a timeout. Blocking. Raises OSError."""
+    """Prove the secret to this socket; the connection on which the answer comes, with a timeout. Blocking. Raises
+    OSError.
+    """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(_TIMEOUT_S)

@@ -19,7 +19,9 @@ def _us(seconds: float) -> int:
 
 @dataclass(slots=True)
 class Explain:
-    """Filled while a sequence runs. Times are of the ingress's clock, summed over attempts. A record of 14 attributes."""
+    """Filled while a sequence runs. Times are of the ingress's clock, summed over attempts. A record of 14
+    attributes.
+    """
 
     received_s: float
     submitted_s: float = 0.0

@@ -1,4 +1,6 @@
-"""bench/gpu/gpu.py without a GPU: every section's own code over tiny shapes, what fails is told, and nothing stops the rest."""
+"""bench/gpu/gpu.py without a GPU: every section's own code over tiny shapes, what fails is told, and nothing stops the
+rest.
+"""
 
 import argparse
 import importlib
@@ -103,9 +105,23 @@ def test_a_child_that_takes_too_long_is_ended_and_without_time_none_begins(tmp_p
 
 def test_the_whole_writes_json_and_prints_markdown(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.gpu", "--device", "cpu", "--tiny", "--only", "limits", "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "bench.gpu.gpu",
+            "--device",
+            "cpu",
+            "--tiny",
+            "--only",
+            "limits",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "out").glob("*-tiny.json")
     report = json.loads(file.read_text())

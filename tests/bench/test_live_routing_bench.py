@@ -1,4 +1,6 @@
-"""bench/router/live_routing.py: what it calls a fault of the index is one, what it calls late is not, and its oracle is what pools could give."""
+"""bench/router/live_routing.py: what it calls a fault of the index is one, what it calls late is not, and its oracle is
+what pools could give.
+"""
 
 import pytest
 

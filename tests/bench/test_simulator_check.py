@@ -1,4 +1,6 @@
-"""bench/simulator/check.py: what it compares is the same load, its errors are what they say, and a wrong profile makes them large."""
+"""bench/simulator/check.py: what it compares is the same load, its errors are what they say, and a wrong profile makes
+them large.
+"""
 
 import math
 from dataclasses import replace

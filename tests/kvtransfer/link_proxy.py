@@ -5,7 +5,8 @@ import contextlib
 
 
 class LinkProxy:
-    """Forwards to host:port. `mode`: "pass", "drop" (black hole), "delay", "duplicate", "slow", "flip"; `cut()` ends all.
+    """Forwards to host:port. `mode`: "pass", "drop" (black hole), "delay", "duplicate", "slow", "flip"; `cut()` ends
+    all.
 
     `after` lets that many bytes pass unharmed in each direction of each connection before the mode applies.
     """

@@ -26,7 +26,8 @@ MAY_IMPORT = {
 IMPURE = {
     "torch", "ray", "transformers", "nixl", "nixl_cu12", "nixl_cu13",  # heavy or device-bound
     "socket", "asyncio", "aiohttp", "http", "urllib", "ssl", "select", "selectors",  # network
-    "time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "subprocess",  # clock, chance, tasks
+    # clock, chance, tasks
+    "time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "subprocess",
     "os", "mmap", "ctypes", "tempfile", "pathlib", "io",  # the machine
 }  # fmt: skip
 MEMORY_OWNERS = {

@@ -142,7 +142,8 @@ from kvrelay.plane.messages import Sampling, SequenceRequest
 def generate(folder):
     engine = load_engine(folder, select_backend("auto", "cpu", 1), torch.float32, EngineConfig(kv_memory_bytes=4 << 20))
     sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
-    engine.add(SequenceRequest(request_id="a", token_ids=[5, 6, 7], num_prompt_tokens=3, block_hashes=[], sampling=sampling))
+    engine.add(SequenceRequest(request_id="a", token_ids=[5, 6, 7], num_prompt_tokens=3, block_hashes=[],
+                               sampling=sampling))
     outputs = []
     while engine.scheduler.has_work:
         outputs += [token for output in engine.step().outputs for token in output.token_ids]
@@ -152,8 +153,12 @@ def generate(folder):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "site")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "5"
 

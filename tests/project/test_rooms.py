@@ -112,7 +112,9 @@ def size_of(node):
 
 
 def too_large(node):
-    """Whether a class has more methods or attributes than allowed, and its docstring does not speak of that. Settings are records."""
+    """Whether a class has more methods or attributes than allowed, and its docstring does not speak of that. Settings
+    are records.
+    """
     num_methods, num_attributes = size_of(node)
     is_record = num_methods <= 3 or any("Section" in ast.unparse(base) for base in node.bases)
     is_large = num_methods > MOST_METHODS or (num_attributes > MOST_ATTRIBUTES and not is_record)

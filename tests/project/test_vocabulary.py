@@ -11,14 +11,26 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "kvrelay", "kernels", "kvcache", "engine", "kvtransfer", "prefill", "decode", "router", "serve", "cluster", "bench", "configs",
+    "kvrelay",
+    "kernels",
+    "kvcache",
+    "engine",
+    "kvtransfer",
+    "prefill",
+    "decode",
+    "router",
+    "serve",
+    "cluster",
+    "bench",
+    "configs",
     "docs",
-)  # fmt: skip
+)
 NOT_READ = {"results"}
 
 PROSE = re.compile(
     r"\b(who|whoever|whom|somebody|nobody|everybody|anybody|told|tells?|telling|whereabouts|chores?|"
-    r"hands? back|handed back|hand-?backs?|gives? way|giving way|gave way|in line|lends?|lent|lender|loans?|lonely|knocks?|"
+    r"hands? back|handed back|hand-?backs?|gives? way|giving way|gave way|in line|lends?|lent|lender|loans?|lonely|"
+    r"knocks?|"
     r"seats?|lanes?|hops?|owed|gentle|amends)\b",
     re.IGNORECASE,
 )

@@ -71,8 +71,9 @@ def device_index(device: str) -> int:
 
 
 class NixlAgent:
-    """Owns the agent and its registered pool, which live as long as the process; the thread, as long as it has users.
-    15 attributes: NIXL's handles, the thread, and reads in flight."""
+    """Owns the agent and its registered pool, which live as long as the process; the thread, as long as it has
+    users. 15 attributes: NIXL's handles, the thread, and reads in flight.
+    """
 
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory
@@ -127,7 +128,9 @@ class NixlAgent:
         self._thread.start()
 
     async def _start(self, variables: Variables) -> None:
-        """Make the agent. It counts as a user meanwhile: a waiter may be cancelled, and the thread must not end then."""
+        """Make the agent. It counts as a user meanwhile: a waiter may be cancelled, and the thread must not end
+        then.
+        """
         self._num_users += 1
         try:
             if why := ucx.problem():
@@ -371,7 +374,9 @@ def _disown() -> None:
 
 
 def _stop_threads() -> None:
-    """At exit, whatever is in flight: a thread that comes back from NIXL into a dying interpreter aborts the process."""
+    """At exit, whatever is in flight: a thread that comes back from NIXL into a dying interpreter aborts the
+    process.
+    """
     threads = dict(_running)
     for commands in threads.values():
         commands.put(None)

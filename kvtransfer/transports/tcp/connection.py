@@ -104,8 +104,8 @@ class Stream:
     def read_now(self, request: Request, within_s: float) -> int | None:
         """Ask here and now, and receive what comes within that time; for one piece.
 
-        Returns: bytes that are in place. When some are missing, `go_on` must follow. None: not begun, the stream is busy.
-        Raises OSError; nothing of it can land any more then.
+        Returns: bytes that are in place. When some are missing, `go_on` must follow. None: not begun, the stream is
+        busy. Raises OSError; nothing of it can land any more then.
         """
         if self._shares or self._channel is None or not self._channel.can_look:
             return None  # with no share the thread touches nothing, and only this loop brings shares

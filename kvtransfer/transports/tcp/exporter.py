@@ -1,6 +1,7 @@
 """The source's side of the stream protocol: a listener, and a thread for each connection that is read over.
 
-A peer has HANDSHAKE_S to prove the cluster's secret; a peer that breaks the protocol is cut off. Connections, and those among them
+A peer has HANDSHAKE_S to prove the cluster's secret; a peer that breaks the protocol is cut off. Connections, and those
+among them
 that have proved nothing yet, are bounded: strangers can neither keep readers out nor pile up threads.
 """
 

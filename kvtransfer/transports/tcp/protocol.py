@@ -10,10 +10,11 @@ outstanding is small enough that sending it cannot block (`MAX_ROWS`, `MAX_OUTST
 Receiver-owned landing: no address of the target's is ever sent; only its own receive call writes its pool. To stop a
 read is to shut the connection and leave that call: from then on nothing of the read can land, however late it comes.
 
-Why no byte of another sequence can be decoded from, even with checksums off: the source re-uses a block only once its
-transfer has ended at its side, so whatever is sent until then is what was announced. After that nothing confirms the
-transfer: the target commits only on Confirmed, which it asks for when it has received every byte, and which the source
-sends only while the transfer is open and every block's generation is that of its announcement.
+Why no byte of another sequence can be decoded from, even with checksums off: the source re-uses a block only once
+its transfer has ended at its side, so whatever is sent until then is what was announced. After that nothing confirms
+the
+transfer: the target commits only on Confirmed, which it asks for when it has received every byte, and which the
+source sends only while the transfer is open and every block's generation is that of its announcement.
 """
 
 import hashlib
@@ -159,7 +160,9 @@ def _split_rows(source: Offsets, target: Offsets, sizes: Offsets) -> tuple[Offse
 
 
 def deal(pieces: Sequence[Piece], num_streams: int) -> list[list[Piece]]:
-    """Whose piece is whose: in turns, so that the read fills from its beginning. Equal to a piece; no share is empty."""
+    """Whose piece is whose: in turns, so that the read fills from its beginning. Equal to a piece; no share is
+    empty.
+    """
     return [list(pieces[first::num_streams]) for first in range(min(num_streams, len(pieces)))]
 
 

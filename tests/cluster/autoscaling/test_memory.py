@@ -1,4 +1,6 @@
-"""What the planner has learnt outlives the process that it runs in: a real registry actor, policies in actors that are killed."""
+"""What the planner has learnt outlives the process that it runs in: a real registry actor, policies in actors that are
+killed.
+"""
 
 import os
 import subprocess

@@ -116,10 +116,22 @@ def test_between_bounds_it_is_told_where_the_bounds_agree_and_without_requests_t
 CURVE = SpeedCurve(0.0, 0.01, 1e-3, 0.0, 0.0, 0.001)
 MODEL = WorkerModel(CURVE, CURVE, 10_000, 512, 64)
 INFO = WorkerInfo(
-    worker_id="decode-a", role="decode", epoch="1", host="h", port=1, node_id="n", model="m",
-    fingerprint=Fingerprint(1, "m", "bfloat16", 16, 2, 2, 8, "seed"), block_size=16, num_blocks=100, max_model_len=1024, max_running=8,
-    kv_bytes_per_token=64, device="cpu", transports=[],
-)  # fmt: skip
+    worker_id="decode-a",
+    role="decode",
+    epoch="1",
+    host="h",
+    port=1,
+    node_id="n",
+    model="m",
+    fingerprint=Fingerprint(1, "m", "bfloat16", 16, 2, 2, 8, "seed"),
+    block_size=16,
+    num_blocks=100,
+    max_model_len=1024,
+    max_running=8,
+    kv_bytes_per_token=64,
+    device="cpu",
+    transports=[],
+)
 
 
 def test_speeds_are_compared_with_the_curves():

@@ -238,7 +238,8 @@ def kv_app() -> typer.Typer:
 
 
 def test_building_the_application_imports_no_torch():
-    program = "import sys; import kvrelay.cluster.deployments.app; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    program = "import sys; import kvrelay.cluster.deployments.app\n"
+    program += "print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr
 

@@ -31,9 +31,27 @@ def test_a_step_is_shown_written_and_drawn(capsys, tmp_path, monkeypatch):
     folder = tiny_checkpoint("llama", tmp_path / "tiny")
     flame, figures = tmp_path / "flame.html", tmp_path / "steps.json"
     code, out, _ = said(
-        capsys, "--step", "--model", str(folder), "--dtype", "float32", "--batch", "1", "--batch", "3", "--prompt", "24",
-        "--steps", "3", "--flame", str(flame), "--json", str(figures), "--set", "engine.kv_memory=16MiB",
-    )  # fmt: skip
+        capsys,
+        "--step",
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--batch",
+        "1",
+        "--batch",
+        "3",
+        "--prompt",
+        "24",
+        "--steps",
+        "3",
+        "--flame",
+        str(flame),
+        "--json",
+        str(figures),
+        "--set",
+        "engine.kv_memory=16MiB",
+    )
     assert code == 0 and "outside kernels" in out and "scheduling" in out and "the target of 10%" in out
     steps = json.loads(figures.read_text())["steps"]
     assert [one["workload"] for one in steps] == ["decode 1", "decode 3", "prefill 24", "decode 3 + prefill 24"]

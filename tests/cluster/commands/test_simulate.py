@@ -20,9 +20,14 @@ def files(tmp_path):
     """A profile and a trace of sixty requests in Mooncake's format, whose blocks are not the profile's size."""
     (tmp_path / "profile.json").write_text(profile(num_blocks=4096).text())
     rows = [
-        {"timestamp": 100 * index, "input_length": 1200, "output_length": 20, "hash_ids": [index % 7 * 10, index % 7 * 10 + 1, 1000 + index]}
+        {
+            "timestamp": 100 * index,
+            "input_length": 1200,
+            "output_length": 20,
+            "hash_ids": [index % 7 * 10, index % 7 * 10 + 1, 1000 + index],
+        }
         for index in range(60)
-    ]  # fmt: skip
+    ]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -99,15 +104,19 @@ def test_figures_do_not_depend_on_how_this_process_orders_its_sets(files):
     )
     code = (
         "import sys; from kvrelay.cluster.commands.cli import main; "
-        f"sys.argv = ['kvrelay', 'simulate', {str(files / 'trace.jsonl')!r}, '--profile', {str(files / 'profile.json')!r}, "
+        f"sys.argv = ['kvrelay', 'simulate', {str(files / 'trace.jsonl')!r}, "
+        f"'--profile', {str(files / 'profile.json')!r}, "
         f"'--scenario', {str(files / 'scenario.yaml')!r}, '--rate', '20', '--json', sys.argv[1]]; main()"
     )
     found = []
     for seed in ("1", "2"):
         out = files / f"{seed}.json"
         subprocess.run(
-            [sys.executable, "-c", code, str(out)], env={**os.environ, "PYTHONHASHSEED": seed}, timeout=120, check=True,
+            [sys.executable, "-c", code, str(out)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            timeout=120,
+            check=True,
             capture_output=True,
-        )  # fmt: skip
+        )
         found.append(out.read_bytes())
     assert found[0] == found[1]

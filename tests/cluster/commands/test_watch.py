@@ -17,8 +17,18 @@ from kvrelay.plane import messages as wire
 
 KEY = "s3cret"
 BODY = {"prompt": "hello world", "max_tokens": 4}
-LOAD = {"seq": 9, "running": 3, "waiting": 41, "batch_sequences": 17, "batch_tokens": 523, "pinned_blocks": 5, "total_blocks": 640,
-        "preemptions": 71, "kv_refused": {"checksum": 2}, "tiers": [wire.TierLoad(tier="host", num_blocks=77)]}  # fmt: skip
+LOAD = {
+    "seq": 9,
+    "running": 3,
+    "waiting": 41,
+    "batch_sequences": 17,
+    "batch_tokens": 523,
+    "pinned_blocks": 5,
+    "total_blocks": 640,
+    "preemptions": 71,
+    "kv_refused": {"checksum": 2},
+    "tiers": [wire.TierLoad(tier="host", num_blocks=77)],
+}
 
 
 @pytest.fixture
@@ -61,7 +71,20 @@ async def test_without_a_terminal_it_prints_tables_until_ctrl_c(url):
     await asyncio.to_thread(watch, console, url, KEY, as_json=False, sleep=after(2))
     text = console.file.getvalue()
     assert text.count("worker ") == 2 and "…" not in text.replace("…", "", 2)  # two ids of requests are cut, no cell is
-    for shown in ("p0", "d0", "41", "17", "523", "host", "77", "p0 → d0", "fake 1.00 GB/s", "d0 71", "checksum 2", "length 1"):  # fmt: skip
+    for shown in (
+        "p0",
+        "d0",
+        "41",
+        "17",
+        "523",
+        "host",
+        "77",
+        "p0 → d0",
+        "fake 1.00 GB/s",
+        "d0 71",
+        "checksum 2",
+        "length 1",
+    ):
         assert shown in text, shown
 
 
@@ -96,7 +119,11 @@ async def test_the_first_look_that_fails_ends_it_and_a_later_one_does_not(url, m
 
 async def test_rates_are_of_the_time_between_two_views(url):
     view = await asyncio.to_thread(fetch, url, KEY)
-    later = {**view, "now_s": view["now_s"] + 2.0, "front": {**view["front"], "output_tokens": view["front"]["output_tokens"] + 30}}  # fmt: skip
+    later = {
+        **view,
+        "now_s": view["now_s"] + 2.0,
+        "front": {**view["front"], "output_tokens": view["front"]["output_tokens"] + 30},
+    }
     assert "15 output tokens/s" in printed(render(later, view))
     assert " 0 output tokens/s" in printed(render(view, later))  # a counter that fell was begun anew
 
@@ -112,11 +139,22 @@ async def test_counters_that_it_knows_nothing_of_are_shown_by_name(url):
 async def test_who_is_in_line_what_was_pre_empted_and_who_was_served_have_lines_of_their_own(url):
     view = await asyncio.to_thread(fetch, url, KEY)
     worker(view, "d0")["load"] |= {
-        "waiting_by_priority": {"3": 5, "-1": 2, "0": 0}, "deadline_refusals": 4, "preempted": {"swap": 70, "recompute": 1},
-        "recomputed_tokens": 99, "swap_out_s": 0.25, "swap_in_s": 0.5, "swapped_blocks": 18, "swapped_bytes": 1 << 20,
-        "tenant_tokens": {"": 10, "abcdef0123": 40, "b": 30, "c": 20, "d": 5}, "other_tenant_tokens": 7,
-        "drafted_tokens": 50, "accepted_tokens": 20, "model_drafted_tokens": 10, "model_accepted_tokens": 8, "cascade_saved_tokens": 640,
-    }  # fmt: skip
+        "waiting_by_priority": {"3": 5, "-1": 2, "0": 0},
+        "deadline_refusals": 4,
+        "preempted": {"swap": 70, "recompute": 1},
+        "recomputed_tokens": 99,
+        "swap_out_s": 0.25,
+        "swap_in_s": 0.5,
+        "swapped_blocks": 18,
+        "swapped_bytes": 1 << 20,
+        "tenant_tokens": {"": 10, "abcdef0123": 40, "b": 30, "c": 20, "d": 5},
+        "other_tenant_tokens": 7,
+        "drafted_tokens": 50,
+        "accepted_tokens": 20,
+        "model_drafted_tokens": 10,
+        "model_accepted_tokens": 8,
+        "cascade_saved_tokens": 640,
+    }
     told = printed(render(view), 200)
     assert "d0 priority -1: 2, priority 3: 5, 4 past their deadline" in told
     assert "d0 71 (swap 70, recompute 1; 99 tokens recomputed)" in told
@@ -134,12 +172,27 @@ async def test_a_worker_that_is_down_has_a_line_and_no_figures(url):
 
 @pytest.mark.parametrize("way", ["interrupt", "pipe"])
 async def test_the_command_ends_cleanly(url, way):
-    command = (sys.executable, "-m", "kvrelay.cluster.commands.cli", "status", "--watch", "--json", "--url", url, "--api-key", KEY)  # fmt: skip
+    command = (
+        sys.executable,
+        "-m",
+        "kvrelay.cluster.commands.cli",
+        "status",
+        "--watch",
+        "--json",
+        "--url",
+        url,
+        "--api-key",
+        KEY,
+    )
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=pipe, stderr=pipe, limit=1 << 20,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background were told to ignore it
-    )  # fmt: skip
+        *command,
+        stdout=pipe,
+        stderr=pipe,
+        limit=1 << 20,
+        # tests in the background were told to ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert json.loads(await process.stdout.readline())["workers"]
     if way == "interrupt":
         process.send_signal(signal.SIGINT)

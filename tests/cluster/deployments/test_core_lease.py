@@ -21,7 +21,8 @@ TWO = (Core(0, (0,)), Core(1, (1,)))
 
 def test_a_killed_holders_cores_are_free_at_once(tmp_path: Path):
     program = (
-        "import sys, pathlib; from kvrelay.cluster.deployments.cores import acquire_cores; from kvrelay.machine import Core;"
+        "import sys, pathlib; from kvrelay.cluster.deployments.cores import acquire_cores; "
+        "from kvrelay.machine import Core;"
         f"acquire_cores(pathlib.Path({str(tmp_path)!r}), {TWO!r}, 1); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:

@@ -1,7 +1,8 @@
-"""Runs `kvrelay serve` with a Ray of whose start and stop the first argument tells how they go wrong. Not a test itself.
+"""Runs `kvrelay serve` with a Ray of whose start and stop the first argument tells how they go wrong. Not a test
+itself.
 
-Prints "begun" once there are a child process and a temporary folder to leave behind. Further arguments, NAME=SECONDS, set
-constants of supervisor; when it is "alone", no process is in front.
+Prints "begun" once there are a child process and a temporary folder to leave behind. Further arguments, NAME=SECONDS,
+set constants of supervisor; when it is "alone", no process is in front.
 """
 
 import ctypes

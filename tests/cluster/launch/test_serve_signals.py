@@ -1,4 +1,6 @@
-"""Ctrl-C while Ray starts counts, even where Ray's code swallows the exception; and when the process in front does what."""
+"""Ctrl-C while Ray starts counts, even where Ray's code swallows the exception; and when the process in front does
+what.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""One Ctrl-C ends `kvrelay serve` whatever Ray's start does to it: nothing is left, and the status is a normal stop's."""
+"""One Ctrl-C ends `kvrelay serve` whatever Ray's start does to it: nothing is left, and the status is a normal
+stop's.
+"""
 
 import contextlib
 import os

@@ -225,7 +225,9 @@ async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder):
 
 
 async def test_a_decode_worker_killed_during_a_beam_search_has_it_begun_anew_elsewhere(folder):
-    """Killed when it has reported all beams: nothing of the answer is out by then, and all of it is as if nothing had been."""
+    """Killed when it has reported all beams: nothing of the answer is out by then, and all of it is as if nothing had
+    been.
+    """
     width = 4
 
     def asked(name):

@@ -26,11 +26,17 @@ def started(folder):
     settings = settings_from(
         {
             "model": {"source": str(folder), "dtype": "float32"},
-            "engine": {"kv_memory": "2MiB", "block_size": BLOCK, "num_threads": 1, "backend": "reference", "token_budget": 64},
+            "engine": {
+                "kv_memory": "2MiB",
+                "block_size": BLOCK,
+                "num_threads": 1,
+                "backend": "reference",
+                "token_budget": 64,
+            },
             "cache": {"host_memory": "2MiB", "write_policy": "write-through"},
             "router": {"audit_s": 0},
         }
-    )  # fmt: skip
+    )
     return local_cluster(settings, folder, num_prefill=0, num_inside=1)
 
 
@@ -51,7 +57,9 @@ async def depths(cluster):
 
 
 async def audited(cluster):
-    """Audit as production does; what was found, and the worker's state once its snapshot has come, if one was asked for."""
+    """Audit as production does; what was found, and the worker's state once its snapshot has come, if one was asked
+    for.
+    """
     index = cluster.dispatcher.router.index
     await cluster.dispatcher.workers.audits.audit("inside-0", seed=5)
     await cluster.dispatcher.queries.audit("inside-0", [])

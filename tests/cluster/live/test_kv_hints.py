@@ -24,22 +24,35 @@ def started(folder, tmp_path):
     settings = settings_from(
         {
             "model": {"source": str(folder), "dtype": "float32"},
-            "engine": {"kv_memory": "2MiB", "block_size": BLOCK, "num_threads": 1, "backend": "reference", "token_budget": 64},
+            "engine": {
+                "kv_memory": "2MiB",
+                "block_size": BLOCK,
+                "num_threads": 1,
+                "backend": "reference",
+                "token_budget": 64,
+            },
             "cache": {
-                "host_memory": "2MiB", "disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write_policy": "selective",
+                "host_memory": "2MiB",
+                "disk_path": str(tmp_path / "kv"),
+                "disk_size": "8MiB",
+                "write_policy": "selective",
                 "prefetch": "wait",
             },
         }
-    )  # fmt: skip
+    )
     return local_cluster(settings, folder, num_prefill=0, num_inside=1)
 
 
 def request(name, prompt=PROMPT, **hints):
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), tokens_per_hash=BLOCK,
-        block_hashes=list(block_hashes(prompt, BLOCK)), sampling=Sampling(max_tokens=4, ignore_eos=True, temperature=0.0),
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        tokens_per_hash=BLOCK,
+        block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(max_tokens=4, ignore_eos=True, temperature=0.0),
         hints=KvHints(**hints),
-    )  # fmt: skip
+    )
 
 
 async def say(cluster, name, prompt=PROMPT, **hints):

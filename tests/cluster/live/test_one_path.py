@@ -1,7 +1,7 @@
 """One request's way through the code: how many files it executes, and that architecture.md names functions that exist.
 
-`pytest -s tests/cluster/live/test_one_path.py` prints the files that one streamed chat request executes, from its arrival at
-the ingress to its last token, with the number of functions that ran in each.
+`pytest -s tests/cluster/live/test_one_path.py` prints the files that one streamed chat request executes, from its
+arrival at the ingress to its last token, with the number of functions that ran in each.
 """
 
 import ast

@@ -83,8 +83,12 @@ class Served:
         """A greedy completion of a fixed prompt."""
         with self.client() as client:
             reply = client.completions.create(
-                model=self.model(), prompt=PROMPT, max_tokens=12, temperature=0, extra_headers={"x-kvrelay-prefill": "remote"}
-            )  # fmt: skip
+                model=self.model(),
+                prompt=PROMPT,
+                max_tokens=12,
+                temperature=0,
+                extra_headers={"x-kvrelay-prefill": "remote"},
+            )
             return reply.choices[0].text
 
 
@@ -99,7 +103,8 @@ def start(temp: Path, *flags: str) -> tuple[subprocess.Popen[str], Path, int]:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background were told to ignore it
+            # tests in the background were told to ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
     return process, log, port
 

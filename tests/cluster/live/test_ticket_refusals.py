@@ -1,7 +1,8 @@
 """What went wrong elsewhere with references to KV, on real workers: every one is refused and the request recovers.
 
 vLLM #52234: blocks that are unknown, out of range, already used, stale after re-use or expired were read all the same,
-and another prompt's text came with HTTP 200. CVE-2026-94622: incomplete parameters of a transfer ended the decode engine.
+and another prompt's text came with HTTP 200. CVE-2026-94622: incomplete parameters of a transfer ended the decode
+engine.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Samples for a speed curve: what a step computes is counted right, every kind comes, and the engine is left as it was."""
+"""Samples for a speed curve: what a step computes is counted right, every kind comes, and the engine is left as it
+was.
+"""
 
 import time
 from types import SimpleNamespace

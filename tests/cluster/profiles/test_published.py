@@ -11,14 +11,22 @@ pytestmark = pytest.mark.pure
 
 TABLE_RUNNING = 2048  # max_batch_size of the table's runs
 LENGTHS = (
-    (128, 128), (128, 2048), (128, 4096), (500, 2000), (1000, 1000), (2048, 128), (2048, 2048), (5000, 500), (20000, 2000),
-)  # fmt: skip
+    (128, 128),
+    (128, 2048),
+    (128, 4096),
+    (500, 2000),
+    (1000, 1000),
+    (2048, 128),
+    (2048, 2048),
+    (5000, 500),
+    (20000, 2000),
+)
 TABLE = {
     "llama-3.1-8b-h100-fp8": (28836.77, 21109.38, 13593.65, 16500.69, 15244.78, 3556.73, 9488.42, 3559.36, 1401.31),
     "llama-3.1-70b-h100x8-fp8": (14730.69, 17061.82, 14171.43, 14679.33, 11451.16, 1923.41, 8801.95, 2457.42, 1512.6),
     "llama-3.1-8b-a100-fp16": (6627.27, 5255.99, 3453.79, 4276.58, 3786.83, 799.61, 2424.16, 825.13, 330.04),
     "llama-3.1-70b-a100x8-fp16": (4717.62, 5241.5, 3724.67, 4445.37, 3320.41, 542.38, 2553.71, 696.34, 413.38),
-}  # fmt: skip
+}
 """Output tokens per second at each of LENGTHS (input, output). Source: NVIDIA/TensorRT-LLM
 docs/source/performance/perf-overview.md at commit 258c7540c03517def55d9a5aadfa9288af474e1b (version 0.17)."""
 NAMES = sorted(path.stem for path in PUBLISHED.iterdir())

@@ -14,9 +14,18 @@ SETTINGS = {"router": {"local_prefill_tokens": 0, "max_inflight": 10_000}}
 
 def profile(**fields):
     given = {
-        "name": "tiny", "prefill": PREFILL, "decode": DECODE, "block_size": BLOCK, "num_blocks": 512, "token_budget": 128,
-        "max_running": 32, "max_model_len": 8192, "kv_bytes_per_token": 1000, "link_bytes_per_s": 1e7, "local_bytes_per_s": 1e8,
-    }  # fmt: skip
+        "name": "tiny",
+        "prefill": PREFILL,
+        "decode": DECODE,
+        "block_size": BLOCK,
+        "num_blocks": 512,
+        "token_budget": 128,
+        "max_running": 32,
+        "max_model_len": 8192,
+        "kv_bytes_per_token": 1000,
+        "link_bytes_per_s": 1e7,
+        "local_bytes_per_s": 1e8,
+    }
     return SimulatorProfile(**(given | fields))
 
 

@@ -1,4 +1,6 @@
-"""Sequences that sleep through decode steps, and stretches of steps at once, leave everything as single steps of all do."""
+"""Sequences that sleep through decode steps, and stretches of steps at once, leave everything as single steps of all
+do.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -91,23 +93,43 @@ class Bench:
         self.fast_forward.refresh()
         return (
             [
-                (seq.request_id, list(seq.token_ids), seq.num_computed, seq.num_charged, list(seq.blocks), seq.num_hashed_blocks)
+                (
+                    seq.request_id,
+                    list(seq.token_ids),
+                    seq.num_computed,
+                    seq.num_charged,
+                    list(seq.blocks),
+                    seq.num_hashed_blocks,
+                )
                 for seq in sched.running
             ],
-            sched.fair_share._counters, sched.fair_share._credits, sched.fair_share.computed_tokens, sched.fair_share.other_tokens,
-            sched.pool.counts(), sched.pool.cached_hashes(), self.ended, sched.preemption.num_preemptions, sched.admission.blocks.hit_tokens,
-        )  # fmt: skip
+            sched.fair_share._counters,
+            sched.fair_share._credits,
+            sched.fair_share.computed_tokens,
+            sched.fair_share.other_tokens,
+            sched.pool.counts(),
+            sched.pool.cached_hashes(),
+            self.ended,
+            sched.preemption.num_preemptions,
+            sched.admission.blocks.hit_tokens,
+        )
 
 
 arrivals = st.lists(
     st.tuples(
-        st.integers(0, 30), st.integers(1, 40), st.integers(1, 60), st.sampled_from(["", "gold", "iron"]), st.booleans(),
+        st.integers(0, 30),
+        st.integers(1, 40),
+        st.integers(1, 60),
+        st.sampled_from(["", "gold", "iron"]),
+        st.booleans(),
         st.integers(0, 200),
     ),
     min_size=1,
     max_size=10,
-)  # fmt: skip
-"""Steps after the one before, prompt, output, tenant, whether its prompt is computed elsewhere, and when it is aborted, if it is there."""
+)
+"""Steps after the one before, prompt, output, tenant, whether its prompt is computed elsewhere, and when it is aborted,
+if it is there.
+"""
 
 
 @settings(deadline=None)

@@ -1,4 +1,6 @@
-"""Clusters in virtual time: what a request takes, who shares what, and that the same simulation gives the same figures."""
+"""Clusters in virtual time: what a request takes, who shares what, and that the same simulation gives the same
+figures.
+"""
 
 import json
 import math

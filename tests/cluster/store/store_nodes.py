@@ -1,4 +1,6 @@
-"""Nodes of the cluster's store for tests: in this process, on a loop of their own, or as processes that can be killed."""
+"""Nodes of the cluster's store for tests: in this process, on a loop of their own, or as processes that can be
+killed.
+"""
 
 import asyncio
 import threading
@@ -87,8 +89,14 @@ class Nodes:
     def client(self, block_bytes=BLOCK, namespace=b"n" * 16, **options):
         options = {"answer_s": 5.0, "stall_s": 5.0, "num_replicas": self.num_replicas} | options
         store = RemoteStore(
-            block_bytes, namespace, SECRET, worker_id="w", host="127.0.0.1", nodes=list(self.addresses.values()), **options
-        )  # fmt: skip
+            block_bytes,
+            namespace,
+            SECRET,
+            worker_id="w",
+            host="127.0.0.1",
+            nodes=list(self.addresses.values()),
+            **options,
+        )
         store.start()
         self._clients.append(store)
         return store

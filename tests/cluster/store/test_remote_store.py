@@ -1,4 +1,6 @@
-"""The cluster's own store: the contract of all stores over every path, replicas, quotas, leases, and what must be refused."""
+"""The cluster's own store: the contract of all stores over every path, replicas, quotas, leases, and what must be
+refused.
+"""
 
 import asyncio
 import secrets

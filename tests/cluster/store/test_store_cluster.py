@@ -1,4 +1,6 @@
-"""Workers that share KV: what one has computed another brings from the cluster's store, or from that worker's memory."""
+"""Workers that share KV: what one has computed another brings from the cluster's store, or from that worker's
+memory.
+"""
 
 import asyncio
 

@@ -75,9 +75,15 @@ async def test_a_counter_must_grow(after, holds):
     assert await findings(during, FakeEngine(), after=after) == [holds]
 
 
-@pytest.mark.parametrize(("shares", "after", "holds"), [
-    (True, {"cascade_saved_tokens": 9}, True), (True, {}, False), (False, {}, True), (False, {"cascade_saved_tokens": 9}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shares", "after", "holds"),
+    [
+        (True, {"cascade_saved_tokens": 9}, True),
+        (True, {}, False),
+        (False, {}, True),
+        (False, {"cascade_saved_tokens": 9}, False),
+    ],
+)
 async def test_a_prefix_is_read_once_where_the_backend_can(shares, after, holds):
     engine = FakeEngine(shares=shares)
     assert await findings(prefix_read_once, engine, after=after) == [holds]
@@ -122,8 +128,17 @@ def item(*, output, tokens, start):
 def test_a_step_is_mixed_when_it_decodes_and_computes_a_chunk_of_a_prompt():
     decode, chunk = item(output=3, tokens=1, start=102), item(output=0, tokens=30, start=64)
     last_of_prompt, anew = item(output=0, tokens=1, start=99), item(output=5, tokens=5, start=100)
-    found = [is_mixed(SimpleNamespace(work=work)) for work in
-             ((decode, chunk), (decode,), (chunk,), (last_of_prompt, chunk), (decode, last_of_prompt), (decode, anew))]  # fmt: skip
+    found = [
+        is_mixed(SimpleNamespace(work=work))
+        for work in (
+            (decode, chunk),
+            (decode,),
+            (chunk,),
+            (last_of_prompt, chunk),
+            (decode, last_of_prompt),
+            (decode, anew),
+        )
+    ]
     assert found == [True, False, False, False, False, False]
 
 
@@ -143,9 +158,13 @@ async def test_every_steered_engine_is_afterwards_as_it_was():
         async with during(cluster_of(engine), evidence):
             pass
     plain = (
-        engine.scheduler.schedule, engine.scheduler.grant_reservations, engine.backend.compiled_kernels.share, engine.sampling.take_drafted,
-        engine.drafts.speculation.begins, engine.drafts.speculation.lengths,
-    )  # fmt: skip
+        engine.scheduler.schedule,
+        engine.scheduler.grant_reservations,
+        engine.backend.compiled_kernels.share,
+        engine.sampling.take_drafted,
+        engine.drafts.speculation.begins,
+        engine.drafts.speculation.lengths,
+    )
     assert all(one == engine.plain for one in plain)
     async with always_drafting(cluster_of(engine), evidence):
         assert engine.drafts.speculation.begins(4) and engine.drafts.speculation.lengths(4, [None] * 2) == [3, 3]

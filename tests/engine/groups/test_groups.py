@@ -1,4 +1,6 @@
-"""Groups in a real engine: choices equal requests of their own, beams equal Hugging Face's, and nothing is held at the end."""
+"""Groups in a real engine: choices equal requests of their own, beams equal Hugging Face's, and nothing is held at the
+end.
+"""
 
 import msgspec
 import pytest
@@ -56,9 +58,13 @@ def make(folder):
 
 def request(name: str, prompt: list[int], group: Group | None = None, *, max_tokens: int = 20, **sampling):
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
-        sampling=Sampling(max_tokens=max_tokens, **sampling), group=group,
-    )  # fmt: skip
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+        group=group,
+    )
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -60,7 +60,9 @@ def test_members_that_were_continued_from_another_worker_run_while_others_are_in
 
 
 def test_a_group_is_not_starved_by_single_sequences_in_the_other_line():
-    """As many singles as there are seats but one, and a new one whenever one ends: all seats of the group have to be left."""
+    """As many singles as there are seats but one, and a new one whenever one ends: all seats of the group have to be
+    left.
+    """
     run = Run(running=4)
     for _ in range(3):
         run.sched.add_reservation(run.request(), 0.0)

@@ -1,4 +1,6 @@
-"""The scheduler's use of its lines: what is admitted, refused, displaced and pre-empted, and that neither line starves."""
+"""The scheduler's use of its lines: what is admitted, refused, displaced and pre-empted, and that neither line
+starves.
+"""
 
 import hypothesis.strategies as st
 import msgspec
@@ -106,7 +108,9 @@ def test_a_prompt_that_has_begun_is_not_passed_by_its_own_class_but_for_a_tenant
 
 
 def steps_to_finish(rules: QueueRules, limit: int) -> int | None:
-    """A long prompt of a low class has begun; two short ones of a higher class come in every step. None: not within `limit`."""
+    """A long prompt of a low class has begun; two short ones of a higher class come in every step. None: not within
+    `limit`.
+    """
     run = Run(budget=8, running=64, rules=rules)
     begun = run.add(tokens=24, priority=1)
     run.step()
@@ -241,7 +245,9 @@ NEWCOMER = st.tuples(
 
 
 def steps_until_admitted(rules: QueueRules, own, newcomers, *, limit: int) -> int | None:
-    """Memory is tight, newcomers never end, and transfers come in as soon as they are granted. None: not within `limit`."""
+    """Memory is tight, newcomers never end, and transfers come in as soon as they are granted. None: not within
+    `limit`.
+    """
     run = Run(blocks=12, budget=8, running=3, waiting=12, rules=rules)
     sched = run.sched
 

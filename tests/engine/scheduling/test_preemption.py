@@ -62,9 +62,12 @@ PROMPTS = [prompt_of(20, seed) for seed in range(4)]
 
 def request(name: str, prompt: list[int], **sampling) -> SequenceRequest:
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK)),
         sampling=Sampling(max_tokens=24, ignore_eos=True, **sampling),
-    )  # fmt: skip
+    )
 
 
 def drain(engine: Engine, before_step=None) -> dict[str, list[int]]:
@@ -192,7 +195,9 @@ def test_an_abort_while_swapped_gives_the_host_memory_back(make):
 
 
 def choices(engine: Engine, before_step=None) -> dict[tuple[str, int], list[int]]:
-    """Tokens by request and choice: of a single request that came first, and of a group of three that shares its prompt."""
+    """Tokens by request and choice: of a single request that came first, and of a group of three that shares its
+    prompt.
+    """
     engine.add(request("old", PROMPTS[0], temperature=0.0))
     engine.add(msgspec.structs.replace(request("g", PROMPTS[1], temperature=1.0), group=Group(seeds=(5, 6, 7))))
     found: dict[tuple[str, int], list[int]] = {}

@@ -29,9 +29,13 @@ pytestmark = pytest.mark.pure
 
 BLOCK = 4
 RATES = PreemptionRates(
-    save_bytes_per_s=1e9, load_bytes_per_s=1e9, compute_tokens_per_s=1e4, remote_tokens_per_s=1e4, transfer_bytes_per_s=1e9,
+    save_bytes_per_s=1e9,
+    load_bytes_per_s=1e9,
+    compute_tokens_per_s=1e4,
+    remote_tokens_per_s=1e4,
+    transfer_bytes_per_s=1e9,
     transfer_latency_s=0.01,
-)  # fmt: skip
+)
 
 
 # ---- the choice
@@ -393,7 +397,9 @@ def test_a_handed_back_sequence_ends_here_and_only_so_often():
 @pytest.mark.parametrize("headroom", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [64, 5])
 def test_twice_what_fits_completes_and_each_step_makes_progress(only, headroom, slots):
-    """The measure: tokens computed for the first time. It grows in every step but those that compute a dropped prefix again."""
+    """The measure: tokens computed for the first time. It grows in every step but those that compute a dropped prefix
+    again.
+    """
     world = Swapping(20, only=only, headroom=headroom, slots=slots)
     names = [f"r{i}" for i in range(10)]  # 4 blocks each at the end: twice the pool
     for name in names:
@@ -430,9 +436,11 @@ def test_headroom_makes_pre_emption_rare():
 
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 16)), min_size=2, max_size=12),
-    aborted=st.sets(st.integers(0, 11), max_size=3), only=st.sampled_from([None, PreemptionMode.SWAP]), slots=st.integers(0, 40),
+    aborted=st.sets(st.integers(0, 11), max_size=3),
+    only=st.sampled_from([None, PreemptionMode.SWAP]),
+    slots=st.integers(0, 40),
     headroom=st.sampled_from([0.0, 1.0]),
-)  # fmt: skip
+)
 @settings(max_examples=40, deadline=None)
 def test_whatever_comes_ends_with_its_tokens_and_nothing_leaks(lengths, aborted, only, slots, headroom):
     world = Swapping(10, only=only, slots=slots, headroom=headroom, token_budget=16)

@@ -1,4 +1,6 @@
-"""Prompts that begin alike and are in line together: the second finds what the first computes, where that is worth a step."""
+"""Prompts that begin alike and are in line together: the second finds what the first computes, where that is worth a
+step.
+"""
 
 import msgspec
 import pytest

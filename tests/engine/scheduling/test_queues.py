@@ -95,10 +95,16 @@ async def test_a_worker_refuses_what_is_too_late_and_goes_on(folder):
     settings = settings_from(
         {
             "model": {"source": str(folder), "dtype": "float32"},
-            "engine": {"kv_memory": "2MiB", "block_size": BLOCK, "num_threads": 1, "backend": "reference", "max_running": 1},
+            "engine": {
+                "kv_memory": "2MiB",
+                "block_size": BLOCK,
+                "num_threads": 1,
+                "backend": "reference",
+                "max_running": 1,
+            },
             "scheduler": {"tenant_weights": {"alice": 3}},
         }
-    )  # fmt: skip
+    )
     async with local_cluster(settings, folder, num_prefill=0, num_inside=1) as cluster:
         busy = cluster.dispatcher.generate(request(0, max_tokens=100))
         await anext(busy)

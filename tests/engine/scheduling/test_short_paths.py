@@ -1,4 +1,6 @@
-"""The short ways of a step give what the long ones give: what tenants pay, which blocks are asked for, what is told of the cache."""
+"""The short ways of a step give what the long ones give: what tenants pay, which blocks are asked for, what is told of
+the cache.
+"""
 
 from collections import Counter
 

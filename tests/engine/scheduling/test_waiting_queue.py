@@ -253,7 +253,9 @@ ARRIVAL = st.tuples(
 
 @st.composite
 def lives(draw):
-    """Who is there before, then what happens: each admission is followed by new arrivals that would all rather go first."""
+    """Who is there before, then what happens: each admission is followed by new arrivals that would all rather go
+    first.
+    """
     before = draw(st.lists(ARRIVAL, max_size=12))
     own = draw(ARRIVAL)
     later = draw(st.lists(ARRIVAL, min_size=1, max_size=5))

@@ -1,7 +1,7 @@
 """A device that computes by itself, for the step loop: what is launched is done in order, and as late as it can be.
 
-Its memory is the host's, so that looking too early is possible: unfinished tensors hold what no model takes, and any torch
-operator on one that is not launched as work of the device is a wait of the host, which is counted.
+Its memory is the host's, so that looking too early is possible: unfinished tensors hold what no model takes, and any
+torch operator on one that is not launched as work of the device is a wait of the host, which is counted.
 """
 
 from collections import deque

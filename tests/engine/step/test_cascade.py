@@ -1,4 +1,6 @@
-"""An engine whose decode rows share prefixes: tokens are those of one where each reads for itself, and it shows in its load."""
+"""An engine whose decode rows share prefixes: tokens are those of one where each reads for itself, and it shows in its
+load.
+"""
 
 import pytest
 import torch
@@ -39,9 +41,13 @@ def prompt_of(length, seed):
 
 def request(name, prompt, group=None, **sampling):
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
-        sampling=Sampling(max_tokens=TAIL, ignore_eos=True, **sampling), group=group,
-    )  # fmt: skip
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(max_tokens=TAIL, ignore_eos=True, **sampling),
+        group=group,
+    )
 
 
 def one_by_one(prompts):

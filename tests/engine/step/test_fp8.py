@@ -1,4 +1,6 @@
-"""fp8 KV through engines: always the same tokens, near float32's; more blocks in the same memory; pools sized by a share."""
+"""fp8 KV through engines: always the same tokens, near float32's; more blocks in the same memory; pools sized by a
+share.
+"""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""An engine over the fake GPU: with its graphs captured before the first request it gives the tokens that it gives without."""
+"""An engine over the fake GPU: with its graphs captured before the first request it gives the tokens that it gives
+without.
+"""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""A step that is launched before the last one's tokens are known gives the very same streams, and nothing changes hands early."""
+"""A step that is launched before the last one's tokens are known gives the very same streams, and nothing changes hands
+early.
+"""
 
 import random
 
@@ -367,7 +369,9 @@ def drain_one(engine: Engine, one: SequenceRequest) -> list[tuple]:
 
 
 def live(engine: Engine, rng: random.Random, expected: dict[str, list[tuple]], num_events: int) -> None:
-    """Requests come, go and are pre-empted between steps; blocks are lent. Raises AssertionError where a stream is not its own."""
+    """Requests come, go and are pre-empted between steps; blocks are lent. Raises AssertionError where a stream is not
+    its own.
+    """
     streams: dict[str, list[tuple]] = {}
     left, aborted, lent = [*ASKED, *CLOSE], set[str](), list[BlockId]()
     written = torch.empty(0)

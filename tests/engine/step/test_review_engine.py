@@ -93,9 +93,18 @@ def test_the_limits_themselves_are_allowed(make):
     engine = make()
     vocab = engine.model.spec.vocab_size
     widest = request(
-        "a", prompt_of(20), logprobs=vocab, prompt_logprobs=vocab, top_k=2**31 - 1, logit_bias={vocab - 1: -100.0, 0: 100.0},
-        stop_token_ids=(vocab - 1,), min_tokens=2, temperature=100.0, max_tokens=2**62, seed=-(2**63),
-    )  # fmt: skip
+        "a",
+        prompt_of(20),
+        logprobs=vocab,
+        prompt_logprobs=vocab,
+        top_k=2**31 - 1,
+        logit_bias={vocab - 1: -100.0, 0: 100.0},
+        stop_token_ids=(vocab - 1,),
+        min_tokens=2,
+        temperature=100.0,
+        max_tokens=2**62,
+        seed=-(2**63),
+    )
     assert engine.refusal(widest) is None
 
 

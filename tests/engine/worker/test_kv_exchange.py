@@ -1,4 +1,6 @@
-"""KV in and out of pools in LMCache's formats: where a number lies, in every order and dtype, and through engines and files."""
+"""KV in and out of pools in LMCache's formats: where a number lies, in every order and dtype, and through engines and
+files.
+"""
 
 import dataclasses
 

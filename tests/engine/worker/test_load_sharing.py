@@ -1,4 +1,6 @@
-"""Several ingresses and one worker between them: each knows what the others have sent there, by sums that the worker relays."""
+"""Several ingresses and one worker between them: each knows what the others have sent there, by sums that the worker
+relays.
+"""
 
 import itertools
 
@@ -122,10 +124,13 @@ class Together:
 
 moves = st.lists(
     st.tuples(
-        st.integers(0, 2), st.sampled_from(["route", "first", "end"]), st.integers(0, 5), st.sampled_from([40, 500, 3000])
+        st.integers(0, 2),
+        st.sampled_from(["route", "first", "end"]),
+        st.integers(0, 5),
+        st.sampled_from([40, 500, 3000]),
     ),
     max_size=25,
-)  # fmt: skip
+)
 
 
 @given(moves)

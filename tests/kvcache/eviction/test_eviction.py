@@ -113,7 +113,9 @@ def test_those_who_still_wait_count_against_the_rate():
 
 
 def conversations(num_turns: int, num_blocks: int) -> list[Prompt]:
-    """Every 5 s a prompt that never comes back; every 20 s a short one that comes back each 60 s for `num_turns` turns."""
+    """Every 5 s a prompt that never comes back; every 20 s a short one that comes back each 60 s for `num_turns`
+    turns.
+    """
     prompts = []
     for number in range(400):
         once = tuple(name(f"o{number}/{block}") for block in range(num_blocks))

@@ -1,4 +1,6 @@
-"""The prefix index: runs split where chains part, merge when they part no longer, and are matched to the last common block."""
+"""The prefix index: runs split where chains part, merge when they part no longer, and are matched to the last common
+block.
+"""
 
 from array import array
 

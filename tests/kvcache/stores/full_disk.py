@@ -1,4 +1,6 @@
-"""A real disk that becomes full and one that is read-only. Runs as root of a mount namespace: `unshare -rm python full_disk.py`."""
+"""A real disk that becomes full and one that is read-only. Runs as root of a mount namespace: `unshare -rm python
+full_disk.py`.
+"""
 
 import os
 import subprocess

@@ -2,9 +2,8 @@
 
     @pytest.fixture
     def open_store(self, tmp_path):
-        def open_store(num_blocks: int, namespace: str = "model-a") -> BlockStore: ...started, room for so many blocks...
-        yield open_store
-        ...close what is still open...
+        def open_store(num_blocks: int, namespace: str = "model-a") -> BlockStore: ...started, room for so many
+        blocks... yield open_store ...close what is still open...
 
 Opening again, after close(), must find what was kept where `outlives_close` is true. No admission filter; exact codec.
 """

@@ -1,4 +1,6 @@
-"""The disk tier on real files: the contract of all stores, and its own rules of admission, limits, quotas and folders."""
+"""The disk tier on real files: the contract of all stores, and its own rules of admission, limits, quotas and
+folders.
+"""
 
 import logging
 import mmap
@@ -45,9 +47,14 @@ def open_disk(tmp_path):
     ):
         limit = smallest_limit(0) + num_blocks * (PAGE_BYTES + block_bytes)
         store = DiskStore(
-            tmp_path / "kv", limit, block_bytes, Namespace.of({"model": model, "dtype": dtype}),
-            codec=codec, options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}), clock=clock,
-        )  # fmt: skip
+            tmp_path / "kv",
+            limit,
+            block_bytes,
+            Namespace.of({"model": model, "dtype": dtype}),
+            codec=codec,
+            options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}),
+            clock=clock,
+        )
         stores.append(store)
         store.start()
         return store

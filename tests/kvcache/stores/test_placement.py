@@ -1,4 +1,6 @@
-"""Which nodes keep which block: everyone agrees, shares are as the capacities, and a change moves no more than it must."""
+"""Which nodes keep which block: everyone agrees, shares are as the capacities, and a change moves no more than it
+must.
+"""
 
 import secrets
 from collections import Counter

@@ -1,4 +1,6 @@
-"""Blocks asked for ahead of their request, and pins below the pool, over real threads: found when wanted, held by nobody."""
+"""Blocks asked for ahead of their request, and pins below the pool, over real threads: found when wanted, held by
+nobody.
+"""
 
 import time
 

@@ -163,7 +163,9 @@ class FakeStore:
 
 
 class InlineThreads:
-    """Jobs in the queue's order, as many under way as there would be threads; which ends next is chosen from outside."""
+    """Jobs in the queue's order, as many under way as there would be threads; which ends next is chosen from
+    outside.
+    """
 
     def __init__(self, name: str, num_threads: int, queue: JobQueue, wake: Callable[[], None]) -> None:
         self.queue = JobQueue(max_jobs=MAX_JOBS, max_bytes=3 * BLOCK_BYTES)

@@ -1,4 +1,6 @@
-"""One transfer of tests/kvtransfer/chaos/chaos.py, with what is done to it: its script, and how it ended on both sides."""
+"""One transfer of tests/kvtransfer/chaos/chaos.py, with what is done to it: its script, and how it ended on both
+sides.
+"""
 
 import asyncio
 import contextlib

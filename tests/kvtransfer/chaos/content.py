@@ -1,4 +1,5 @@
-"""What a block of tests/kvtransfer/chaos/chaos.py must hold: a function of who wrote it, where, and for the how-manieth time.
+"""What a block of tests/kvtransfer/chaos/chaos.py must hold: a function of who wrote it, where, and for the how-manieth
+time.
 
 So a block that is another's, or of another time, shows. Pure: numpy and hashlib only.
 """

@@ -1,4 +1,5 @@
-"""A source or a target of tests/kvtransfer/chaos/chaos.py: a worker without a model, in a process that may be killed or frozen.
+"""A source or a target of tests/kvtransfer/chaos/chaos.py: a worker without a model, in a process that may be killed or
+frozen.
 
     python tests/kvtransfer/chaos/end.py source|target '{"name": ..., "epoch": ..., "paths": {...}}'
 

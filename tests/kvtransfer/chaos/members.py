@@ -1,4 +1,6 @@
-"""The processes of tests/kvtransfer/chaos/chaos.py: orders to them, their events, killing, freezing and starting them again."""
+"""The processes of tests/kvtransfer/chaos/chaos.py: orders to them, their events, killing, freezing and starting them
+again.
+"""
 
 import asyncio
 import contextlib

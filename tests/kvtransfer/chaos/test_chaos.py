@@ -1,4 +1,6 @@
-"""Transfers under kills, freezes, aborts and bad tickets: no block is wrong, none is lost; and such faults would show."""
+"""Transfers under kills, freezes, aborts and bad tickets: no block is wrong, none is lost; and such faults would
+show.
+"""
 
 import json
 import subprocess

@@ -91,8 +91,13 @@ def dgx(root, host="dgx-1", process="p", cores=(0,)):
     sysfs.ethernet("docker0")
     sysfs.ethernet("lo", kind=772)
     return discover(
-        root, host=host, process=process, cores=cores, gpu_addresses=gpus, addresses={"eno1": ["10.0.0.7"], "docker0": ["172.17.0.1"]}
-    )  # fmt: skip
+        root,
+        host=host,
+        process=process,
+        cores=cores,
+        gpu_addresses=gpus,
+        addresses={"eno1": ["10.0.0.7"], "docker0": ["172.17.0.1"]},
+    )
 
 
 def cloud_vm(root, host="vm-1", process="p"):
@@ -277,8 +282,11 @@ def ranked(source, target, source_device="cpu", target_device="cpu", offers=ALL)
 def test_one_process_before_one_host_before_sockets(tmp_path):
     machine = cloud_vm(tmp_path)
     assert rank_paths(machine, machine, "cpu", "cpu", ALL) == [
-        ("loopback", "same process"), ("shm", "same host"), ("nixl", "same host, through UCX"), ("tcp", "TCP on one host"),
-    ]  # fmt: skip
+        ("loopback", "same process"),
+        ("shm", "same host"),
+        ("nixl", "same host, through UCX"),
+        ("tcp", "TCP on one host"),
+    ]
 
 
 def test_another_process_of_the_host_is_not_reached_by_loopback(tmp_path):

@@ -19,10 +19,21 @@ FINGERPRINT = Fingerprint(1, "m", "bfloat16", 16, 30, 3, 64, "seed")
 
 def ticket(**changes):
     fields = {
-        "request_id": "r1", "target_worker": "d0", "target_epoch": "e1", "target_host": "127.0.0.1", "target_port": 4000,
-        "first_block": 1, "num_blocks": 4, "num_tokens": 61, "layout": LAYOUT, "target_blocks": [9, 4, 7], "generations": [2, 0, 5],
-        "fingerprint": FINGERPRINT, "lease_s": 10.0, "nonce": b"n" * 16,
-    }  # fmt: skip
+        "request_id": "r1",
+        "target_worker": "d0",
+        "target_epoch": "e1",
+        "target_host": "127.0.0.1",
+        "target_port": 4000,
+        "first_block": 1,
+        "num_blocks": 4,
+        "num_tokens": 61,
+        "layout": LAYOUT,
+        "target_blocks": [9, 4, 7],
+        "generations": [2, 0, 5],
+        "fingerprint": FINGERPRINT,
+        "lease_s": 10.0,
+        "nonce": b"n" * 16,
+    }
     return Ticket(**{**fields, **changes})
 
 

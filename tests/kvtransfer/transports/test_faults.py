@@ -1,4 +1,6 @@
-"""A peer that is killed or frozen at any stage: a typed error in bounded time, and everything is given back on our side."""
+"""A peer that is killed or frozen at any stage: a typed error in bounded time, and everything is given back on our
+side.
+"""
 
 import asyncio
 import signal

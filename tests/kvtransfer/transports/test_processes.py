@@ -187,7 +187,9 @@ async def test_a_frozen_source_is_read_all_the_same_but_confirms_nothing(kv, tra
 
 
 async def test_a_nixl_read_of_a_frozen_source_stays_in_quarantine_until_it_lands(kv, monkeypatch):
-    """Over TCP a READ needs the owner: frozen, it stays PROC; woken, it writes. Nobody may have the blocks meanwhile."""
+    """Over TCP a READ needs the owner: frozen, it stays PROC; woken, it writes. Nobody may have the blocks
+    meanwhile.
+    """
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     peer = await kv.process("source", transport="nixl", fill=4)

@@ -1,4 +1,6 @@
-"""Prompts that are late in any case: they wait at the router, in order, and keep nothing from those that are in time."""
+"""Prompts that are late in any case: they wait at the router, in order, and keep nothing from those that are in
+time.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,6 @@
-"""A decode worker's last steps were slow, then it had nothing to do: that is held against it for a while, not for ever."""
+"""A decode worker's last steps were slow, then it had nothing to do: that is held against it for a while, not for
+ever.
+"""
 
 import pytest
 

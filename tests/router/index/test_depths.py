@@ -1,4 +1,6 @@
-"""How deep each worker holds a chain: two depths, holes, jumps; held against the plain definition by a state machine."""
+"""How deep each worker holds a chain: two depths, holes, jumps; held against the plain definition by a state
+machine.
+"""
 
 import gc
 import random
@@ -485,7 +487,9 @@ def kept_chains(monkeypatch):
 
 @pytest.mark.parametrize("broken", [no_edges, unverified, kept_chains])
 def test_the_machine_finds_an_index_that_assumes_what_it_must_verify(broken, monkeypatch):
-    """Controls: jumps over changes of holders; only the ends of what is compared are; slots that are filled anew stay chained."""
+    """Controls: jumps over changes of holders; only the ends of what is compared are; slots that are filled anew
+    stay chained.
+    """
     broken(monkeypatch)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(

@@ -1,4 +1,6 @@
-"""What is learned of workers that tell nothing: for a time, bounded, until they tell; and where the router switches it on."""
+"""What is learned of workers that tell nothing: for a time, bounded, until they tell; and where the router switches it
+on.
+"""
 
 import pytest
 from hypothesis import given

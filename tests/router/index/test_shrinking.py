@@ -171,7 +171,9 @@ def test_the_machine_finds_new_blocks_that_come_to_lie_anywhere(monkeypatch):
 
 
 def closed_up():
-    """The depth of a chain in a row that has closed up, whose sixth block's place another block has; what is noted of it."""
+    """The depth of a chain in a row that has closed up, whose sixth block's place another block has; what is noted of
+    it.
+    """
     holders, road = HolderIndex(), ROADS[0]
     holders.put(chain("gone", 200), WORKERS[0], WORKERS[0])
     holders.put(road, WORKERS[0], WORKERS[0])

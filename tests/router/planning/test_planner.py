@@ -89,7 +89,9 @@ def test_the_workers_for_a_rate_and_the_rate_of_workers_agree(workers, cached):
 
 
 def simulated_misses(load: Workload, servers: int, ttft_s: float, seed: int) -> float:
-    """Share of late first tokens of a real queue: Poisson arrivals, lengths as `spread` has them, first come, first served."""
+    """Share of late first tokens of a real queue: Poisson arrivals, lengths as `spread` has them, first come, first
+    served.
+    """
     draw = random.Random(seed)
     times = capacity.prompts_of(load, CURVE, MODEL.token_budget).alone_s
     free, now, late = [0.0] * servers, 0.0, 0
@@ -396,7 +398,9 @@ def test_no_input_turns_a_count_more_often_than_the_bound(needs, gaps, hold_s):
 
 
 def test_the_bound_is_nearly_reached_so_the_property_can_fail():
-    """Need that swings as fast as it can: without the doubled holds, two turns in each hold; and a bare follower turns always."""
+    """Need that swings as fast as it can: without the doubled holds, two turns in each hold; and a bare follower turns
+    always.
+    """
     damper, counts, hold_s = Damper(1, 100.0), [1], 100.0
     for second in range(7200):
         need = 2 if damper.count == 1 else 1

@@ -17,10 +17,26 @@ from tests.router.decision.test_placement_rules import chain, cluster
 BLOCK = 16
 
 DEFAULTS = {
-    "nodes": 0, "held": 0, "expected": 0, "in_any_tier": 0, "queued_tokens": 0, "queued_requests": 0, "sequences": 0, "waiting": 0,
-    "free_blocks": 1000, "num_blocks": 1000, "block_size": BLOCK, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.02, "recent_step_s": 0.02,
-    "kv_bytes_per_s": 1e9, "kv_bytes_per_token": 1000, "turn": 0, "age_s": 0.0, "output_tokens": 0.0,
-}  # fmt: skip
+    "nodes": 0,
+    "held": 0,
+    "expected": 0,
+    "in_any_tier": 0,
+    "queued_tokens": 0,
+    "queued_requests": 0,
+    "sequences": 0,
+    "waiting": 0,
+    "free_blocks": 1000,
+    "num_blocks": 1000,
+    "block_size": BLOCK,
+    "prefill_tokens_per_s": 1000.0,
+    "decode_step_s": 0.02,
+    "recent_step_s": 0.02,
+    "kv_bytes_per_s": 1e9,
+    "kv_bytes_per_token": 1000,
+    "turn": 0,
+    "age_s": 0.0,
+    "output_tokens": 0.0,
+}
 
 
 def side(count=None, *, prefix="w", **columns):
@@ -75,9 +91,15 @@ def sides(draw, least=0, most=24):
     return side(
         count,
         **{name: np.minimum(blocks, 10) * BLOCK for name, blocks in columns.items()},
-        nodes=column(0, 2), queued_tokens=column(0, 5000), sequences=column(0, 200), waiting=column(0, 20),
-        free_blocks=column(1, 1000), turn=column(0, 50), prefill_tokens_per_s=column(1, 9000), kv_bytes_per_token=column(1, 99999),
-    )  # fmt: skip
+        nodes=column(0, 2),
+        queued_tokens=column(0, 5000),
+        sequences=column(0, 200),
+        waiting=column(0, 20),
+        free_blocks=column(1, 1000),
+        turn=column(0, 50),
+        prefill_tokens_per_s=column(1, 9000),
+        kv_bytes_per_token=column(1, 99999),
+    )
 
 
 asks = st.builds(

@@ -39,7 +39,9 @@ def info(worker_id, role, epoch="e1"):
 
 
 class Cluster:
-    """A router over one worker of each role, and a clock. `TARGET` is what requests ask for, unless they say otherwise."""
+    """A router over one worker of each role, and a clock. `TARGET` is what requests ask for, unless they say
+    otherwise.
+    """
 
     def __init__(self, *, is_measured=True, confidence=0.5):
         slo = SloSettings(ttft_s=5.0, confidence=confidence)

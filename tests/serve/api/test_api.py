@@ -319,9 +319,18 @@ async def test_ignore_eos_and_stop_ids_reach_the_engine(make_cluster):
 async def test_all_sampling_fields_reach_the_engine(make_cluster):
     cluster = await make_cluster()
     fields = {
-        "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.25,
-        "frequency_penalty": -0.5, "seed": -3, "logit_bias": {"65": -100, "66": 5}, "min_tokens": 2, "cache_salt": "acme",
-    }  # fmt: skip
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "seed": -3,
+        "logit_bias": {"65": -100, "66": 5},
+        "min_tokens": 2,
+        "cache_salt": "acme",
+    }
     assert (await complete(cluster, fields)).status_code == 200
     request = next(m.request for m in cluster.prefill[0].received if isinstance(m, wire.Prefill))
     sampling = request.sampling

@@ -101,8 +101,25 @@ async def test_a_wrong_chat_field_is_named(make_cluster, changes, param):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [[]], [""], ["a", 1], [1, "a"], [1.5], [True], [-1], [258], 5, None, {"a": 1}, ["a"] * 65, [[1], "a", [None]]]
-)  # fmt: skip
+    "prompt",
+    [
+        "",
+        [],
+        [[]],
+        [""],
+        ["a", 1],
+        [1, "a"],
+        [1.5],
+        [True],
+        [-1],
+        [258],
+        5,
+        None,
+        {"a": 1},
+        ["a"] * 65,
+        [[1], "a", [None]],
+    ],
+)
 async def test_a_wrong_prompt_is_refused(make_cluster, prompt):
     cluster = await make_cluster()
     error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": prompt}), 400, "prompt")

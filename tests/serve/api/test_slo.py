@@ -193,9 +193,15 @@ async def test_while_it_is_off_nothing_changes(make_cluster):
 # ---- groups: as wide as they are
 
 
-@pytest.mark.parametrize(("fields", "width"), [
-    ({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5, "temperature": 1.0}, 5), ({"n": 2, "best_of": 4, "use_beam_search": True}, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({}, 1),
+        ({"n": 3}, 3),
+        ({"n": 2, "best_of": 5, "temperature": 1.0}, 5),
+        ({"n": 2, "best_of": 4, "use_beam_search": True}, 4),
+    ],
+)
 async def test_a_group_has_as_many_seats_as_it_has_sequences_until_they_end(make_cluster, fields, width):
     cluster = await make_cluster()
     decode = cluster.decode[0]
@@ -222,10 +228,18 @@ RANKED = {
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-@pytest.mark.parametrize(("fields", "priority"), [
-    ({}, 0), ({"slo": {"class": "plain"}}, 0), ({"slo": {"class": "batch"}}, 4), ({"slo": {"class": "chat", "ttft_s": 60.0}}, -3),
-    ({"slo": {"class": "chat"}}, 4), ({"slo": {"class": "batch"}, "priority": 1}, 1), ({"slo": {"class": "batch"}, "priority": 0}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "priority"),
+    [
+        ({}, 0),
+        ({"slo": {"class": "plain"}}, 0),
+        ({"slo": {"class": "batch"}}, 4),
+        ({"slo": {"class": "chat", "ttft_s": 60.0}}, -3),
+        ({"slo": {"class": "chat"}}, 4),
+        ({"slo": {"class": "batch"}, "priority": 1}, 1),
+        ({"slo": {"class": "batch"}, "priority": 0}, 0),
+    ],
+)
 async def test_a_class_says_where_its_requests_stand_in_line(make_cluster, ask, fields, priority):
     cluster = await measured(make_cluster, slo=RANKED)
     for worker in cluster.workers:

@@ -66,10 +66,15 @@ async def test_metrics_tell_what_became_of_pre_empted_sequences(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].say_raw(
         wire.LoadReport(
-            seq=2, preempted={"swap": 3, "return-to-prefill": 1}, swapped=2, swapped_blocks=5, swapped_bytes=640, swap_out_s=0.5,
+            seq=2,
+            preempted={"swap": 3, "return-to-prefill": 1},
+            swapped=2,
+            swapped_blocks=5,
+            swapped_bytes=640,
+            swap_out_s=0.5,
             recomputed_tokens=7,
         )
-    )  # fmt: skip
+    )
     await cluster.dispatcher.queries.status("d0")  # what came before it has been taken note of
     text = (await cluster.client.get("/metrics")).text
 

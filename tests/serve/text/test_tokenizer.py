@@ -132,7 +132,8 @@ def test_another_models_tokenizer_is_refused(tmp_path):
 
 
 def test_the_ingress_imports_neither_torch_nor_transformers_nor_ray():
-    code = "import sys, kvrelay.serve.api.app, kvrelay.serve.text.tokenizer; print([m for m in ('torch','transformers','ray') if m in sys.modules])"
+    code = "import sys, kvrelay.serve.api.app, kvrelay.serve.text.tokenizer\n"
+    code += "print([m for m in ('torch','transformers','ray') if m in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
 

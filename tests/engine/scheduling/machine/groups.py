@@ -16,7 +16,9 @@ R, F, H = State.RUNNING, State.FINISHED, State.HELD
 
 
 class GroupLife:
-    """All groups of one scheduler. `end`: the engine's way to end a sequence; `forget`: its row of the batch is free."""
+    """All groups of one scheduler. `end`: the engine's way to end a sequence; `forget`: its row of the batch is
+    free.
+    """
 
     def __init__(self, sched: Scheduler, rng: random.Random, end, forget) -> None:
         self.sched, self.rng = sched, rng

@@ -1,8 +1,11 @@
-"""A random life of one engine's scheduler, held against a plain model of who may be where and what each block contains.
+"""A random life of one engine's scheduler, held against a plain model of who may be where and what each block
+contains.
 
-Stands in for engine, transports, probes and the swap area's memory: they write into the blocks that they were given, as late as
-they are allowed to, so that a block that changes hands too early shows as wrong content. Blocks and lines are few: nearly
-every step is tight. What may happen in a step is in scheduler_step.py, who goes before whom in scheduler_order.py.
+Stands in for engine, transports, probes and the swap area's memory: they write into the blocks that they were given,
+as late as they are allowed to, so that a block that changes hands too early shows as wrong content. Blocks and lines
+are
+few: nearly every step is tight. What may happen in a step is in scheduler_step.py, who goes before whom in
+scheduler_order.py.
 """
 
 import random
@@ -75,7 +78,9 @@ class World:
         self.sched.finish(seq, reason)
 
     def moved(self, allowed: Moves) -> None:
-        """Every sequence is where it was, or went where this operation may bring it; members came, or a leader again."""
+        """Every sequence is where it was, or went where this operation may bring it; members came, or a leader
+        again.
+        """
         for name, record in list(self.records.items()):
             state = record.seq.state
             if state is record.state:

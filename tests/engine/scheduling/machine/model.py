@@ -1,4 +1,6 @@
-"""What tests/engine/scheduling/machine/life.py knows of a sequence, and the bounds that an order of service is held to."""
+"""What tests/engine/scheduling/machine/life.py knows of a sequence, and the bounds that an order of service is held
+to.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +57,9 @@ class Rules:
 
 
 def by_classes(oldest_every: int) -> Rules:
-    """Priorities, deadlines and tenants go before arrival; under a siege, each admission may have to wait for an end."""
+    """Priorities, deadlines and tenants go before arrival; under a siege, each admission may have to wait for an
+    end.
+    """
 
     def steps_in_line(records: list[Record]) -> int:
         return steps_until_all_end(records) + oldest_every * (len(records) + 1) * (BESIEGING + 3)

@@ -87,7 +87,9 @@ class Order:
         assert self.sched.arrivals.num_overdue == before + len(late)
 
     def displaced(self, records: dict[str, Record], newcomer: Sequence, *, was_full: bool) -> None:
-        """A newcomer to a full line takes the place of the last one, of the lowest class, of who has far more places."""
+        """A newcomer to a full line takes the place of the last one, of the lowest class, of who has far more
+        places.
+        """
         told = self.sched.arrivals.take_rejected()
         assert len(told) == was_full, "a full line lets nobody in but for another"
         for seq, reason in told:
@@ -165,7 +167,9 @@ class Bills:
             self._seen[tenant] = now
 
     def are_right(self, records: Iterable[Record]) -> None:
-        """Within a block for each sequence that runs: it may be charged when that is full; to the token when none runs."""
+        """Within a block for each sequence that runs: it may be charged when that is full; to the token when none
+        runs.
+        """
         shares, slack, ahead = self.sched.fair_share, Counter(), Counter()
         for record in records:
             if record.state in (R, V, State.HELD):

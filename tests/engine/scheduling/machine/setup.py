@@ -1,4 +1,6 @@
-"""What a random life of the scheduler is given: the size of everything, the order of service, a swap area, and its requests."""
+"""What a random life of the scheduler is given: the size of everything, the order of service, a swap area, and its
+requests.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -39,8 +41,10 @@ class Setup:
 def draw(rng: random.Random) -> Setup:
     has_classes, has_groups = rng.random() < 0.5, rng.random() < 0.6
     rules = QueueRules(
-        oldest_every=rng.choice((1, 3, 3, 16)), credit_tokens=rng.choice((0.0, 40.0, FOR_EVER)), tenant_weights={"a": 2.0}
-    )  # fmt: skip
+        oldest_every=rng.choice((1, 3, 3, 16)),
+        credit_tokens=rng.choice((0.0, 40.0, FOR_EVER)),
+        tenant_weights={"a": 2.0},
+    )
     return Setup(
         num_blocks=11 if has_groups else rng.choice((8, 11)),
         num_sequences=rng.choice((2, 4, 4, 6)),
@@ -81,10 +85,16 @@ class Requests:
             stop_token_ids=(END_TOKEN,) if beams is not None and rng.random() < 0.5 else (),
         )  # fmt: skip
         return SequenceRequest(
-            request_id=f"r{self.count}", token_ids=ids, num_prompt_tokens=num_prompt, salt=salt, hints=hints, group=group,
-            block_hashes=list(block_hashes(ids, SIZE, salt)) if rng.random() < 0.8 else [], sampling=sampling,
+            request_id=f"r{self.count}",
+            token_ids=ids,
+            num_prompt_tokens=num_prompt,
+            salt=salt,
+            hints=hints,
+            group=group,
+            block_hashes=list(block_hashes(ids, SIZE, salt)) if rng.random() < 0.8 else [],
+            sampling=sampling,
             **(self._class(rng, is_siege) if self.setup.has_classes else {}),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _class(rng: random.Random, is_siege: bool) -> dict:

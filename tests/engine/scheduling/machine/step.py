@@ -79,7 +79,9 @@ class Life(World):
         return [record for record in self.records.values() if record.state is R]
 
     def note_admitted(self, plan: StepPlan, heads: list[Record]) -> None:
-        """Who left the waiting line for the batch; a swapped one that has to begin anew may have come before its head."""
+        """Who left the waiting line for the batch; a swapped one that has to begin anew may have come before its
+        head.
+        """
         records, preempted = self.records.values(), set(plan.preempted)
         came = [
             one
@@ -203,7 +205,9 @@ class Life(World):
         self.end_if_done(seq)
 
     def grows(self, work: list[Scheduled], *, is_disturbed: bool) -> None:
-        """The measure of progress: what is computed for the first time. Without it, only dropped prefixes are, and not for long."""
+        """The measure of progress: what is computed for the first time. Without it, only dropped prefixes are, and
+        not for long.
+        """
         has_grown = False
         for item in work:
             key, end = (item.seq.stream_id, item.seq.choice), item.start + item.num_tokens
@@ -242,7 +246,9 @@ class Life(World):
             self.transfer_lands()
 
     def siege(self) -> None:
-        """Others arrive in every step, where they may go first; still the last one in line comes in within the bound."""
+        """Others arrive in every step, where they may go first; still the last one in line comes in within the
+        bound.
+        """
         waiting = [record for record in self.records.values() if record.state is W and not record.was_admitted]
         if not waiting:
             return
@@ -284,7 +290,9 @@ def is_gathered(seq: Sequence) -> bool:
 
 
 def lives(*, most_steps: int, wanted: Callable[[Setup], object] = bool) -> Counter:
-    """One life after the other, of each role in turn, without Hypothesis, only in such surroundings; returns what happened."""
+    """One life after the other, of each role in turn, without Hypothesis, only in such surroundings; returns what
+    happened.
+    """
     counts: Counter = Counter()
     seed = 0
     while counts["steps"] < most_steps:

@@ -1,4 +1,6 @@
-"""Stands in for the swap area's memory and its thread: content is kept token by token, and comes as early or as late as it may."""
+"""Stands in for the swap area's memory and its thread: content is kept token by token, and comes as early or as late as
+it may.
+"""
 
 import random
 

@@ -1,7 +1,8 @@
 """Scheduler and block pool in any order of events, on both roles: everything ends, in order, and nothing is lost.
 
-What is checked is told in scheduler_life.py and those beside it; most of it is done in bursts from a drawn seed: Hypothesis
-itself takes longer than they do. Priorities, tenants, deadlines, a swap area and groups are drawn when a life begins.
+What is checked is told in scheduler_life.py and those beside it; most of it is done in bursts from a drawn seed:
+Hypothesis itself takes longer than they do. Priorities, tenants, deadlines, a swap area and groups are drawn when a
+life begins.
 """
 
 import random
@@ -35,8 +36,21 @@ BURST = 40
 
 happened: Counter = Counter()  # in all lives of this process
 PREEMPTION_MODES = {
-    (W, V), (V, R), (W, R), (R, H), (R, W), (R, S), (S, R), (S, F), (V, F), (W, F), "handed back", "gathered", "corrupt", "planned ahead",
-}  # fmt: skip
+    (W, V),
+    (V, R),
+    (W, R),
+    (R, H),
+    (R, W),
+    (R, S),
+    (S, R),
+    (S, F),
+    (V, F),
+    (W, F),
+    "handed back",
+    "gathered",
+    "corrupt",
+    "planned ahead",
+}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -229,12 +243,22 @@ def a_transfer_is_not_waited_for(monkeypatch):
 
 
 MUTATIONS = [
-    finish_forgets_to_release, an_aborted_sequence_stays_in_line, who_gives_way_is_forgotten, who_gives_way_keeps_its_blocks,
-    the_oldest_gives_way, admission_ignores_the_budget, admission_ignores_the_seats, the_last_is_served_first,
-    one_line_starves_the_other, shared_blocks_are_written, a_decoding_sequence_is_left_out,
-    blocks_in_quarantine_are_handed_out, lent_blocks_stay_away, a_block_is_named_before_it_is_full,
+    finish_forgets_to_release,
+    an_aborted_sequence_stays_in_line,
+    who_gives_way_is_forgotten,
+    who_gives_way_keeps_its_blocks,
+    the_oldest_gives_way,
+    admission_ignores_the_budget,
+    admission_ignores_the_seats,
+    the_last_is_served_first,
+    one_line_starves_the_other,
+    shared_blocks_are_written,
+    a_decoding_sequence_is_left_out,
+    blocks_in_quarantine_are_handed_out,
+    lent_blocks_stay_away,
+    a_block_is_named_before_it_is_full,
     a_transfer_is_not_waited_for,
-]  # fmt: skip
+]
 
 
 LATER = {one_line_starves_the_other}  # found after thousands of steps

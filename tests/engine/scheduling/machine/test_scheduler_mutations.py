@@ -1,6 +1,7 @@
 """Lines of pre-emption, swap, groups, line and shares gone wrong: the random lives of the scheduler find each of them.
 
-Those of scheduler and pool alone are in test_scheduler_machine.py. Where only some surroundings can show it, only those are lived in.
+Those of scheduler and pool alone are in test_scheduler_machine.py. Where only some surroundings can show it, only those
+are lived in.
 """
 
 import pytest
@@ -292,10 +293,16 @@ MUTATIONS = {
     a_credit_lowers_the_counter: bool, steps_are_planned_ahead_without_room: bool,
 }  # fmt: skip
 LATER = {  # found after thousands of steps
-    a_slot_is_not_given_back, those_that_are_swapped_come_back_last_first, a_hand_back_is_not_told, rotten_blocks_come_back,
-    a_block_that_is_to_be_copied_is_saved_too_early, what_was_said_before_is_charged_again, members_give_way_one_by_one,
-    the_last_word_of_a_member_is_lost_when_they_gather, a_member_is_lost_when_they_gather,
-}  # fmt: skip
+    a_slot_is_not_given_back,
+    those_that_are_swapped_come_back_last_first,
+    a_hand_back_is_not_told,
+    rotten_blocks_come_back,
+    a_block_that_is_to_be_copied_is_saved_too_early,
+    what_was_said_before_is_charged_again,
+    members_give_way_one_by_one,
+    the_last_word_of_a_member_is_lost_when_they_gather,
+    a_member_is_lost_when_they_gather,
+}
 
 
 @pytest.mark.parametrize(

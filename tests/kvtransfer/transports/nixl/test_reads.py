@@ -261,7 +261,9 @@ async def test_a_read_whose_bytes_are_wrong_posts_no_more(bench):
 
 
 async def test_two_views_of_one_memory_in_regions_of_unlike_size_do_not_mix(kv):
-    """Both pools' memory is registered once and shared; what was prepared for one region size is not used for another."""
+    """Both pools' memory is registered once and shared; what was prepared for one region size is not used for
+    another.
+    """
     wide = dataclasses.replace(kv.lib.LAYOUT, num_blocks=kv.lib.LAYOUT.num_blocks // 2, block_size=32)
     memories = [kv.lib.allocate(fill=1), kv.lib.allocate()]
     for number, layout in enumerate((kv.lib.LAYOUT, wide)):

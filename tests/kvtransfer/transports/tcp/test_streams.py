@@ -239,7 +239,9 @@ async def test_a_small_read_goes_on_upon_a_thread_where_it_is_not(pair, kind):
 @pytest.mark.parametrize("blocks", [[3], MANY], ids=["small", "large"])
 @pytest.mark.parametrize("is_abandoned", [True, False], ids=["abandoned", "left alone"])
 async def test_bytes_that_come_after_abandon_never_land(pair, kind, blocks, is_abandoned):
-    """The blocks are used again as soon as the read has ended. Left alone, the same bytes do land: the gate had them."""
+    """The blocks are used again as soon as the read has ended. Left alone, the same bytes do land: the gate had
+    them.
+    """
     streams = await pair(kind, held_after=HELD)
     read = streams.read(blocks, blocks)
     await streams.gate.is_full.wait()
