@@ -32,10 +32,10 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.kernels.select import select_backend
 
 STORY = (
-    "The harbour was quiet that morning. Two boats had come in before dawn, and their crews were already "
-    "asleep in the small hotel behind the market. An old man counted the nets on the pier, once from the left and once from the right, and "
-    "wrote both numbers into a book, because they were never the same. When the sun rose above the lighthouse, he closed the "
-    "book and went home."
+    "The harbour was quiet that morning. Two boats had come in before dawn, and their crews were already asleep "
+    "in the small hotel behind the market. An old man counted the nets on the pier, once from the left and once "
+    "from the right, and wrote both numbers into a book, because they were never the same. When the sun rose "
+    "above the lighthouse, he closed the book and went home."
 )
 PROMPTS = {
     "repeat": "\n".join(
