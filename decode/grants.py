@@ -19,8 +19,7 @@ from kvrelay.errors import LeaseExpired, TransferError, TransferRefused
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums, Chosen, chosen_regions, unpack
 from kvrelay.kvtransfer.protocol.messages import Announce, Refusal, ToSource
-from kvrelay.kvtransfer.protocol.tickets import Reason, Ticket, Transcript, reason_of, refusal
-from kvrelay.kvtransfer.protocol.types import TransferStats
+from kvrelay.kvtransfer.protocol.tickets import Reason, Ticket, Transcript, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
 from kvrelay.kvtransfer.transports.base import Reader
 

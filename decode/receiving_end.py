@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.decode.grants import GrantTable
-from kvrelay.kvtransfer.protocol.types import ProbeBuffers, TransferResult, TransferStats
+from kvrelay.kvtransfer.protocol.tickets import ProbeBuffers, TransferResult, TransferStats
 from kvrelay.kvtransfer.reads.receive_plan import Tamper
 from kvrelay.kvtransfer.transports.base import Reader
 from kvrelay.settings.transfer import TransferSettings

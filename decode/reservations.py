@@ -9,7 +9,7 @@ import msgspec
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.worker.requests import IngressLink
 from kvrelay.errors import TransferError
-from kvrelay.kvtransfer.protocol.types import TransferResult
+from kvrelay.kvtransfer.protocol.tickets import TransferResult
 from kvrelay.plane.messages import Manifest, SequenceRequest, decode_manifest
 
 _MAX_WAIT_S = 3600.0

@@ -18,8 +18,18 @@ from kvrelay.kvtransfer.mover.mover import library
 from kvrelay.kvtransfer.paths.discovery import this_machine
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.protocol.checksums import kind_of
-from kvrelay.kvtransfer.protocol.tickets import NONCE_BYTES, Reason, Ticket, Transcript, refusal, seal
-from kvrelay.kvtransfer.protocol.types import PairReport, ProbeBuffers, TransferResult, TransferStats
+from kvrelay.kvtransfer.protocol.tickets import (
+    NONCE_BYTES,
+    PairReport,
+    ProbeBuffers,
+    Reason,
+    Ticket,
+    Transcript,
+    TransferResult,
+    TransferStats,
+    refusal,
+    seal,
+)
 from kvrelay.kvtransfer.reads.receive_plan import Tamper
 from kvrelay.kvtransfer.transports.base import Reader, Transport
 from kvrelay.plane import connection as plane

@@ -40,11 +40,11 @@ from kvrelay.kvtransfer.protocol.tickets import (
     REMEDIES,
     TRANSFER_PROTOCOL,
     Reason,
+    TransferResult,
     open_ticket,
     reason_of,
     refusal,
 )
-from kvrelay.kvtransfer.protocol.types import TransferResult
 from kvrelay.kvtransfer.reads.probes import PathProbe
 from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
 from kvrelay.kvtransfer.transports.base import TransportError

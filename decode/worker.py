@@ -20,8 +20,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.protocol.tickets import reason_word
-from kvrelay.kvtransfer.protocol.types import TransferResult, TransferStats, span_attributes
+from kvrelay.kvtransfer.protocol.tickets import TransferResult, TransferStats, reason_word, span_attributes
 from kvrelay.plane.messages import (
     Pair,
     PairReport,

@@ -9,8 +9,7 @@ from kvrelay.kvtransfer.paths.discovery import this_machine
 from kvrelay.kvtransfer.plans.copy_plan import pair, wire_layout
 from kvrelay.kvtransfer.protocol.checksums import PoolChecksums, kind_of
 from kvrelay.kvtransfer.protocol.messages import Hello, Offer
-from kvrelay.kvtransfer.protocol.tickets import REMEDIES, TRANSFER_PROTOCOL, reason_of
-from kvrelay.kvtransfer.protocol.types import PairReport, ProbeBuffers
+from kvrelay.kvtransfer.protocol.tickets import REMEDIES, TRANSFER_PROTOCOL, PairReport, ProbeBuffers, reason_of
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source_link import TargetAddress, TargetLink
 from kvrelay.settings.transfer import TransferSettings

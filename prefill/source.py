@@ -41,14 +41,17 @@ from kvrelay.kvtransfer.protocol.messages import (
     encode,
 )
 from kvrelay.kvtransfer.protocol.tickets import (
+    PairReport,
+    ProbeBuffers,
     Reason,
     Ticket,
     Transcript,
+    TransferResult,
+    TransferStats,
     open_ticket,
     reason_of,
     refusal,
 )
-from kvrelay.kvtransfer.protocol.types import PairReport, ProbeBuffers, TransferResult, TransferStats
 from kvrelay.kvtransfer.transports.base import Exporter, Transport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.pairing import SourceIdentity, TargetLinks

@@ -31,8 +31,7 @@ from kvrelay.kvtransfer.protocol.messages import (
     decode_to_source,
     encode,
 )
-from kvrelay.kvtransfer.protocol.tickets import Reason, Ticket, refusal
-from kvrelay.kvtransfer.protocol.types import PathReport
+from kvrelay.kvtransfer.protocol.tickets import PathReport, Reason, Ticket, refusal
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.engine.execution.layer_events import LayerHook
+from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
@@ -21,8 +21,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.protocol.tickets import reason_word
-from kvrelay.kvtransfer.protocol.types import TransferStats, span_attributes
+from kvrelay.kvtransfer.protocol.tickets import TransferStats, reason_word, span_attributes
 from kvrelay.plane.messages import (
     Manifest,
     Pair,

@@ -13,7 +13,7 @@ from bench.transfer.side import End, Row
 from kvrelay.decode.target import KvTarget
 from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.protocol.types import TransferResult
+from kvrelay.kvtransfer.protocol.tickets import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.prefill.source import KvSource
 from kvrelay.settings.choices import TransportName

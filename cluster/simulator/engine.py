@@ -15,7 +15,7 @@ from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.stride import StepEvents, Stride
 from kvrelay.cluster.simulator.tiers import SimulatedTiers
 from kvrelay.config import Settings
-from kvrelay.engine.execution.outputs import OutputProcessor
+from kvrelay.engine.execution.sampling import OutputProcessor
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
@@ -23,8 +23,7 @@ from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.step.load_report import load_report
-from kvrelay.engine.step.step_timing import StepTiming
+from kvrelay.engine.step.reports import StepTiming, load_report
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers.events import EventLog

@@ -25,7 +25,7 @@ from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.plane.messages import PREEMPTED, Assigned, KvSnapshot, LoadReport, TokenOutput, WorkerInfo
 from kvrelay.types import Fingerprint, Role
 
-LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/layer_events.py does
+LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/launch.py does
 
 
 @dataclass(frozen=True, slots=True)

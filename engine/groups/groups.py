@@ -9,8 +9,8 @@ import msgspec
 
 from kvrelay.engine.groups.group_table import GroupTable
 from kvrelay.engine.scheduling.blocks import Release
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
+from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.types import FinishReason
 

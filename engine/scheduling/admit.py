@@ -13,11 +13,10 @@ from kvrelay.engine.scheduling.blocks import BlocksAside
 from kvrelay.engine.scheduling.fair_share import FairShare
 from kvrelay.engine.scheduling.headroom import Headroom
 from kvrelay.engine.scheduling.prefix_sharing import PlannedChunk, finds_more_next_step
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, ranks_before
+from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, ranks_before
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds

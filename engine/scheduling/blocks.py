@@ -12,10 +12,10 @@ from kvrelay.engine.groups.group_table import GroupTable
 from kvrelay.engine.scheduling.fair_share import FairShare
 from kvrelay.engine.scheduling.headroom import OutputLengths
 from kvrelay.engine.scheduling.pinning import Pinning
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import Swapping
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds

@@ -12,9 +12,9 @@ import msgspec
 from kvrelay.engine.scheduling.admit import Admission
 from kvrelay.engine.scheduling.blocks import BlockCopy, CopyOnWrite
 from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
+from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 
 ITL_SHARE = 0.8

@@ -5,10 +5,9 @@ from collections import Counter
 from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.blocks import CopyOnWrite, Release
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 from kvrelay.engine.scheduling.swapping import PreemptionChoice, Swapping
-from kvrelay.engine.scheduling.waiting_queue import victim
+from kvrelay.engine.scheduling.waiting_queue import Queues, victim
 from kvrelay.types import FinishReason
 
 

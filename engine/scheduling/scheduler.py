@@ -19,11 +19,10 @@ from kvrelay.engine.scheduling.pinning import Pinning
 from kvrelay.engine.scheduling.plan import Scheduled, StepPlan, StepPlanner
 from kvrelay.engine.scheduling.preempt import Preemption
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds, PreemptionChoice, Swapping
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, last_of
+from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, last_of
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import SequenceRequest

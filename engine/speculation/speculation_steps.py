@@ -14,8 +14,7 @@ from kvrelay.engine.scheduling.headroom import OutputLengths
 from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.speculation.draft_choice import DraftCandidate, Pass
-from kvrelay.engine.speculation.prompt_lookup import PromptLookup
-from kvrelay.engine.speculation.speculation import Acceptance, Speculation
+from kvrelay.engine.speculation.speculation import Acceptance, PromptLookup, Speculation
 from kvrelay.engine.speculation.speculation_model import ModelSpeculation
 from kvrelay.kvcache.pool.block_pool import BlockPool
 

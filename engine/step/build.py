@@ -10,13 +10,10 @@ import torch
 
 from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
-from kvrelay.engine.execution.launch import StepLauncher
-from kvrelay.engine.execution.layer_events import LayerEvents, LayerHook
-from kvrelay.engine.execution.loads import StepLoads
-from kvrelay.engine.execution.outputs import OutputProcessor
+from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepLauncher, StepLoads
 from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.execution.sampler import Sampler
-from kvrelay.engine.execution.sampling import StepSampling
+from kvrelay.engine.execution.sampling import OutputProcessor, StepSampling
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.models.decoder import DecoderModel, load_model
 from kvrelay.engine.scheduling.fair_share import FairShare
@@ -26,13 +23,11 @@ from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation_steps import DraftModelProtocol, DraftSteps
-from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.kv_cache import KvCache
-from kvrelay.engine.step.reports import EngineMonitor, StepRecorder
-from kvrelay.engine.step.requests import Requests
-from kvrelay.engine.step.step_timing import StepTiming
+from kvrelay.engine.step.reports import EngineMonitor, StepRecorder, StepTiming
+from kvrelay.engine.step.requests import Batch, Requests
 from kvrelay.engine.worker.memory import pool_bytes
 from kvrelay.engine.worker.preflight import num_blocks_for
 from kvrelay.hashing import HASH_SEED

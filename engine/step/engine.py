@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
 from kvrelay.engine.execution.in_flight import InFlightStep
-from kvrelay.engine.execution.launch import StepLauncher
-from kvrelay.engine.execution.loads import StepLoads
-from kvrelay.engine.execution.outputs import OutputProcessor
+from kvrelay.engine.execution.launch import StepLauncher, StepLoads
 from kvrelay.engine.execution.runner import Runner
-from kvrelay.engine.execution.sampling import StepSampling
+from kvrelay.engine.execution.sampling import OutputProcessor, StepSampling
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
@@ -22,13 +20,11 @@ from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation_steps import DraftSteps
-from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.config import EngineConfig, Reservation, StepResult
 from kvrelay.engine.step.kv_cache import KvCache
 from kvrelay.engine.step.lookahead import Outlook, may_look_ahead
 from kvrelay.engine.step.reports import EngineMonitor, StepRecorder
-from kvrelay.engine.step.request_checks import rejection_message
-from kvrelay.engine.step.requests import Requests
+from kvrelay.engine.step.requests import Batch, Requests, rejection_message
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import KvEvents, LoadReport, SequenceRequest

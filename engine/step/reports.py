@@ -4,7 +4,9 @@ No torch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.engine.execution.in_flight import InFlightStep
 from kvrelay.engine.scheduling.headroom import OutputLengths
@@ -13,12 +15,167 @@ from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation_steps import DraftSteps
 from kvrelay.engine.step.config import StepResult
-from kvrelay.engine.step.load_report import load_report
-from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.kernels.backend import Backend
+from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport
+
+FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
+PREFILL_KEEP = 0.95  # of what was measured, at each further step with prompts
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """Moving averages of step times and speeds, for the router's predictions; 0: not known yet."""
+
+    step_s: float = 0.0
+    decode_step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    num_steps: int = 0
+    batch_sequences: int = 0  # of the last step
+    batch_tokens: int = 0
+    num_observed: int = 0  # steps
+    num_decode_steps: int = 0  # of those, that only decoded
+    num_prefill_steps: int = 0  # with enough prompt tokens to measure their speed
+    _prefill_tokens: float = 0.0
+    _prefill_s: float = 0.0
+
+    @property
+    def compute_tokens_per_s(self) -> float:
+        """Of a prompt: as measured, or, on a worker that has computed none, at least what its decode steps reach."""
+        return self.prefill_tokens_per_s or self.decode_tokens_per_s
+
+    def observe(self, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
+        """So many steps in a row were like this one."""
+        self.step_s = _learnt(self.step_s, seconds, self.num_observed, num_steps)
+        self.num_observed += num_steps
+        if num_tokens == num_decode:
+            self.decode_step_s = _learnt(self.decode_step_s, seconds, self.num_decode_steps, num_steps)
+            self.num_decode_steps += num_steps
+            if seconds > 0:
+                self.decode_tokens_per_s = max(0.95**num_steps * self.decode_tokens_per_s, num_decode / seconds)
+        elif num_tokens - num_decode >= 64 and seconds > 0:
+            self._observe_prefill(num_tokens, seconds, num_steps)
+            self.num_prefill_steps += num_steps
+
+    def _observe_prefill(self, num_tokens: int, seconds: float, num_steps: int) -> None:
+        """All late tokens over all late seconds: a prompt's short last chunk, or one far into a long prompt, says
+        little.
+        """
+        if self.num_prefill_steps < FIRST_STEPS:
+            rate = _learnt(self.prefill_tokens_per_s, num_tokens / seconds, self.num_prefill_steps, num_steps, max)
+            self.prefill_tokens_per_s, self._prefill_tokens = rate, float(num_tokens)
+            self._prefill_s = num_tokens / rate if rate else 0.0
+            return
+        keep = PREFILL_KEEP**num_steps
+        self._prefill_tokens = keep * self._prefill_tokens + num_tokens * num_steps
+        self._prefill_s = keep * self._prefill_s + seconds * num_steps
+        self.prefill_tokens_per_s = self._prefill_tokens / self._prefill_s
+
+    def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
+        """A step that brought several tokens of a sequence counts as so many."""
+        self.step_s = _blend(self.step_s, seconds)
+        if num_output and seconds > 0:
+            self.decode_step_s = _blend(self.decode_step_s, seconds * num_sequences / num_output)
+
+    def note_batch(self, num_sequences: int, num_tokens: int, num_steps: int = 1) -> None:
+        self.num_steps += num_steps
+        self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
+
+
+def _learnt(old: float, new: float, seen: int, count: int, best: Callable[[float, float], float] = min) -> float:
+    """The average after `count` times `new`, which follow `seen` others; `best`: the faster of two."""
+    if seen + count == 1:
+        return 0.0
+    if seen < FIRST_STEPS:
+        return best(old, new) if old else new
+    return _blend(old, new, count)
+
+
+def _blend(old: float, new: float, count: int = 1) -> float:
+    """The average after `count` times `new`."""
+    keep = 0.8**count
+    return new if old == 0.0 else keep * old + (1 - keep) * new
+
+
+def load_report(
+    seq: int, scheduler: Scheduler, timing: StepTiming, others: Mapping[str, Any], *, tiers: LowerTiers | None = None,
+    output_tokens: float = 0.0, cascade_saved_tokens: int = 0,
+) -> LoadReport:  # fmt: skip
+    """The load now, as report number `seq`; the transfer fields are the worker's to fill.
+
+    Args:
+        others: fields that the caller knows, such as those of `DraftSteps.load`.
+        output_tokens: mean length of the last outputs; 0: not known.
+    """
+    queues, aside, preemption = scheduler.queues, scheduler.aside, scheduler.preemption
+    blocks, counts, area = scheduler.admission.blocks, scheduler.pool.counts(), preemption.swapping.area
+    num_overdue, overdue_tokens = queues.overdue()
+    return LoadReport(
+        seq=seq,
+        running=len(queues.running),
+        waiting=queues.num_queued,
+        receiving=len(queues.receiving),
+        queued_tokens=queues.queued_tokens,
+        overdue=num_overdue,
+        overdue_tokens=overdue_tokens,
+        free_blocks=scheduler.pool.num_available,
+        cached_blocks=counts.cached,
+        used_blocks=counts.used,
+        total_blocks=scheduler.pool.num_blocks,
+        leased_blocks=sum([len(seq.blocks) for seq in queues.held.values()]),
+        quarantined_blocks=sum(map(len, aside.quarantined.values())),
+        probe_blocks=len(aside.probe_blocks),
+        step_s=timing.step_s,
+        prefill_tokens_per_s=timing.prefill_tokens_per_s,
+        decode_step_s=timing.decode_step_s,
+        output_tokens=output_tokens,
+        preemptions=preemption.num_preemptions,
+        preempted={str(mode): count for mode, count in preemption.num_by_mode.items()},
+        swapped=len(queues.swapped),
+        recomputed_tokens=preemption.recomputed_tokens,
+        prefix_hit_tokens=blocks.hit_tokens,
+        prefix_query_tokens=blocks.query_tokens,
+        tier_hit_tokens=tiers.hit_tokens if tiers is not None else 0,
+        fetching=tiers.controller.num_fetching if tiers is not None else 0,
+        waiting_by_priority=_added(queues.waiting.num_by_priority, queues.reserving.num_by_priority),
+        waiting_tenants=len(scheduler.fair_share.num_waiting),
+        deadline_refusals=scheduler.arrivals.num_overdue,
+        displaced=scheduler.arrivals.num_displaced,
+        tenant_tokens=dict(scheduler.fair_share.computed_tokens),
+        other_tenant_tokens=scheduler.fair_share.other_tokens,
+        tiers=tiers.controller.tier_loads() if tiers is not None else [],
+        reserving=len(queues.reserving),
+        held=len(queues.held),
+        pinned_blocks=counts.pinned,
+        steps=timing.num_steps,
+        batch_sequences=timing.batch_sequences,
+        batch_tokens=timing.batch_tokens,
+        cascade_saved_tokens=cascade_saved_tokens,
+        **others,
+        **(_swap_load(area) if area is not None else {}),
+    )
+
+
+def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    """The sum of both, by key."""
+    counts = dict(one)
+    for key, count in other.items():
+        counts[key] = counts.get(key, 0) + count
+    return counts
+
+
+def _swap_load(area: SwapArea) -> dict[str, Any]:
+    """LoadReport's fields about preempted sequences' KV."""
+    return {
+        "swapped_blocks": area.num_held,
+        "swapped_bytes": area.num_held * area.slab.block_bytes,
+        "swap_out_s": area.stats.save_s,
+        "swap_in_s": area.stats.load_s,
+        "swap_corrupt_blocks": area.stats.corrupt,
+    }
 
 
 class StepRecorder:

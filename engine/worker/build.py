@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvrelay.config import Settings
-from kvrelay.engine.execution.layer_events import LayerHook
+from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.tier_requests import LowerTiers

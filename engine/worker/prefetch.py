@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.request_checks import request_fault
+from kvrelay.engine.step.requests import request_fault
 from kvrelay.plane.messages import Prefetch, Prefetched
 
 

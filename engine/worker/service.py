@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.engine.execution.layer_events import LayerHook
+from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.engine.step.config import Reservation, StepResult
 from kvrelay.engine.step.engine import Engine

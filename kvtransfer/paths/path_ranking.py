@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.kvtransfer.protocol.types import PathReport
+from kvrelay.kvtransfer.protocol.tickets import PathReport
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from typing import Union
 import msgspec
 
 from kvrelay.kvtransfer.paths.topology import Topology
-from kvrelay.kvtransfer.protocol.types import PathReport
+from kvrelay.kvtransfer.protocol.tickets import PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
 

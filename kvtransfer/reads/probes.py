@@ -15,7 +15,7 @@ import numpy as np
 from kvrelay.kvtransfer.paths.path_ranking import Route
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.checksums import Checksums, unpack
-from kvrelay.kvtransfer.protocol.types import ProbeBuffers
+from kvrelay.kvtransfer.protocol.tickets import ProbeBuffers
 from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead, ReceivePlan
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvrelay.router.decision.snapshot import MIN_RETRY_S, RoutingSnapshot
-from kvrelay.router.decision.snapshots import SnapshotTaker
+from kvrelay.router.decision.snapshot import MIN_RETRY_S, RoutingSnapshot, SnapshotTaker
 from kvrelay.router.fleet.account import WorkerAccount
-from kvrelay.router.fleet.live_workers import LiveWorkers
+from kvrelay.router.fleet.ledger import LiveWorkers
 from kvrelay.router.objectives import Prediction
 from kvrelay.router.policies.base import WorkerTable
 from kvrelay.router.slo.admission import refusal_message

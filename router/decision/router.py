@@ -9,12 +9,10 @@ from dataclasses import replace
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.chooser import Chooser
-from kvrelay.router.decision.deferral import Deferral
-from kvrelay.router.decision.overdue import OverduePlacement
-from kvrelay.router.decision.snapshots import SnapshotTaker
+from kvrelay.router.decision.deferral import Deferral, OverduePlacement
+from kvrelay.router.decision.snapshot import SnapshotTaker
 from kvrelay.router.fleet.compatibility import IncompatiblePairs
-from kvrelay.router.fleet.ledger import Assignment, Ledger
-from kvrelay.router.fleet.live_workers import LiveWorkers
+from kvrelay.router.fleet.ledger import Assignment, Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.prefix_popularity import PrefixPopularity
 from kvrelay.router.policies.base import RoutingPolicy

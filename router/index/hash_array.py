@@ -1,7 +1,7 @@
 """Block hashes in an array of numbered positions; hashes that were stored together are adjacent, so that chains are
 contiguous.
 
-Owns the array: for each position the block's hash, its holder set (holder_sets.py; 0: the position is free), whether
+Owns the array: for each position the block's hash, its holder set (0: the position is free), whether
 the next position is known to follow it in a chain (`chained`), and whether the next position has another holder set
 (`edges`). 23 bytes each, none of which the garbage collector visits. Free positions are used in turn around the array;
 it grows when less than a quarter is free. When less than a third is in use, `compact` moves the hashes down, in order,
@@ -19,10 +19,44 @@ from collections.abc import Iterable, Sequence
 from operator import ne
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.native.hash_index import new_hash_index
-from kvrelay.router.index.bits import Ints
+
+Ints = NDArray[np.int64]
+
+_FEW_BITS = 6  # bits up to which a Python loop is faster than numpy
+
+
+def anywhere_bit(row: int) -> int:
+    """The bit of a worker that holds a block in any tier."""
+    return 1 << 2 * row
+
+
+def both_bits(row: int) -> int:
+    """The bits of a worker that holds a block in its pool."""
+    return 3 << 2 * row
+
+
+def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | None = None) -> Ints:
+    """[num_rows, 2]: the depth of each row's two bits, from (depth, bits that reach exactly this depth); 0 for the
+    others.
+    """
+    if found is None:
+        found = np.zeros((num_rows, 2), np.int64)
+    flat = found.reshape(-1)
+    for depth, bits in ends:
+        if bits.bit_count() <= _FEW_BITS:
+            while bits:
+                flat[place := bits.bit_length() - 1] = depth
+                bits ^= 1 << place
+        else:
+            packed = np.frombuffer(bits.to_bytes((2 * num_rows + 7) // 8, "little"), np.uint8)
+            reach = np.unpackbits(packed, count=2 * num_rows, bitorder="little").view(np.bool_)
+            np.copyto(flat, depth, where=reach)
+    return found
+
 
 MIN_GROWTH = 256
 MAX_GROWTH = 1 << 16  # at a time, to bound the time that it takes, unless more are stored at once

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.router.index.bits import anywhere_bit, both_bits
+from kvrelay.router.index.hash_array import anywhere_bit, both_bits
 from kvrelay.router.index.holders import HolderIndex
 from kvrelay.router.index.learned import LearnedPrefixes
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep

@@ -21,8 +21,8 @@ import numpy as np
 from kvrelay.native.hash_index import distinct
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
-from kvrelay.router.index.bits import Ints, depths_by_row
 from kvrelay.router.index.deferred_work import DeferredWork
+from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
 from kvrelay.router.index.indexed_worker import RETRY_EVERY, EventAction, IndexedWorker
 from kvrelay.router.index.learned import LearnedPrefixes

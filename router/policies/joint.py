@@ -29,11 +29,12 @@ from kvrelay.router.policies.base import (
     RoutingContext,
     RoutingPolicy,
     WorkerTable,
+    cheapest,
+    whole_units,
 )
 from kvrelay.router.policies.cost import COMPUTE, PRESSURE, STALL, CommonCost, Rows, targets
 from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.options import PolicyOptions, parse_options
-from kvrelay.router.policies.shortlist import cheapest, whole_units
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6

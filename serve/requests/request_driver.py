@@ -18,10 +18,9 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
 from kvrelay.router.objectives import SloVerdict
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
-from kvrelay.serve.requests.attempt import SequenceAttempt
+from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt, TokenOrder
 from kvrelay.serve.requests.job import SloRecord
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
-from kvrelay.serve.requests.token_order import GroupOrder, TokenOrder
 from kvrelay.serve.telemetry.observer import RequestObserver
 from kvrelay.serve.workers.dispatch import Placer, Submissions
 

@@ -60,8 +60,8 @@ PURE_FILES = sorted(
         "engine/groups/beam.py",
         "engine/groups/group*.py",
         "engine/step/lookahead.py",
-        "engine/step/request_checks.py",
-        "engine/step/step_timing.py",
+        "engine/step/requests.py",
+        "engine/step/reports.py",
     )
     for path in ROOT.glob(pattern)
     if path.relative_to(ROOT) not in MEMORY_OWNERS | TIERS

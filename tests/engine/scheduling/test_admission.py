@@ -12,8 +12,7 @@ from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
-from kvrelay.engine.step.load_report import load_report
-from kvrelay.engine.step.step_timing import StepTiming
+from kvrelay.engine.step.reports import StepTiming, load_report
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import FinishReason

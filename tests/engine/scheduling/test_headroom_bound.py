@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.execution.outputs import OutputProcessor
+from kvrelay.engine.execution.sampling import OutputProcessor
 from kvrelay.engine.scheduling.headroom import Headroom
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import block_hashes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.engine.step.step_timing import FIRST_STEPS, StepTiming
+from kvrelay.engine.step.reports import FIRST_STEPS, StepTiming
 
 pytestmark = pytest.mark.pure
 

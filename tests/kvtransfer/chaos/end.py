@@ -32,7 +32,7 @@ from kvrelay.decode.target import KvTarget
 from kvrelay.errors import TransferError
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.protocol.types import TransferResult
+from kvrelay.kvtransfer.protocol.tickets import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.settings.transfer import TransferSettings

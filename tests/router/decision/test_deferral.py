@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.plane.messages import KvSnapshot, Timings
-from kvrelay.router.decision.deferral import OLDEST_EVERY, Deferral
-from kvrelay.router.decision.overdue import OVERDUE_TOKENS
+from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.types import Deferred, RoutingRefusal

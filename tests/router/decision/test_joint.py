@@ -9,7 +9,7 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
-from kvrelay.router.fleet.measurements import RECENT_STEP_WINDOW_S, StepTime
+from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
 from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, PrefixPopularity
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.policies.base import RoutingContext

@@ -20,8 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.router.index.bits import anywhere_bit, both_bits, depths_by_row
-from kvrelay.router.index.hash_array import HashArray
+from kvrelay.router.index.hash_array import HashArray, anywhere_bit, both_bits, depths_by_row
 from kvrelay.router.index.holders import CHUNK, MAX_MOVED_CHUNKS
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState

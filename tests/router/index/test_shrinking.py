@@ -18,10 +18,8 @@ from hypothesis.stateful import (
 
 from kvrelay.native import hash_index
 from kvrelay.router.index import hash_array as slots_module
-from kvrelay.router.index.bits import both_bits
-from kvrelay.router.index.hash_array import HashArray
-from kvrelay.router.index.holder_sets import HolderSets
-from kvrelay.router.index.holders import HolderIndex
+from kvrelay.router.index.hash_array import HashArray, both_bits
+from kvrelay.router.index.holders import HolderIndex, HolderSets
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import Sweep
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.errors import Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.overdue import OVERDUE_TOKENS
+from kvrelay.router.decision.deferral import OVERDUE_TOKENS
 from kvrelay.serve.telemetry.explain import Explain
 from tests.fakes import alphabet, expected_tokens
 from tests.serve.conftest import collect, sequence

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import ProtocolError
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
-from kvrelay.serve.requests.token_order import TokenOrder
+from kvrelay.serve.requests.attempt import TokenOrder
 
 pytestmark = pytest.mark.pure
 

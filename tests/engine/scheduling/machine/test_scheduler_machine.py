@@ -18,9 +18,9 @@ from kvrelay.engine.scheduling.admit import Admission, Turns
 from kvrelay.engine.scheduling.blocks import BlocksAside, Release
 from kvrelay.engine.scheduling.plan import StepPlanner
 from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import State
+from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.types import FinishReason
 from tests.engine.scheduling.machine.life import F, H, R, S, V, W
