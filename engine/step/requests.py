@@ -1,4 +1,6 @@
-"""Requests of one engine: what it takes, from their arrival to a transfer's first tokens, and their abort; and what no kernel can carry out. No torch."""
+"""Requests of one engine: what it takes, from their arrival to a transfer's first tokens, and their abort; and what
+no kernel can carry out. No torch.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Requests that this router has assigned and that have not ended: their share of each worker's load; and the live workers.
+"""Requests that this router has assigned and that have not ended: their share of each worker's load; and the live
+workers.
 
 Never imports torch, Ray, sockets or a clock. A request counts from the moment it is assigned, before any report can
 show it, so that a burst spreads over workers.
@@ -192,8 +193,8 @@ class LiveWorkers:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens/s: the mean of all workers' last measurements, so that a router that has just connected assumes
-        the same.
+        """Prompt tokens/s: the mean of all workers' last measurements, so that a router that has just connected
+        assumes the same.
         """
         if self._prefill_rate is None:
             rates = [self.columns(role).floats[PREFILL_RATE] for role in Role]
