@@ -276,8 +276,8 @@ def test_six_ingresses_that_share_wait_less_than_six_that_do_not():
 
 def test_when_all_is_over_nobody_counts_anything_not_even_of_an_ingress_that_was_restarted():
     faults = [
-        {"kind": "ingress_restart", "at_s": 0.8, "who": "i1"},
-        {"kind": "crash", "at_s": 1.1, "who": "p1", "for_s": 0.4},
+        {"kind": "ingress_restart", "at_s": 0.8, "target": "i1"},
+        {"kind": "crash", "at_s": 1.1, "target": "p1", "for_s": 0.4},
     ]
     sim = simulate(chats(120, every_s=0.012), ingress=3, faults=faults, detect_s=0.05, start_s=0.0)
     assert set(sim.summary()["outcomes"]) == {"done", "error"}  # those that the restarted one had are lost
