@@ -58,13 +58,13 @@ async def test_a_cluster_under_tls_answers_as_one_without(folder):
         ports.append((ports[0][0], inside.target.port))  # the KV plane's
         for host, port in ports:
             with pytest.raises(TlsMismatch, match=r"cluster\.tls"):
-                await plane.connect(host, port, inside.secret)
+                await plane.connect(host, port, secured.secret)
 
 
 async def test_an_ingress_without_tls_is_told_so_and_never_hangs(folder, caplog):
     async with local_cluster(settings(tls=True), folder, num_prefill=0) as secured:
         (member,) = secured.members
-        dispatcher = type(secured.dispatcher)(secured.dispatcher.router, secured.inside[0].secret, settings())
+        dispatcher = type(secured.dispatcher)(secured.dispatcher.router, secured.secret, settings())
         await dispatcher.start()
         dispatcher.workers.set_members([member])
         try:

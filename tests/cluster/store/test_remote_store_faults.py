@@ -182,7 +182,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(make_nodes):
         child.stdout.readline()
         until(lambda: service.node.stats.kept > 40, "it has put some")
         child.kill()
-    until(lambda: service.server.num_clients == 1, "its connection has ended")
+    until(lambda: len(service.server._clients) == 1, "its connection has ended")
     until(lambda: service.node.counts().reserved == 0, "nothing is reserved for it")
     known = [n.to_bytes(16, "little") for n in range(16, 16 + service.node.stats.kept)]
     assert sum(get(store, known)) > 0
