@@ -112,23 +112,3 @@ def choose(victims: VictimGroup, rates: PreemptionRates, *, only: PreemptionMode
         return only if only in found else PreemptionMode.RECOMPUTE
     order = [way for way in PREEMPTION_MODES if way in found]
     return min(order, key=lambda way: (found[way].total_s(victims.num_others), order.index(way)))
-
-
-def crossover_tokens(
-    rates: PreemptionRates, *, bytes_per_token: float, block_tokens: int, num_others: int = 0
-) -> int | None:
-    """The least number of tokens from which on a swap is cheaper than computing again; None: up to 2^17 it never is."""
-
-    def swaps(num_tokens: int) -> bool:
-        num_blocks = -(-num_tokens // block_tokens)
-        num_bytes = int(num_blocks * block_tokens * bytes_per_token)
-        victims = VictimGroup(num_tokens, swap_bytes=num_bytes, num_others=num_others, can_swap=True)
-        return choose(victims, rates) is PreemptionMode.SWAP
-
-    return next((num_tokens for num_tokens in _lengths(block_tokens) if swaps(num_tokens)), None)
-
-
-def _lengths(block_tokens: int) -> list[int]:
-    """Every one up to four blocks, then whole blocks: the cost of a swap grows by blocks."""
-    few = list(range(1, 4 * block_tokens))
-    return few + [4 * block_tokens + step * block_tokens for step in range(0, (1 << 17) // block_tokens, 1)]

@@ -266,24 +266,6 @@ def _end(layout: KvLayout, both: Overlap, outer: list[tuple[int, int]]) -> End:
     return End(layout, each, both.chunk_tokens * token, first, pieces, layout.region_bytes, layout.layer_bytes)
 
 
-def plan_copies(
-    source: KvLayout, target: KvLayout, source_blocks: Sequence[int], target_blocks: Sequence[int], layers: range
-) -> CopyList:
-    """Copies that bring `source_blocks[i]` to `target_blocks[i]`, blocks of equal size, in every layer of `layers`.
-
-    Sorted by source there are fewest. Raises LayoutMismatch or ValueError when the two do not match.
-    """
-    both = pair(source, target)
-    return both.copies(both.source.chunks(source_blocks), both.target.chunks(target_blocks), layers)
-
-
-def region_offsets(layout: KvLayout, blocks: Sequence[int], layers: range) -> Offsets:
-    """Byte offset of every (layer, block) region, layer-major. `layers` are the pool's."""
-    of_layers = np.arange(layers.start, layers.stop, dtype=np.int64) * layout.layer_bytes
-    of_blocks = np.asarray(blocks, dtype=np.int64) * layout.region_bytes
-    return np.add.outer(of_layers, of_blocks).ravel()
-
-
 def cut(num_blocks: int, layers: range, region_bytes: int, limit_bytes: int) -> Iterator[tuple[slice, range]]:
     """Cut blocks x layers into pieces of at most `limit_bytes` (but at least one region).
 

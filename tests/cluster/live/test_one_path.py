@@ -30,7 +30,7 @@ from kvrelay.types import Role
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_FILES = 128
+MAX_FILES = 108
 SETTINGS = {
     "model": {"dtype": "float32", "max_model_len": 1024},
     "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},

@@ -14,7 +14,6 @@ from kvrelay.engine.scheduling.preemption_policy import (
     VictimGroup,
     choose,
     costs,
-    crossover_tokens,
 )
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
@@ -88,6 +87,24 @@ def test_no_other_way_costs_less_than_the_chosen_one(tokens, others, swap_bytes,
     )
     chosen, found = choose(stake, RATES), costs(stake, RATES)
     assert all(found[chosen].total_s(others) <= cost.total_s(others) for cost in found.values())
+
+
+def crossover_tokens(rates, *, bytes_per_token, block_tokens, num_others=0):
+    """The least number of tokens from which on a swap is cheaper than computing again; None: up to 2^17 it never is."""
+
+    def swaps(num_tokens):
+        num_blocks = -(-num_tokens // block_tokens)
+        num_bytes = int(num_blocks * block_tokens * bytes_per_token)
+        victims = VictimGroup(num_tokens, swap_bytes=num_bytes, num_others=num_others, can_swap=True)
+        return choose(victims, rates) is PreemptionMode.SWAP
+
+    return next((num_tokens for num_tokens in _lengths(block_tokens) if swaps(num_tokens)), None)
+
+
+def _lengths(block_tokens):
+    """Every one up to four blocks, then whole blocks: the cost of a swap grows by blocks."""
+    few = list(range(1, 4 * block_tokens))
+    return few + [4 * block_tokens + step * block_tokens for step in range(0, (1 << 17) // block_tokens, 1)]
 
 
 def test_the_crossover_is_where_the_choice_turns():

@@ -19,9 +19,10 @@ from kvrelay.engine.worker.preflight import check_fit
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.storage import KvStorage
-from kvrelay.kvtransfer.plans.copy_plan import pair, plan_copies
+from kvrelay.kvtransfer.plans.copy_plan import pair
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import KvLayout, Role
+from tests.kvtransfer.copies import plan_copies
 
 LAYOUT = KvLayout(num_layers=2, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8, dtype="fp8_e4m3")
 

@@ -12,12 +12,13 @@ import pytest
 from kvrelay.kvtransfer.mover import mover
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, Receipt, hash_in_place, move
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, plan_copies, region_offsets
+from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.protocol.checksums import checksums_of
 from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
 from kvrelay.kvtransfer.transports.copying import place_of
 from kvrelay.kvtransfer.transports.loopback import LOOPBACK
+from tests.kvtransfer.copies import plan_copies, region_offsets
 
 pytestmark = pytest.mark.skipif(not MoverThread.can_be(), reason="no compiled mover, or no eventfd")
 

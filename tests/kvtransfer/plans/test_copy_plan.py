@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import LayoutMismatch
-from kvrelay.kvtransfer.plans.copy_plan import cut, plan_copies, region_offsets
+from kvrelay.kvtransfer.plans.copy_plan import cut
 from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
 from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 from kvrelay.types import KvLayout
+from tests.kvtransfer.copies import plan_copies, region_offsets
 
 pytestmark = pytest.mark.pure
 

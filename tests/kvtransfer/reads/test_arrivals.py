@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvrelay.kvtransfer.mover.mover import Receipt
-from kvrelay.kvtransfer.plans.copy_plan import plan_copies, region_offsets
 from kvrelay.kvtransfer.protocol.checksums import checksums_of
 from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.kvtransfer.transports.copying import copy_all, place_of
+from tests.kvtransfer.copies import plan_copies, region_offsets
 
 BLOCKS = list(range(8))
 LAYERS = range(2)

@@ -19,9 +19,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.plans.copy_plan import plan_copies
 from kvrelay.kvtransfer.transports.nixl.agent import agent_for
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
+from tests.kvtransfer.copies import plan_copies
 
 HERE = Path(__file__)
 _spec = importlib.util.spec_from_file_location("kvrelay_nixl_sides", HERE.parents[2] / "peer_process.py")

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.kvtransfer.plans.copy_plan import plan_copies
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.kvtransfer.transports.tcp import channels
 from kvrelay.kvtransfer.transports.tcp import exporter as stream_exporter
@@ -20,6 +19,7 @@ from kvrelay.kvtransfer.transports.tcp import protocol as streams
 from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, greet_source
 from kvrelay.kvtransfer.transports.tcp.transport import tcp
 from kvrelay.plane.tls import ClusterTls
+from tests.kvtransfer.copies import plan_copies
 
 SECRET = b"the cluster's secret"
 SOON_S = 20.0

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, plan_copies
+from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
 from kvrelay.kvtransfer.transports.tcp import reader as stream_reader
 from kvrelay.kvtransfer.transports.tcp.channels import shut
@@ -21,6 +21,7 @@ from kvrelay.kvtransfer.transports.tcp.transport import tcp
 from kvrelay.plane.connection import connections
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvLayout
+from tests.kvtransfer.copies import plan_copies
 
 KINDS = ["tcp", "tcp x3", "tcp+tls"]
 PLAIN = ["tcp"]

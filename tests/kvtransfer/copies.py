@@ -1,0 +1,21 @@
+"""Copies between pools of equal block size, for tests of the transports and of the plans."""
+
+import numpy as np
+
+from kvrelay.kvtransfer.plans.copy_plan import pair
+
+
+def plan_copies(source, target, source_blocks, target_blocks, layers):
+    """Copies that bring `source_blocks[i]` to `target_blocks[i]`, blocks of equal size, in every layer of `layers`.
+
+    Sorted by source there are fewest. Raises LayoutMismatch or ValueError when the two do not match.
+    """
+    both = pair(source, target)
+    return both.copies(both.source.chunks(source_blocks), both.target.chunks(target_blocks), layers)
+
+
+def region_offsets(layout, blocks, layers):
+    """Byte offset of every (layer, block) region, layer-major. `layers` are the pool's."""
+    of_layers = np.arange(layers.start, layers.stop, dtype=np.int64) * layout.layer_bytes
+    of_blocks = np.asarray(blocks, dtype=np.int64) * layout.region_bytes
+    return np.add.outer(of_layers, of_blocks).ravel()
