@@ -60,7 +60,7 @@ class RouteRequest:
     session: str = ""  # requests of a session follow each other; "": none
     tenant: str = ""
     priority: int = 0  # lower numbers are served earlier
-    may_wait: bool = False  # at the router, while it will miss its TTFT target in any case: see overdue.py
+    may_wait: bool = False  # at the router, while it will miss its TTFT target in any case: see deferral.py
 
 
 class Candidate(NamedTuple):
@@ -172,7 +172,7 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Deferred:
     """The request waits at the router until `Router.take_ready` returns it: it will miss its TTFT target in any case.
-    See overdue.py.
+    See deferral.py.
 
     It counts as no worker's load, and no worker reserves anything for it.
     """

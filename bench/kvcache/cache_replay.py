@@ -1,6 +1,4 @@
-"""A trace through a prefix cache: the product's own index and policies, no bytes. For bench/kvcache/eviction.py and
-tiers_trace.py.
-"""
+"""A trace through a prefix cache: the product's own index and policies, no bytes. For bench/kvcache/eviction.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

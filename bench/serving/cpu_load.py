@@ -1,5 +1,5 @@
 """The load over HTTP: a wave of requests that start together, a lone prompt. Returns arrival times; figures are
-goals.py's.
+cpu_goals.py's.
 """
 
 import asyncio

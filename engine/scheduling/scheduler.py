@@ -1,6 +1,6 @@
 """The scheduler: the life of every sequence of one engine, from its arrival to its end. Pure: no torch, no clock.
 
-Its parts, each a class of its own: queues.py (where sequences are), admit.py (which sequence may begin), plan.py
+Its parts, each a class of its own: waiting_queue.py (where sequences are), admit.py (which sequence may begin), plan.py
 (what a step computes), preempt.py (what happens when blocks run out), blocks.py (what sequences hold, and their
 release).
 """

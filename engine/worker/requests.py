@@ -134,9 +134,6 @@ class RequestTable:
             spans.close("given up")
         return link
 
-    def link_of(self, request_id: str) -> IngressLink | None:
-        return self._links.get(request_id)
-
     def by_link(self, outputs: Iterable[TokenOutput]) -> dict[IngressLink, list[TokenOutput]]:
         """Outputs of requests that have not been removed, by the link that they go to."""
         batches: dict[IngressLink, list[TokenOutput]] = defaultdict(list)

@@ -30,7 +30,7 @@ _FEW = 64
 
 
 class HolderSets:
-    """Masks (bits.py) by set id, as long as a block has that set."""
+    """Masks (see hash_array.py) by set id, as long as a block has that set."""
 
     __slots__ = ("_counts", "_free", "_numbers", "masks")
 

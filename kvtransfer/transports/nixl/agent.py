@@ -8,7 +8,7 @@ reads are in flight or the source has transfers open. After its last transfer a 
 looks twenty times a second: over TCP a peer's abandoned read ends only if the owner of the
 memory makes progress.
 
-What is posted when, and when a read is over: nixl_reads.py.
+What is posted when, and when a read is over: reads.py.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """NIXL (UCX): the target's agent READs the source's pool. CUDA and RDMA; host memory too.
 
 Each pool is described to NIXL once per peer as rows of one region; a read of whole regions names
-rows, any other lists its addresses. See nixl_agent.py for what NIXL cannot do and how that is
+rows, any other lists its addresses. See agent.py for what NIXL cannot do and how that is
 dealt with.
 """
 
