@@ -21,10 +21,8 @@ def environment_secret() -> str | None:
     return os.environ.get(SECRET_VARIABLE) or None
 
 
-def cache_dir(override: str | None = None) -> Path:
+def cache_dir() -> Path:
     """Where converted checkpoints and compiled kernels are kept."""
-    if override:
-        return Path(override).expanduser()
     if env := os.environ.get("KVRELAY_CACHE"):
         return Path(env).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"

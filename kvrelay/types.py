@@ -204,5 +204,5 @@ _MUST_BE_EQUAL = {
     "num_kv_heads": _SAME_MODEL,
     "head_dim": _SAME_MODEL,
     "num_parts": _SAME_MODEL,
-    "quantization": "set model.quantization and model.quantization_group alike for every worker",
+    "quantization": "set model.quantization alike for every worker",
 }

@@ -130,7 +130,7 @@ def _convert(path: Path, target: Path, report: Progress) -> None:
 
 def _cached(settings: ModelSettings, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> Path:
     """The finished folder of that key, built under a lock into a temporary one and renamed when whole."""
-    root = cache_dir(settings.cache_dir) / "checkpoints"
+    root = cache_dir() / "checkpoints"
     folder = root / key
     if folder.is_dir() and _is_whole(folder):
         return folder

@@ -31,7 +31,7 @@ def prepare_draft_model(settings: Settings, folder: Path, progress: Progress | N
     source = settings.engine.draft_source
     if source is None:
         return None
-    own = prepare_checkpoint(ModelSettings(source=source, cache_dir=settings.model.cache_dir), progress)
+    own = prepare_checkpoint(ModelSettings(source=source), progress)
     check_vocabulary(folder, own)
     return own
 

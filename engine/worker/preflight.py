@@ -44,7 +44,7 @@ def scheme_of(model: ModelSettings) -> Scheme | None:
     """How the settings want weights quantised."""
     if model.quantization == "none":
         return None
-    return Scheme(8 if model.quantization == "int8" else 4, model.quantization_group)
+    return Scheme(8 if model.quantization == "int8" else 4)
 
 
 def check_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:

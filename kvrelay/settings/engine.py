@@ -1,6 +1,6 @@
 """Settings of the model, of one worker's engine, and of what a role's workers have of their own."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, model_validator
 
@@ -35,20 +35,11 @@ class ModelSettings(Section):
         "and "
         "outputs differ from the unquantised model's.",
     )
-    quantization_group: Literal[32, 64, 128] = setting(
-        32, "Inputs that share a scale when weights are quantised: larger groups take less memory and are less exact."
-    )
     max_model_len: int | None = setting(
         None,
         "Longest prompt plus output; default: the model's own, reduced to what the KV pool holds.",
         unit="tokens",
         ge=16,
-    )
-
-    cache_dir: str | None = setting(
-        None,
-        "Folder of converted checkpoints; default: $KVRELAY_CACHE, else $XDG_CACHE_HOME/kvrelay, else "
-        "~/.cache/kvrelay.",
     )
 
     @property

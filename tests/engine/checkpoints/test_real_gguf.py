@@ -266,7 +266,7 @@ def write(path: Path, name: str, quantiser: Callable[[str, np.ndarray], Any] | N
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_as_the_converter_writes_it_is_the_same_model(name: str, tmp_path: Path) -> None:
     model = write(tmp_path / "model.gguf", name)
-    folder = prepare(tmp_path / "model.gguf", tmp_path)
+    folder = prepare(tmp_path / "model.gguf")
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(our_logits(folder, PROMPT), expected, atol=1e-4, rtol=1e-4)
@@ -276,7 +276,7 @@ def test_a_file_as_the_converter_writes_it_is_the_same_model(name: str, tmp_path
 @pytest.mark.parametrize("name", FAMILIES)
 def test_its_tokenizer_is_one_for_transformers_and_for_us(name: str, tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", name)
-    folder = prepare(tmp_path / "model.gguf", tmp_path)
+    folder = prepare(tmp_path / "model.gguf")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     for text in ("the theme 1234", " a  b   c\n\n", "naïve 你好 🙂", "x<unk>[INST] y<|im_end|><end_of_turn>z"):
         assert ours.encode(text) == theirs.encode(text)
@@ -297,7 +297,7 @@ def test_its_tokenizer_is_one_for_transformers_and_for_us(name: str, tmp_path: P
 )
 def test_bos_and_every_end_are_the_familys(name: str, first: str | None, ends: tuple[str, ...], tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", name)
-    folder = prepare(tmp_path / "model.gguf", tmp_path)
+    folder = prepare(tmp_path / "model.gguf")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     expected = {theirs.convert_tokens_to_ids(token) for token in ends}
     assert ours.eos_ids == expected == set(ModelSpec.from_folder(folder).eos_ids)
@@ -309,7 +309,7 @@ def test_bos_and_every_end_are_the_familys(name: str, first: str | None, ends: t
 def test_gemma3_slides_five_times_in_six_with_its_own_rope(name: str, factor: float, tmp_path: Path) -> None:
     """Neither the pattern nor, in older files, the local rope's base is in the metadata."""
     write(tmp_path / "model.gguf", name)
-    spec = ModelSpec.from_folder(prepare(tmp_path / "model.gguf", tmp_path))
+    spec = ModelSpec.from_folder(prepare(tmp_path / "model.gguf"))
     assert spec.layer_windows[:7] == (9, 9, 9, 9, 9, None, 9)
     assert spec.layer_ropes[:7] == (1, 1, 1, 1, 1, 0, 1)
     full, local = spec.ropes
@@ -319,7 +319,7 @@ def test_gemma3_slides_five_times_in_six_with_its_own_rope(name: str, factor: fl
 def test_mistrals_instruction_mark_is_followed_by_one_space(tmp_path: Path) -> None:
     """Its tokenizer.json puts the dummy space before a text's first token only; the template spells the others."""
     write(tmp_path / "model.gguf", "mistral")
-    tokenizer = Tokenizer(prepare(tmp_path / "model.gguf", tmp_path))
+    tokenizer = Tokenizer(prepare(tmp_path / "model.gguf"))
     ids = tokenizer.encode("<s>[INST] the[/INST]", add_special_tokens=False)
     assert ids == tokenizer.encode("<s>[INST]", add_special_tokens=False) + tokenizer.encode("the")[1:] + [4]
 
@@ -382,7 +382,7 @@ def test_every_common_quantisation_computes_what_its_weights_say(
             parameter.copy_(torch.from_numpy(straight(values, key, config) if arch == "llama" else values))
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
-    ours = our_logits(prepare(tmp_path / "model.gguf", tmp_path), PROMPT)
+    ours = our_logits(prepare(tmp_path / "model.gguf"), PROMPT)
     torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
     assert expected.std() > 1e-3
 
@@ -403,7 +403,7 @@ def test_the_prepared_configs_name_what_transformers_would_build(tmp_path: Path)
     for name in FAMILIES:
         path = tmp_path / f"{name}.gguf"
         model = write(path, name)
-        folder = prepare(path, tmp_path)
+        folder = prepare(path)
         config = transformers.AutoConfig.from_pretrained(folder)
         ours = ModelSpec.from_config(json.loads((folder / "config.json").read_text()))
         theirs = ModelSpec.from_config(model.config)

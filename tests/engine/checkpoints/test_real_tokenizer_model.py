@@ -57,8 +57,8 @@ def without_tokenizer(folder: Path, family: str, settings: dict[str, Any]) -> Pa
     return folder
 
 
-def prepare(folder: Path, tmp_path: Path) -> Path:
-    return prepare_checkpoint(ModelSettings(source=str(folder), cache_dir=str(tmp_path / "cache")))
+def prepare(folder: Path) -> Path:
+    return prepare_checkpoint(ModelSettings(source=str(folder)))
 
 
 def gemma(tmp_path: Path) -> Path:
@@ -87,7 +87,7 @@ def names(tokenizer: Tokenizer, folder: Path, text: str) -> list[str]:
 
 
 def test_gemmas_tokenizer_model_is_enough(tmp_path: Path) -> None:
-    folder = prepare(gemma(tmp_path), tmp_path)
+    folder = prepare(gemma(tmp_path))
     tokenizer = Tokenizer(folder)
     assert names(tokenizer, folder, "the the\n\n   x") == ["<bos>", "the", "▁the", "\n\n", "▁▁▁", "x"]
     assert names(tokenizer, folder, "<start_of_turn>é") == ["<bos>", "<start_of_turn>", "<0xC3>", "<0xA9>"]
@@ -96,7 +96,7 @@ def test_gemmas_tokenizer_model_is_enough(tmp_path: Path) -> None:
 
 
 def test_mistrals_tokenizer_model_is_enough(tmp_path: Path) -> None:
-    folder = prepare(mistral(tmp_path), tmp_path)
+    folder = prepare(mistral(tmp_path))
     tokenizer = Tokenizer(folder)
     assert names(tokenizer, folder, "the Hll") == ["<s>", "▁the", "▁H", "ll"]
     assert names(tokenizer, folder, "[INST] the[/INST]") == ["<s>", "[INST]", "▁the", "[/INST]"]
@@ -106,19 +106,19 @@ def test_mistrals_tokenizer_model_is_enough(tmp_path: Path) -> None:
 def test_the_folder_itself_is_not_touched_and_its_other_files_count(tmp_path: Path) -> None:
     source = gemma(tmp_path)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
-    folder = prepare(source, tmp_path)
+    folder = prepare(source)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert folder != source
     assert {name: (folder / name).read_bytes() for name in before} == before
-    assert prepare(source, tmp_path) == folder
+    assert prepare(source) == folder
     (source / "tokenizer.model").write_bytes(before["tokenizer.model"].replace(b"<mask>", b"<task>"))
-    assert prepare(source, tmp_path) != folder
+    assert prepare(source) != folder
 
 
 def test_a_folder_with_tokenizer_json_is_served_as_it_is(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "llama")
     (folder / "tokenizer.model").write_bytes(b"not looked at")
-    assert prepare(folder, tmp_path) == folder.resolve()
+    assert prepare(folder) == folder.resolve()
 
 
 def test_qwens_vocab_and_merges_are_enough(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_qwens_vocab_and_merges_are_enough(tmp_path: Path) -> None:
     tokens = [*sorted(ByteLevel.alphabet()), "th", "the"]
     (folder / "vocab.json").write_text(json.dumps({token: at for at, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
-    tokenizer = Tokenizer(prepare(folder, tmp_path))
+    tokenizer = Tokenizer(prepare(folder))
     assert tokenizer.encode("the<|im_end|>") == [257, 258]
     assert tokenizer.decode(tokenizer.encode("the 🙂 e\u0301")) == "the 🙂 é"
 
@@ -148,7 +148,7 @@ def test_other_sentencepiece_models_are_refused(change: dict[str, Any], output: 
     folder = mistral(tmp_path)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(["<unk>"], [], dummy_prefix=True, **change))
     with pytest.raises(UnsupportedModel, match=output):
-        prepare(folder, tmp_path)
+        prepare(folder)
 
 
 def test_a_damaged_or_foreign_file_is_reported(tmp_path: Path) -> None:
@@ -157,14 +157,14 @@ def test_a_damaged_or_foreign_file_is_reported(tmp_path: Path) -> None:
     for content in (b"IQ== 0\nIg== 1\n", b"", whole[:-3], whole[: len(whole) // 2]):
         (folder / "tokenizer.model").write_bytes(content)
         with pytest.raises(ModelError):
-            prepare(folder, tmp_path)
+            prepare(folder)
     (folder / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(CheckpointCorrupt, match=r"tokenizer\.json"):
-        prepare(folder, tmp_path)
+        prepare(folder)
 
 
 def test_a_vocabulary_that_says_not_how_to_cut_is_refused(tmp_path: Path) -> None:
     folder = without_tokenizer(tmp_path / "llama", "llama", {})
     (folder / "vocab.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match=r"add tokenizer\.json"):
-        prepare(folder, tmp_path)
+        prepare(folder)

@@ -171,8 +171,8 @@ def test_kv_of_other_weights_is_refused_everywhere(make):
 
 def test_settings_choose_the_scheme_and_a_backend_without_it_is_refused_by_name():
     assert scheme_of(settings_from({}).model) is None
-    settings = settings_from({"model": {"quantization": "int8", "quantization_group": 64}})
-    assert scheme_of(settings.model) == Scheme(8, 64)
+    settings = settings_from({"model": {"quantization": "int8"}})
+    assert scheme_of(settings.model) == INT8
     assert quantizes("cpu") == ("cpu", True) and quantizes("reference") == ("reference", True)
     check_quantization("cpu", settings, quantizes=True)
     check_quantization("cuda", settings_from({}), quantizes=CudaBackend.quantizes)
@@ -180,8 +180,6 @@ def test_settings_choose_the_scheme_and_a_backend_without_it_is_refused_by_name(
         check_quantization("cuda", settings, quantizes=CudaBackend.quantizes)
     with pytest.raises(BackendUnavailable, match="int8 in groups of 64"):
         CudaBackend.pack_quantized(None, None, None, Scheme(8, 64), torch.float16)
-    with pytest.raises(ConfigError, match="quantization_group"):
-        settings_from({"model": {"quantization": "int8", "quantization_group": 48}})
 
 
 def test_a_choice_of_experts_is_not_quantised(folders, backend):
