@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from bench.planner.loads import bursty_days, made_days, stretched_days
+from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
+from kvrelay.cluster.simulator.operations import autoscaler
 from kvrelay.cluster.simulator.reporting.results import Tally
 from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
@@ -249,13 +252,16 @@ class Day:
 
     # ---- ways to choose counts
 
-    def planner(self, name: str, num_days: int, **rules: Any) -> Outcome:
+    def planner(self, name: str, num_days: int, *, period_s: float = 0.0) -> Outcome:
+        """period_s: of the pattern that the planner may learn, since a bench's day may be short; 0: none."""
         own, kind = self.setting, self.setting.kind
         settings = {
             "mode": "auto", "max_prefill": own.most, "max_decode": own.most, "horizon_s": own.start_s,
-            "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s, "period_s": 0.0, **rules,
+            "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
         }  # fmt: skip
-        return self.run(name, self.scenario(WorkerCounts(1, 1), settings={"planner": settings}), num_days)
+        scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})
+        with mock.patch.object(autoscaler, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
+            return self.run(name, scenario, num_days)
 
     def static(self, counts: WorkerCounts) -> Outcome:
         return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))

@@ -15,7 +15,7 @@ from typing import Any
 from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, SavedState, decoded, encoded
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
-from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, rules_of, target_of
+from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, LearnedModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
@@ -103,7 +103,7 @@ class PlannerPolicy:
         now_s = float(by_name[DECODE].current_time)
         if not self._is_loaded and not self._load(now_s):
             return {}, {}
-        if is_due := now_s - self._observed_s >= self._settings.interval_s:
+        if is_due := now_s - self._observed_s >= INTERVAL_S:
             self._observed_s = now_s
             self._observe(by_name, now_s)
         decided = {}

@@ -28,6 +28,8 @@ from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Role
 
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 5.0, 0.1
+ATTAINMENT = 0.9  # share of the requests to meet both targets; the usual P90 of an SLO
+INTERVAL_S = 10.0  # between two observations of the load: some requests each, and short against a worker's start
 PREFILL_GAIN = 0.2
 _TYPICAL_BATCH = 8.0
 _BUDGET = 512  # tokens per step without a profile: large enough that the fixed cost of a step vanishes
@@ -45,15 +47,11 @@ def planner_settings(settings: Settings) -> PlannerSettings:
 
 
 def target_of(settings: PlannerSettings) -> PlanningTarget:
-    return PlanningTarget(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, settings.attainment)
+    return PlanningTarget(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, ATTAINMENT)
 
 
 def rules_of(settings: PlannerSettings) -> PlannerRules:
-    return PlannerRules(
-        horizon_s=settings.horizon_s,
-        hold_s=settings.scale_down_delay_s,
-        period_s=settings.period_s,
-    )
+    return PlannerRules(horizon_s=settings.horizon_s, hold_s=settings.scale_down_delay_s)
 
 
 def model_of(profile: SimulatorProfile) -> WorkerModel:

@@ -60,8 +60,7 @@ def application(settings: Settings) -> Application:
 def worker_options(settings: Settings) -> dict[str, Any]:
     """Serve options of both worker deployments."""
     cluster = settings.cluster
-    num_cpus = DEFAULT_CPUS if cluster.num_cpus_per_worker is None else cluster.num_cpus_per_worker
-    actor: dict[str, Any] = {"num_cpus": num_cpus}
+    actor: dict[str, Any] = {"num_cpus": DEFAULT_CPUS}
     if cluster.num_gpus_per_worker:
         actor["num_gpus"] = cluster.num_gpus_per_worker
     return {

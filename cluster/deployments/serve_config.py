@@ -7,7 +7,7 @@ Pure: plain data in, plain data out.
 import copy
 from typing import Any
 
-from kvrelay.cluster.autoscaling.worker_model import planner_settings
+from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, planner_settings
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
 
@@ -70,8 +70,8 @@ def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
             "min_replicas": low,
             "max_replicas": high,
             "initial_replicas": min(max(count, low), high),
-            "metrics_interval_s": min(METRICS_S, planner.interval_s),
-            "look_back_period_s": planner.interval_s,
+            "metrics_interval_s": METRICS_S,
+            "look_back_period_s": INTERVAL_S,
             "upscale_delay_s": 0,
             "downscale_delay_s": 0,
         }

@@ -102,20 +102,21 @@ def _issue_now(secret: bytes) -> Identity:
     return issue(secret, now - _SKEW, now + _LIFETIME)
 
 
-def read_identity(certificate: str, key: str, authority: str) -> Identity:
+def read_identity(folder: str) -> Identity:
     """The operator's own files. Raises ConfigError when one cannot be read, or the certificate has expired."""
     contents = []
-    for name, path in (("tls_cert", certificate), ("tls_key", key), ("tls_ca", authority)):
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        path = Path(folder).expanduser() / name
         try:
-            contents.append(Path(path).expanduser().read_bytes())
+            contents.append(path.read_bytes())
         except OSError as error:
-            raise ConfigError(f"cluster.{name}: {path}: {error.strerror}") from error
+            raise ConfigError(f"cluster.tls_dir: {path}: {error.strerror}") from error
     try:
         expired = x509.load_pem_x509_certificate(contents[0]).not_valid_after_utc
     except ValueError as error:
-        raise ConfigError(f"cluster.tls_cert: {certificate} holds no certificate in PEM") from error
+        raise ConfigError(f"cluster.tls_dir: tls.crt in {folder} holds no certificate in PEM") from error
     if expired < datetime.now(UTC):
-        raise ConfigError(f"cluster.tls_cert: {certificate} expired on {expired:%Y-%m-%d}")
+        raise ConfigError(f"cluster.tls_dir: tls.crt in {folder} expired on {expired:%Y-%m-%d}")
     return Identity(*contents)
 
 
@@ -140,7 +141,7 @@ def _context(identity: Identity, *, is_server: bool) -> ssl.SSLContext:
     try:
         _load(context, identity)
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"cluster.tls_cert, tls_key and tls_ca do not fit together: {error}") from error
+        raise ConfigError(f"cluster.tls_dir: its files do not fit together: {error}") from error
     return context
 
 
@@ -181,7 +182,6 @@ def cluster_tls(settings: ClusterSettings, secret: bytes) -> ClusterTls | None:
     """What the settings say; None: no TLS. Raises ConfigError naming the file at fault."""
     if not settings.tls:
         return None
-    if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
+    if (folder := settings.tls_dir) is None:
         return ClusterTls.derived(secret)
-    files = settings.tls_cert, settings.tls_key, settings.tls_ca
-    return ClusterTls(lambda: read_identity(*files))
+    return ClusterTls(lambda: read_identity(folder))

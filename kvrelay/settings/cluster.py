@@ -39,7 +39,6 @@ class ClusterSettings(Section):
         unit="cores",
         ge=1,
     )
-    num_cpus_per_worker: float | None = setting(None, "Ray CPUs that each worker requests.", unit="CPUs", ge=0)
     num_gpus_per_worker: float = setting(0.0, "Ray GPUs that each worker requests.", unit="GPUs", ge=0)
     dashboard_port: int = setting(
         8265, "Port of Ray's dashboard, another when it is taken; no effect under `serve deploy`.", ge=1, le=65535
@@ -55,23 +54,17 @@ class ClusterSettings(Section):
         "for "
         "what stays on the host (shm).",
     )
-    tls_cert: str | None = setting(
+    tls_dir: str | None = setting(
         None,
-        "PEM file, at the same path on every node, with a certificate for client and server use; default: an authority "
-        "derived from the cluster's secret issues one to each process.",
-    )
-    tls_key: str | None = setting(None, "PEM file with the certificate's key, not encrypted.")
-    tls_ca: str | None = setting(
-        None, "PEM file with the authority whose certificates are accepted; it must serve this cluster alone."
+        "Folder with tls.crt, tls.key and ca.crt in PEM, as Kubernetes mounts a TLS secret, at the same path on every "
+        "node; ca.crt must serve this cluster alone; default: an authority derived from the cluster's secret issues a "
+        "certificate to each process.",
     )
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
-        files = (self.tls_cert, self.tls_key, self.tls_ca)
-        if any(files) and not all(files):
-            raise ValueError("tls_cert, tls_key and tls_ca go together: set all three or none")
-        if any(files) and not self.tls:
-            raise ValueError("tls_cert is of no effect while tls is off; set cluster.tls: on")
+        if self.tls_dir and not self.tls:
+            raise ValueError("tls_dir is of no effect while tls is off; set cluster.tls: on")
         return self
 
 
@@ -96,13 +89,11 @@ class PlannerSettings(Section):
     tpot_s: float | None = setting(
         None, "TPOT target to plan for; default: slo.tpot_s, else 0.1.", unit="s", gt=0, allow_inf_nan=False
     )
-    attainment: float = setting(0.9, "Share of the requests that meet both targets.", ge=0.5, le=0.999)
     min_prefill: int = setting(1, "Fewest prefill workers.", ge=1)
     max_prefill: int = setting(4, "Most prefill workers.", ge=1)
     min_decode: int = setting(1, "Fewest decode workers.", ge=1)
     max_decode: int = setting(4, "Most decode workers.", ge=1)
     max_workers: int | None = setting(None, "Most workers of both roles together; default: no limit.", ge=2)
-    interval_s: float = setting(10.0, "Interval between two observations of the load.", unit="s", ge=1, le=600)
     horizon_s: float = setting(
         60.0, "How far ahead it plans: the time in which a worker starts.", unit="s", ge=0, le=3600
     )
@@ -114,9 +105,6 @@ class PlannerSettings(Section):
         unit="s",
         ge=10,
         le=86400,
-    )
-    period_s: float = setting(
-        86400.0, "Period of a seasonal pattern, used once the history shows it; 0: none.", unit="s", ge=0
     )
     drain_timeout_s: float = setting(
         120.0,

@@ -233,23 +233,22 @@ def test_a_certificate_lasts_until_it_is_time_to_renew_it():
 
 
 @pytest.fixture
-def files(tmp_path):
-    """The settings of an operator's own files (of an authority that no secret makes)."""
+def folder(tmp_path):
+    """An operator's own files (of an authority that no secret makes)."""
     identity = between(-1, 1, b"the operator's own authority")
-    paths = {}
-    for name, content in (("cert", identity.certificate), ("key", identity.key), ("ca", identity.authority)):
-        (tmp_path / f"{name}.pem").write_bytes(content)
-        paths[f"tls_{name}"] = str(tmp_path / f"{name}.pem")
-    return paths
+    for name, content in (("tls.crt", identity.certificate), ("tls.key", identity.key), ("ca.crt", identity.authority)):
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
 
 
 def configured(**cluster):
+    cluster = {name: str(value) if name == "tls_dir" else value for name, value in cluster.items()}
     return cluster_tls(settings_from({"cluster": cluster}).cluster, SECRET)
 
 
-async def test_the_operators_own_certificates_are_used_instead(files):
-    async with serving(configured(tls=True, **files)) as port:
-        assert await exchange(port, configured(tls=True, **files)) == b"the patient's name"
+async def test_the_operators_own_certificates_are_used_instead(folder):
+    async with serving(configured(tls=True, tls_dir=folder)) as port:
+        assert await exchange(port, configured(tls=True, tls_dir=folder)) == b"the patient's name"
         with pytest.raises(AuthenticationFailed, match="certificate"):
             await plane.connect(HOST, port, SECRET, tls=configured(tls=True))
 
@@ -260,33 +259,31 @@ def test_off_is_off():
     assert configured(tls="on") is not None
 
 
-@pytest.mark.parametrize("name", ["tls_cert", "tls_key", "tls_ca"])
-def test_a_missing_file_is_named(files, name):
-    with pytest.raises(ConfigError, match=rf"cluster\.{name}: /nowhere"):
-        configured(tls=True, **{**files, name: "/nowhere/x.pem"})
+@pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=rf"cluster\.tls_dir: {folder}/{name}: No such file"):
+        configured(tls=True, tls_dir=folder)
 
 
-def test_a_file_that_is_no_certificate_is_named(files):
-    with pytest.raises(ConfigError, match="no certificate in PEM"):
-        configured(tls=True, **{**files, "tls_cert": files["tls_key"]})
+def test_a_file_that_is_no_certificate_is_named(folder):
+    (folder / "tls.crt").write_bytes((folder / "tls.key").read_bytes())
+    with pytest.raises(ConfigError, match=r"tls\.crt in .* holds no certificate in PEM"):
+        configured(tls=True, tls_dir=folder)
 
 
-def test_files_that_do_not_fit_together_are_told(files, tmp_path):
-    other = tmp_path / "other.pem"
-    other.write_bytes(between(-1, 1).key)
+def test_files_that_do_not_fit_together_are_told(folder):
+    (folder / "tls.key").write_bytes(between(-1, 1).key)
     with pytest.raises(ConfigError, match="do not fit together"):
-        configured(tls=True, **{**files, "tls_key": str(other)})
+        configured(tls=True, tls_dir=folder)
 
 
-def test_an_expired_file_is_told_at_the_start(files, tmp_path):
-    old = tmp_path / "old.pem"
-    old.write_bytes(between(-9, -8).certificate)
+def test_an_expired_file_is_told_at_the_start(folder):
+    (folder / "tls.crt").write_bytes(between(-9, -8).certificate)
     with pytest.raises(ConfigError, match="expired on"):
-        configured(tls=True, **{**files, "tls_cert": str(old)})
+        configured(tls=True, tls_dir=folder)
 
 
-def test_files_go_together_and_need_tls(files):
-    with pytest.raises(ConfigError, match="set all three"):
-        configured(tls=True, tls_cert=files["tls_cert"])
+def test_the_folder_needs_tls(folder):
     with pytest.raises(ConfigError, match=r"set cluster\.tls: on"):
-        configured(**files)
+        configured(tls_dir=folder)

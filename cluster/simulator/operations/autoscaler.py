@@ -1,5 +1,6 @@
 """The planner in virtual time: production's `Planner`, fed as cluster/autoscaling/policies.py feeds it."""
 
+from kvrelay.cluster.autoscaling import worker_model
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
@@ -11,12 +12,12 @@ from kvrelay.types import Role
 
 
 class Autoscaler:
-    """Plans every `planner.interval_s` and scales the fleet."""
+    """Plans every `INTERVAL_S` and scales the fleet."""
 
     def __init__(
         self, cluster: SimulatedCluster, fleet: SimulatedFleet, settings: Settings, profile: SimulatorProfile
     ) -> None:
-        own = self._settings = planner_settings(settings)
+        own = planner_settings(settings)
         self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
         limits = CountLimits(
             own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20
@@ -44,7 +45,7 @@ class Autoscaler:
             self._plan = self._planner.observe(interval)
             self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
             self._fleet.scale(Role.DECODE, self._planner.counts.decode)
-        clock.after(self._settings.interval_s, self._plan_interval)
+        clock.after(worker_model.INTERVAL_S, self._plan_interval)
 
     def _reports(self, role: Role) -> dict[str, dict[str, float]]:
         return {

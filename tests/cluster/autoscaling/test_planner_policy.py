@@ -490,7 +490,7 @@ def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not
 
 
 def test_between_looks_the_policy_repeats_itself():
-    world = World(PlannerPolicy(interval_s=10.0, scale_down_delay_s=60.0))
+    world = World(PlannerPolicy(scale_down_delay_s=60.0))
     world.tick(1.0)
     world.tick(1.0)
     looks = world.policy._num_observations

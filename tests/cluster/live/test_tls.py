@@ -77,7 +77,6 @@ async def test_an_ingress_without_tls_is_told_so_and_never_hangs(folder, caplog)
 
 
 async def test_a_worker_with_bad_files_says_which_before_it_listens(folder):
-    files = {"tls_cert": "/nowhere/cert.pem", "tls_key": "/nowhere/key.pem", "tls_ca": "/nowhere/ca.pem"}
-    with pytest.raises(ConfigError, match=r"cluster\.tls_cert: /nowhere/cert\.pem"):
-        async with local_cluster(settings(tls=True, **files), folder):
+    with pytest.raises(ConfigError, match=r"cluster\.tls_dir: /nowhere/tls\.crt"):
+        async with local_cluster(settings(tls=True, tls_dir="/nowhere"), folder):
             pass

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from kvrelay.cluster.autoscaling import worker_model
 from tests.cluster.simulator.simulator_cases import SETTINGS, chats, entry, everything_is_given_back, simulate
 
 pytestmark = pytest.mark.pure
@@ -55,14 +56,14 @@ def planned(**fields):
         "mode": "auto",
         "max_prefill": 6,
         "max_decode": 6,
-        "interval_s": 2.0,
         "scale_down_delay_s": 20.0,
         "horizon_s": 2.0,
     } | fields
     return SETTINGS | {"planner": own}
 
 
-def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it():
+def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it(monkeypatch):
+    monkeypatch.setattr(worker_model, "INTERVAL_S", 2.0)
     quiet = [entry(0.5 * index, 600, 60) for index in range(40)]
     rush = [entry(20.0 + 0.01 * index, 600, 60) for index in range(2000)]
     after = [entry(41.0 + 0.5 * index, 600, 60) for index in range(160)]
