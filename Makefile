@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-fast test-gpu lint check links install clean
+.PHONY: serve test test-all test-fast test-gpu lint check links install clean
 
 serve: $(STAMP)
 	@exec $(PY) -m kvrelay.cluster.commands.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -38,10 +38,14 @@ else
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) links
 	@status=0; \
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal -m "not alone" tests || status=1; \
-	$(VENV)/bin/pytest -m alone tests || status=1; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal --durations=10 -m "not alone" tests || status=1; \
+	$(VENV)/bin/pytest --durations=10 -m alone tests || status=1; \
 	exit $$status
 endif
+
+# the long random tests with all their steps, not a tenth
+test-all: export KVRELAY_TEST_SCALE = 1
+test-all: test
 
 test-fast: $(STAMP)
 	@$(VENV)/bin/pytest -q -n 2 -m "pure and not slow" tests

@@ -313,6 +313,7 @@ def invoke(server, *arguments):
     return CliRunner().invoke(app, ["--url", server.url, *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_json_and_plot(tmp_path):
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     with server_elsewhere() as server:

@@ -132,6 +132,7 @@ if it is there.
 """
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(arrivals, st.integers(24, 96), st.data())
 def test_leaps_are_the_steps_that_they_stand_for(load, blocks, data):

@@ -97,6 +97,7 @@ def test_a_slow_link_is_waited_for():
     assert slow.tally.tpot_s[0] > 3 * plain.tally.tpot_s[0]
 
 
+@pytest.mark.slow
 def test_a_restarted_ingress_loses_its_streams_and_knows_the_caches_again():
     sim = simulate(chats(300), ingress=2, faults=[fault("ingress_restart", 5.0, "i0")])
     assert 0 < sim.tally.outcomes["error"] < 50 and sim.tally.outcomes["done"] > 250
@@ -108,6 +109,7 @@ def test_a_restarted_ingress_loses_its_streams_and_knows_the_caches_again():
     everything_is_given_back(sim)
 
 
+@pytest.mark.slow
 def test_crashes_at_a_rate_are_survived_and_the_same_each_time():
     fields = {"fault_rate": {"every_s": 8.0, "down_s": 1.0}, "detect_s": 0.1, "prefill": 3, "decode": 3}
     sim = simulate(chats(400), **fields)

@@ -74,6 +74,7 @@ def test_seeds_at_a_load_are_averaged_and_what_has_no_figure_is_left_out():
     assert over_load(runs, lambda one: one["ttft_s"].get("p99")) == {"a": [(2.0, 2.0)]}
 
 
+@pytest.mark.slow
 def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
     drawn = {}
 
@@ -96,11 +97,13 @@ def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_was_not_written_leaves_its_panel_empty(tmp_path):
     plot([Run("a", 1.0, summary(1.0, ttft_s={}))], tmp_path / "picture.svg", title="test")
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_file_of_figures_is_drawn(tmp_path):
     figures, picture = tmp_path / "runs.json", tmp_path / "runs.png"
     figures.write_text(json.dumps([summary(2.0), summary(3.0)]))

@@ -14,6 +14,7 @@ def counts(sim, role):
     return [wanted for _, name, wanted in sim.fleet.changes if name == role]
 
 
+@pytest.mark.slow
 def test_workers_that_are_added_serve_when_they_have_started():
     load = chats(400, every_s=0.02)
     few = simulate(load, prefill=1, decode=1)
@@ -62,6 +63,7 @@ def planned(**fields):
     return SETTINGS | {"planner": own}
 
 
+@pytest.mark.slow
 def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it(monkeypatch):
     monkeypatch.setattr(worker_model, "INTERVAL_S", 2.0)
     quiet = [entry(0.5 * index, 600, 60) for index in range(40)]

@@ -104,6 +104,7 @@ def test_a_conversation_goes_on_where_it_was_decoded_with_what_was_said_there():
 # ---- many
 
 
+@pytest.mark.slow
 def test_every_request_ends_and_gives_everything_back():
     sim = simulate(chats(200))
     assert sim.tally.outcomes == {"done": 200}
@@ -111,6 +112,7 @@ def test_every_request_ends_and_gives_everything_back():
     everything_is_given_back(sim)
 
 
+@pytest.mark.slow
 def test_pools_that_are_too_small_for_all_pre_empt_and_still_serve():
     sim = simulate(
         chats(150, every_s=0.01, output=150), workers=profile(num_blocks=64), settings={"engine": {"headroom": 0.0}}
@@ -126,6 +128,7 @@ def test_more_than_an_ingress_takes_at_once_is_refused():
     everything_is_given_back(sim)
 
 
+@pytest.mark.slow
 def test_several_ingresses_share_the_workers():
     sim = simulate(chats(200), ingress=3)
     assert sim.tally.outcomes == {"done": 200}
@@ -142,6 +145,7 @@ def test_routers_know_what_the_workers_hold():
         assert view.index_state == "exact" and view.indexed_blocks == len(worker.engine.pool.cached_hashes())
 
 
+@pytest.mark.slow
 def test_the_same_simulation_gives_the_same_figures_to_the_bit():
     one, other = (simulate(chats(120), noise=0.1, seed=3, ingress=2).summary() for _ in range(2))
     assert json.dumps(one) == json.dumps(other)
@@ -270,5 +274,6 @@ def flood(policy, **options):
     return sim.tally.num_kept
 
 
+@pytest.mark.slow
 def test_past_saturation_who_is_begun_is_still_in_time():
     assert flood("joint", ttft_s=3.0) > 1.5 * flood("least_loaded")  # control: first come, first served

@@ -115,6 +115,7 @@ def test_a_crashed_worker_lends_nothing_any_more():
     }
 
 
+@pytest.mark.slow
 def test_a_busy_cluster_with_tiers_gives_everything_back_and_is_the_same_each_time():
     fields = {"settings": cached(slots=256, **SHARED), "workers": profile(num_blocks=160)}
     sim = simulate(chats(200, every_s=0.03), **fields)

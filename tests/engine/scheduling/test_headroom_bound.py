@@ -78,6 +78,7 @@ def both(load, blocks):
     return benches
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(loads, st.integers(14, 120))
 def test_the_same_are_admitted_at_the_same_steps(load, blocks):

@@ -1,6 +1,6 @@
 """How many steps the random lives of the KV cache and of the scheduler take, and the proof that they were taken.
 
-KVRELAY_MACHINE_STEPS scales all of them (2.0: twice as many); KVRELAY_MACHINE_SEED is the first seed (default 0).
+`tests/scale.py` says which share of them a run takes; KVRELAY_MACHINE_SEED is the first seed (default 0).
 """
 
 import os
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from tests.scale import scaled
+
 LEAST = 200_000  # of the KV cache in all, and of the scheduler
 STEPS = {"pool": 24_000, "index": 56_000, "tiers": 140_000, "scheduler": 200_000}
-SCALE = float(os.environ.get("KVRELAY_MACHINE_STEPS", "1"))
 SEED = int(os.environ.get("KVRELAY_MACHINE_SEED", "0"))
 
 taken: Counter[str] = Counter()
@@ -20,13 +21,27 @@ taken: Counter[str] = Counter()
 
 def steps_of(name: str) -> int:
     """What this machine is to take."""
-    return int(STEPS[name] * SCALE)
+    return scaled(STEPS[name])
 
 
-def live(name: str, machine: type[RuleBasedStateMachine], *, examples: int, rules_each: int) -> None:
-    """Run it with one seed after the other until it has counted its steps."""
+def live(
+    name: str,
+    machine: type[RuleBasedStateMachine],
+    *,
+    examples: int,
+    rules_each: int,
+    has_seen_all: Callable[[], bool] = lambda: True,
+) -> None:
+    """Run it with one seed after the other until it has counted this run's steps and has seen all that it must see,
+    at most all of its steps.
+    """
     before = taken[name]
-    run_until(lambda: taken[name] - before >= steps_of(name), machine, examples=examples, rules_each=rules_each)
+
+    def is_done() -> bool:
+        count = taken[name] - before
+        return count >= max(STEPS[name], steps_of(name)) or (count >= steps_of(name) and has_seen_all())
+
+    run_until(is_done, machine, examples=examples, rules_each=rules_each)
     print(f"{name}: {taken[name] - before} steps")
 
 

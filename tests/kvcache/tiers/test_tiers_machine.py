@@ -105,6 +105,7 @@ def broken(monkeypatch, what):
         monkeypatch.setattr(TiersMachine, "is_checked", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [

@@ -397,6 +397,7 @@ def test_no_input_turns_a_count_more_often_than_the_bound(needs, gaps, hold_s):
     assert max(counts) <= 10
 
 
+@pytest.mark.slow
 def test_the_bound_is_nearly_reached_so_the_property_can_fail():
     """Need that swings as fast as it can: without the doubled holds, two turns in each hold; and a bare follower turns
     always.
@@ -455,6 +456,7 @@ def test_silence_is_no_reason_to_go_down():
 # ---- the planner
 
 
+@pytest.mark.slow
 @given(
     rates=st.lists(st.floats(0, 60), min_size=5, max_size=60),
     kept=st.lists(st.sampled_from([None, 0.0, 0.5, 0.95, 1.0]), min_size=60, max_size=60),
@@ -479,6 +481,7 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
         assert most_in_a_span(at, 600.0) <= most_turns(600.0, RULES.hold_s)
 
 
+@pytest.mark.slow
 @given(
     rate=st.floats(0.0, 40),
     start=st.floats(0.0, 40),
@@ -525,6 +528,7 @@ def test_a_planner_that_goes_on_from_another_ones_state_decides_as_that_one_woul
             assert other.counts == counts
 
 
+@pytest.mark.slow
 def test_a_queue_that_answers_to_its_workers_settles():
     """Closed loop: TTFT is kept where there are enough workers by another account than the planner's own."""
     for enough in range(1, 12):

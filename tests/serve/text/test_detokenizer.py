@@ -13,6 +13,7 @@ def byte_at(token):
     return bytes([token])
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_bytes_one_by_one_give_the_text(text):
     detokenizer = ByteDetokenizer(byte_at)

@@ -102,7 +102,13 @@ def test_a_sequence_that_gives_way_after_its_block_was_copied_is_saved_as_it_is(
 
 @pytest.mark.slow
 def test_any_life_of_the_scheduler():
-    machine_steps.live("scheduler", SchedulerMachine, examples=40, rules_each=60)
+    machine_steps.live(
+        "scheduler",
+        SchedulerMachine,
+        examples=40,
+        rules_each=60,
+        has_seen_all=lambda: all(happened[way] for way in PREEMPTION_MODES),
+    )
     assert all(happened[way] for way in PREEMPTION_MODES), (
         f"these never happened: {[way for way in PREEMPTION_MODES if not happened[way]]}"
     )
