@@ -25,9 +25,8 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.dispatcher import Dispatcher
-from kvrelay.serve.workers.dispatch import SequenceAnswer
 from kvrelay.serve.workers.queries import QueryAnswer
-from kvrelay.serve.workers.worker_link import WorkerLink
+from kvrelay.serve.workers.worker_link import SequenceAnswer, WorkerLink
 
 FIRST_QUERY = 1 << 40  # the dispatcher's own questions are counted from 1
 

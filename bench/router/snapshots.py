@@ -18,7 +18,7 @@ from kvrelay.plane.framing import FrameReader
 from kvrelay.plane.messages import KvSnapshot, decode_from_worker, encode
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
-from kvrelay.serve.workers.index_upkeep import SnapshotSlices
+from kvrelay.serve.workers.queries import SnapshotSlices
 
 NUM_CHANGED = 1000
 AT_ONCE = 100_000  # blocks of each of the other workers

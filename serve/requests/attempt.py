@@ -11,7 +11,8 @@ from kvrelay.plane.messages import TokenLogprob, TokenOutput
 from kvrelay.router.types import Decision
 from kvrelay.serve.requests.retries import AttemptFailed
 from kvrelay.serve.telemetry.observer import RequestObserver
-from kvrelay.serve.workers.dispatch import Placer, Received, Submission
+from kvrelay.serve.workers.membership import Placer
+from kvrelay.serve.workers.worker_link import Received, Submission
 
 
 def _without_first(output: TokenOutput, count: int) -> TokenOutput:

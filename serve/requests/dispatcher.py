@@ -16,10 +16,9 @@ from kvrelay.serve.requests.retries import error_of_refusal
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.telemetry.observer import RequestObserver, ServeStats
 from kvrelay.serve.telemetry.request_log import RequestArrival, RequestLog
-from kvrelay.serve.workers.dispatch import Placer, Submissions
-from kvrelay.serve.workers.membership import Membership
+from kvrelay.serve.workers.membership import Membership, Placer
 from kvrelay.serve.workers.queries import RETRY_AFTER_FULL_S, Queries
-from kvrelay.serve.workers.worker_link import Links
+from kvrelay.serve.workers.worker_link import Links, Submissions
 
 Force = Literal["local", "remote"] | None
 

@@ -18,7 +18,7 @@ from kvrelay.serve.requests.job import GenerationJob
 from kvrelay.serve.requests.request_driver import RequestDriver
 from kvrelay.serve.text.choice_text import ChoiceText, TextPiece
 from kvrelay.serve.text.tokenizer import TextCodec
-from kvrelay.serve.workers.dispatch import Mailbox
+from kvrelay.serve.workers.worker_link import Mailbox
 
 GATED_BLOCKS = 4
 """From this prompt length on, samples beyond one group's wait for the first group's prefill, whose blocks they then

@@ -22,7 +22,8 @@ from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt, TokenOrd
 from kvrelay.serve.requests.job import SloRecord
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
 from kvrelay.serve.telemetry.observer import RequestObserver
-from kvrelay.serve.workers.dispatch import Placer, Submissions
+from kvrelay.serve.workers.membership import Placer
+from kvrelay.serve.workers.worker_link import Submissions
 
 logger = logging.getLogger(__name__)
 

@@ -1,25 +1,134 @@
-"""Which workers this ingress works with: connects to members, checks that they fit, and routes their messages.
+"""Which workers this ingress works with, and where it places each sequence.
 
-Imports no HTTP.
+`Placer` asks the router, keeps deferred requests waiting, and shares what it assigned with other ingresses.
+`Membership` connects to members, checks that they fit, and routes their messages. Imports no HTTP.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
 from kvrelay.config import Settings
+from kvrelay.errors import ConnectionLost
+from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
-from kvrelay.serve.workers.dispatch import Placer, Submissions
-from kvrelay.serve.workers.index_upkeep import IndexAudits, SnapshotSlices
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.workers.pairs import PairWatch
-from kvrelay.serve.workers.queries import Queries, QueryAnswer
-from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, WorkerLink
+from kvrelay.serve.workers.queries import IndexAudits, Queries, QueryAnswer, SnapshotSlices
+from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, Submissions, WorkerLink
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER_BLOCKED_S = 1.0
 _SAME_SETTINGS = "start every worker and ingress with the same settings"
+
+
+def _call_later(delay_s: float, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(delay_s, call)
+
+
+class Placer:
+    """Asks the router for workers, and wakes deferred requests when their turn comes."""
+
+    def __init__(self, router: Router, links: Links, clock: Callable[[], float], *, share_load_s: float) -> None:
+        """share_load_s: shortest time between two reports to other ingresses of what is assigned; 0: no reports."""
+        self._router, self._links, self._clock, self._share_load_s = router, links, clock, share_load_s
+        self._turns: dict[str, asyncio.Future[None]] = {}  # of deferred requests
+        self._sharing = Paced(self._share_assigned, share_load_s, now=clock, after=_call_later)
+        self._has_other_ingresses = False
+        self._blocked: str | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._blocked is not None
+
+    def set_blocked(self, why: str | None) -> None:
+        """Why KV can travel between no two workers: then nothing is placed. None: it can."""
+        self._blocked = why
+
+    def place(self, request: RouteRequest) -> Decision | RoutingRefusal | Deferred:
+        """Choose workers and count the request as theirs. After Deferred: `turn`, then ask again."""
+        if self._blocked is not None:
+            self.give_up(request.request_id)
+            return RoutingRefusal("incompatible", self._blocked, RETRY_AFTER_BLOCKED_S)
+        self._turns.pop(request.request_id, None)
+        choice = self._router.select_and_reserve(request, self._clock())
+        if isinstance(choice, Deferred):
+            self._turns[request.request_id] = asyncio.get_running_loop().create_future()
+        self.load_changed()
+        return choice
+
+    async def turn(self, request_id: str) -> None:
+        """Wait until a deferred request may be placed; a caller that is cancelled meanwhile loses its turn."""
+        turn = self._turns[request_id]
+        try:
+            await turn
+        except BaseException:
+            self.give_up(request_id)
+            raise
+
+    def give_up(self, request_id: str) -> None:
+        """The request is deferred no more, and nothing is counted for it."""
+        self._turns.pop(request_id, None)
+        self._router.on_end(request_id)
+        self.wake_deferred()
+
+    # ---- placed requests
+
+    def prefill_tokens_per_s(self, worker_id: str) -> float:
+        """Measured prefill speed of a worker; 0: not known."""
+        return self._router.prefill_tokens_per_s(worker_id)
+
+    def first_token(self, request_id: str, output: wire.TokenOutput, now_s: float) -> None:
+        """The prompt is computed: its tokens no longer queue anywhere."""
+        self._router.on_first_token(request_id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0)
+        self.load_changed()
+
+    def narrowed(self, request_id: str, num_sequences: int) -> None:
+        """Only so many sequences of a group still run."""
+        self._router.on_narrowed(request_id, num_sequences)
+        self.load_changed()
+
+    def finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
+        """The request ran to its own end on these workers; the forecast learns from it. `ended` must follow."""
+        self._router.on_finished(request_id, num_tokens, tpot_s, now_s)
+
+    def ended(self, request_id: str) -> None:
+        """Nothing is counted for the request any more. Idempotent."""
+        self._router.on_end(request_id)
+        self.load_changed()
+
+    # ---- deferral and load sharing
+
+    def wake_deferred(self) -> None:
+        """Call after anything that may let a deferred request go: load, a first token, an end, a worker that comes
+        or goes.
+        """
+        while (request_id := self._router.take_ready()) is not None:
+            turn = self._turns[request_id]
+            if not turn.done():
+                turn.set_result(None)
+
+    def load_changed(self) -> None:
+        """What the router counts at some worker has changed."""
+        self.wake_deferred()
+        if self._share_load_s and self._has_other_ingresses:
+            self._sharing.request()
+
+    def apply_others(self, worker_id: str, others: wire.AssignedByOthers) -> None:
+        """What other ingresses have assigned to a worker."""
+        if self._share_load_s:
+            self._has_other_ingresses |= others.num_others > 0
+            self._router.apply_others(worker_id, others)
+            self.load_changed()
+
+    def _share_assigned(self) -> None:
+        for worker_id, assigned in self._router.take_assigned():
+            with contextlib.suppress(ConnectionLost):
+                self._links.send(worker_id, assigned)
 
 
 class Membership:

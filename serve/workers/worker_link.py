@@ -1,7 +1,7 @@
-"""The ingress's connections to workers: one link to each member, which reconnects while the worker is a member.
+"""The ingress's connections to workers, and which of their messages belong to which sequence.
 
-Owns the sockets, the Welcome/Subscribe exchange and the reconnecting, not what messages mean. Imports no HTTP and no
-router.
+One link to each member reconnects while the worker is a member; `Submissions` passes what comes over the links to the
+sequence that waits for it. Imports no HTTP and no router.
 """
 
 import asyncio
@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
-from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError
+from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError, RequestError
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
@@ -26,6 +27,12 @@ LAST_BACKOFF_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 5.0  # a retired worker that sends nothing for this long is dead
 _RETIRE_POLL_S = 0.1
+
+SequenceAnswer = wire.TokenOutput | wire.Reserved | wire.Refused | wire.Failed | wire.Transferred
+Received = SequenceAnswer | ConnectionLost | RequestError
+"""What a submission receives: a worker's message, the loss of its connection, or the end of the request's time."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +217,109 @@ class Links:
             if link.is_up:
                 with contextlib.suppress(ConnectionLost):
                     link.send(message)
+
+
+# ---- sequences
+
+
+class Mailbox(Generic[T]):
+    """Items for one waiting reader. Writers never wait; they bound what they write."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def get_all(self) -> list[T]:
+        """Everything since the last call; waits while there is nothing."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+
+class Submissions:
+    """Every sequence that was submitted to workers, by its id there."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._open: dict[str, Submission] = {}
+
+    def open(self, request_id: str) -> "Submission":
+        """From now on messages under this id are received; `close` it."""
+        submission = self._open[request_id] = Submission(request_id, self._links, self._open)
+        return submission
+
+    def deliver(self, worker_id: str, answer: SequenceAnswer) -> None:
+        """Pass a worker's message to the sequence that waits for it; without one, drop it."""
+        submission = self._open.get(answer.request_id)
+        if submission is not None:
+            submission.inbox.put((worker_id, answer))
+
+    def holds(self, link: WorkerLink) -> bool:
+        """Whether a sequence that was sent over this link still runs there."""
+        return any(submission.is_held_by(link) for submission in self._open.values())
+
+    def link_lost(self, link: WorkerLink, why: str) -> None:
+        for submission in list(self._open.values()):
+            if submission.is_held_by(link):
+                submission.inbox.put((link.worker_id, ConnectionLost(why)))
+
+
+class Submission:
+    """One sequence under one id: which workers hold something for it, and what came back.
+
+    The id is unique per attempt, so that a message of an earlier attempt is never taken for this one's.
+    """
+
+    __slots__ = ("_holders", "_links", "_open", "id", "inbox")
+
+    def __init__(self, request_id: str, links: Links, submissions: "dict[str, Submission]") -> None:
+        self.id = request_id
+        self._links, self._open = links, submissions
+        self._holders: dict[str, WorkerLink] = {}  # by worker, the link that the sequence was sent over
+        self.inbox: Mailbox[tuple[str, Received]] = Mailbox()  # with the worker that each item is from
+
+    @property
+    def is_closed(self) -> bool:
+        return self.id not in self._open
+
+    def send(self, worker_id: str, message: wire.ToWorker) -> None:
+        """From now on the worker holds something. Raises ConnectionLost: then it holds nothing."""
+        self._holders.pop(worker_id, None)
+        self._holders[worker_id] = self._links.send(worker_id, message)
+
+    def released(self, worker_id: str) -> bool:
+        """The worker holds nothing any more. Whether it did."""
+        return self._holders.pop(worker_id, None) is not None
+
+    def is_held_by(self, link: WorkerLink) -> bool:
+        return self._holders.get(link.worker_id) is link
+
+    def abort_choice(self, choice: int) -> None:
+        """Have workers stop computing one choice of a group."""
+        for link in self._holders.values():
+            with contextlib.suppress(ConnectionLost):
+                link.send(wire.Abort(request_id=self.id, choice=choice))
+
+    def close(self, reason: str) -> None:
+        """Every worker that still holds something gets an Abort. Idempotent."""
+        if self._open.get(self.id) is not self:
+            return
+        del self._open[self.id]
+        for link in self._holders.values():
+            try:
+                link.send(wire.Abort(request_id=self.id, reason=reason))
+            except ConnectionLost:
+                logger.debug("request %s: worker %s is gone, nothing to abort", self.id, link.worker_id)

@@ -11,7 +11,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE
 from kvrelay.router.types import IndexState
-from kvrelay.serve.workers.index_upkeep import SLICE_S, SnapshotSlices
+from kvrelay.serve.workers.queries import SLICE_S, SnapshotSlices
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, alphabet
 from tests.serve.conftest import collect, sequence
