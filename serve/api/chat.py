@@ -45,7 +45,7 @@ from kvrelay.serve.api.replies import Chat, ChatChoice, ChatLogprobs, ChatMessag
 from kvrelay.serve.api.schemas import ChatBody
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
-from kvrelay.serve.telemetry.request_log import RequestArrival
+from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.choice_text import TextOptions, TextPiece
 from kvrelay.serve.text.tokenizer import encode_text
 

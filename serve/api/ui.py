@@ -19,8 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api.endpoint import INGRESS, Front
 from kvrelay.serve.api.http import EventStream, check_api_key
-from kvrelay.serve.telemetry.live import LiveFeed, snapshot
-from kvrelay.serve.telemetry.request_log import REQUESTS_KEPT
+from kvrelay.serve.telemetry.live import LiveFeed, request_detail, request_row, snapshot
+from kvrelay.serve.telemetry.observer import REQUESTS_KEPT
 
 STALL_S = 30.0  # a viewer that reads nothing for this long counts as gone
 CHOICES_SHOWN = 64  # of one HTTP request
@@ -96,7 +96,7 @@ async def requests(front: Front, request: Request) -> Response:
     """Every request in the log, newest first. Raises InvalidRequest (401)."""
     check_api_key(request, front.settings.serve.api_key)
     now_s, log = front.dispatcher.clock(), front.dispatcher.requests
-    return _json({"ingress": INGRESS, "requests": [record.row(now_s) for record in log.newest(len(log))]})
+    return _json({"ingress": INGRESS, "requests": [request_row(record, now_s) for record in log.newest(len(log))]})
 
 
 async def one_request(front: Front, request: Request) -> Response:
@@ -106,7 +106,7 @@ async def one_request(front: Front, request: Request) -> Response:
     found = front.dispatcher.requests.find(request_id)
     if not found:
         raise InvalidRequest(_not_here(request_id), None, 404, "request_not_here")
-    return _json({"ingress": INGRESS, "requests": [record.detail(now_s) for record in found[:CHOICES_SHOWN]]})
+    return _json({"ingress": INGRESS, "requests": [request_detail(record, now_s) for record in found[:CHOICES_SHOWN]]})
 
 
 def _not_here(request_id: str) -> str:

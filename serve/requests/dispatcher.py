@@ -14,8 +14,7 @@ from kvrelay.serve.requests.job import SloRecord
 from kvrelay.serve.requests.request_driver import RequestDriver
 from kvrelay.serve.requests.retries import error_of_refusal
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.telemetry.observer import RequestObserver, ServeStats
-from kvrelay.serve.telemetry.request_log import RequestArrival, RequestLog
+from kvrelay.serve.telemetry.observer import RequestArrival, RequestLog, RequestObserver, ServeStats
 from kvrelay.serve.workers.membership import Membership, Placer
 from kvrelay.serve.workers.queries import RETRY_AFTER_FULL_S, Queries
 from kvrelay.serve.workers.worker_link import Links, Submissions
@@ -62,7 +61,9 @@ class Dispatcher:
         if self.stats.running + request.num_sequences > limit:
             self.stats.outcomes["overloaded"] += 1
             error = Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
-            self.requests.refuse(request, error, "overloaded", self.clock(), arrival)
+            record = self.requests.begin(request, self.clock(), arrival)
+            self.requests.failed(record, error)
+            self.requests.end(record, "overloaded", self.clock())
             raise error
         observer = RequestObserver(self.stats, self.requests, request, self.clock, explain=explain, arrival=arrival)
         return RequestDriver(

@@ -10,7 +10,7 @@ from kvrelay.plane.messages import Beams, KvHints, Sampling
 from kvrelay.router.objectives import SloRequirement, SloTarget, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.telemetry.request_log import RequestArrival
+from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.choice_text import TextOptions
 from kvrelay.settings.router import SloSettings
 

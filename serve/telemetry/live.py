@@ -15,8 +15,7 @@ from kvrelay import __version__
 from kvrelay.errors import Overloaded
 from kvrelay.plane.messages import LoadReport
 from kvrelay.router.decision.router import Router
-from kvrelay.serve.telemetry.observer import ServeStats
-from kvrelay.serve.telemetry.request_log import RequestLog
+from kvrelay.serve.telemetry.observer import RequestLog, RequestRecord, ServeStats
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import WorkerPair
 from kvrelay.serve.workers.worker_link import WorkerLink
@@ -54,7 +53,7 @@ def snapshot(
             "output_tokens": stats.output_tokens,
             "cached_prefix_tokens": stats.cached_prefix_tokens,
         },
-        "requests": [record.row(now_s) for record in requests.newest(ROWS_SHOWN)],
+        "requests": [request_row(record, now_s) for record in requests.newest(ROWS_SHOWN)],
     }
 
 
@@ -88,6 +87,46 @@ def _pair(pair: WorkerPair, in_flight: int) -> dict[str, Any]:
         "path": path.path if path is not None else None,
         "bytes_per_s": path.bytes_per_s if path is not None else 0.0,
     }
+
+
+def request_row(record: RequestRecord, now_s: float) -> dict[str, Any]:
+    """One row of the page's table; durations in seconds, `age_s` since it arrived."""
+    end_s = now_s if record.ended_s is None else record.ended_s
+    return {
+        "id": record.request_id,
+        "state": _state(record),
+        "is_live": record.ended_s is None,
+        "path": record.path,
+        "prefill": record.prefill,
+        "decode": record.decode,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "tokens": record.num_tokens,
+        "max_tokens": record.max_tokens,
+        "attempts": record.attempts,
+        "age_s": now_s - record.started_s,
+        "total_s": end_s - record.started_s,
+        "ttft_s": None if record.first_s is None else record.first_s - record.started_s,
+        "why": record.why,
+    }
+
+
+def _state(record: RequestRecord) -> str:
+    """Its outcome, or its current stage."""
+    if record.outcome is not None:
+        return record.outcome
+    if record.num_tokens:
+        return "KV in transfer" if record.is_transferring else "decoding"
+    return record.stages[-1].name if record.stages else "arrived"
+
+
+def request_detail(record: RequestRecord, now_s: float) -> dict[str, Any]:
+    """The row and every stage, ordered by time."""
+    stages = sorted(record.stages, key=lambda stage: stage.at_s)
+    gaps = record.num_tokens - 1
+    tpot_s = (record.last_s - record.first_s) / gaps if record.first_s and record.last_s and gaps > 0 else None
+    plain = [{"name": stage.name, "at_s": stage.at_s, **stage.facts} for stage in stages]
+    return {**request_row(record, now_s), "tpot_s": tpot_s, "stages": plain}
 
 
 class LiveFeed:

@@ -1,22 +1,28 @@
-"""What the ingress records of its requests: counters and histograms, and the one observer through which a sequence
-reports.
+"""What the ingress records of its requests: counters and histograms, the log of the last requests with the time of each
+stage, and the one observer through which a sequence reports.
 
-Cheap enough for every token. The counters are plain numbers, which metrics.py reads when Prometheus asks.
+Cheap enough for every token. metrics.py and live.py read what is recorded here. The log keeps no prompt text and no
+tokens, only counts; running requests are bounded by admission, ended ones by REQUESTS_KEPT.
 """
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.errors import KvrelayError
 from kvrelay.plane import messages as wire
 from kvrelay.router.objectives import SloVerdict
 from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
-from kvrelay.serve.telemetry.request_log import RequestArrival, RequestLog
 from kvrelay.tracing import spans_of
+
+REQUESTS_KEPT = 512
+STAGES_KEPT = 48  # of a request; after many retries the stages in the middle are dropped
+CANDIDATES_KEPT = 4
+WHY_CHARS = 240
 
 _TTFT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
@@ -77,10 +83,123 @@ class ServeStats:
     cached_prefix_tokens: int = 0
 
 
+# ---- the log of requests
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrival:
+    """When a request's head was read, and when its prompt was tokenised."""
+
+    arrived_s: float
+    tokenised_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`at_s` counts from the request's arrival. `facts` are numbers and names, never the client's text."""
+
+    name: str
+    at_s: float
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The log of one sequence, written by its RequestObserver. None: not reached yet. A record of 19 attributes."""
+
+    request_id: str
+    number: int  # serial number at this ingress
+    started_s: float
+    prompt_tokens: int
+    max_tokens: int
+    stages: list[Stage] = field(default_factory=list)
+    path: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    outcome: str | None = None
+    why: str = ""
+    attempts: int = 0
+    num_tokens: int = 0  # delivered
+    cached_tokens: int = 0
+    first_s: float | None = None  # of the first and last delivered tokens
+    last_s: float | None = None
+    ended_s: float | None = None
+    is_transferring: bool = False  # its KV is being transferred from P to D, or will be as soon as it is computed
+    submitted_s: float = 0.0
+
+    def note(self, name: str, now_s: float, **facts: Any) -> None:
+        """Add a stage. Facts that are None are left out."""
+        if len(self.stages) == STAGES_KEPT:
+            del self.stages[STAGES_KEPT // 2]
+        given = {key: value for key, value in facts.items() if value is not None}
+        self.stages.append(Stage(name, now_s - self.started_s, given))
+
+
+class RequestLog:
+    """The running sequences, and the last `limit` that have ended."""
+
+    def __init__(self, limit: int = REQUESTS_KEPT) -> None:
+        self.refusals: Counter[str] = Counter()  # failed sequences by the error's code
+        self._live: dict[str, RequestRecord] = {}
+        self._ended: deque[RequestRecord] = deque(maxlen=limit)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._live) + len(self._ended)
+
+    def begin(self, request: wire.SequenceRequest, now_s: float, arrival: RequestArrival | None) -> RequestRecord:
+        """A sequence runs from now until `end`."""
+        self._count += 1
+        started_s = arrival.arrived_s if arrival is not None else now_s
+        counts = request.num_prompt_tokens, request.sampling.max_tokens
+        record = RequestRecord(request.request_id, self._count, started_s, *counts, submitted_s=started_s)
+        record.note("arrived", record.started_s)
+        if arrival is not None:
+            record.note("tokenised", arrival.tokenised_s, prompt_tokens=request.num_prompt_tokens)
+        self._live[record.request_id] = record
+        return record
+
+    def failed(self, record: RequestRecord, error: KvrelayError) -> None:
+        """Note the error that is about to end it."""
+        self.refusals[getattr(error, "code", None) or type(error).__name__] += 1
+        record.why = str(error)[:WHY_CHARS]
+
+    def end(self, record: RequestRecord, outcome: str, now_s: float) -> None:
+        """It has ended. Idempotent."""
+        if record.outcome is not None:
+            return
+        record.outcome, record.ended_s, record.is_transferring = outcome, now_s, False
+        record.note("ended", now_s, outcome=outcome, tokens=record.num_tokens, because=record.why or None)
+        if self._live.get(record.request_id) is record:
+            del self._live[record.request_id]
+        self._ended.append(record)
+
+    def newest(self, limit: int) -> list[RequestRecord]:
+        """Running sequences, then ended ones, each newest first."""
+        live = sorted(self._live.values(), key=lambda record: -record.number)
+        return [*live, *reversed(self._ended)][:limit]
+
+    def find(self, request_id: str) -> list[RequestRecord]:
+        """The sequence of this id, or all sequences of the HTTP request of this id."""
+        records = [*self._live.values(), *self._ended]
+        return [one for one in records if request_id in (one.request_id, one.request_id.rpartition("-")[0])]
+
+    def num_transfers(self) -> Counter[tuple[str, str]]:
+        """KV transfers in flight, by (prefill worker, decode worker)."""
+        return Counter(
+            (record.prefill, record.decode)
+            for record in self._live.values()
+            if record.is_transferring and record.prefill is not None and record.decode is not None
+        )
+
+
+# ---- one sequence
+
+
 class RequestObserver:
     """Records one sequence while it runs: in the counters, in the request log, as spans, and for `x-kvrelay-explain`.
 
-    Times are seconds of `clock`. 14 attributes: the four places that it records in, and the sequence's own times.
+    Times are seconds of `clock`.
     """
 
     def __init__(
@@ -93,42 +212,45 @@ class RequestObserver:
         explain: Explain | None,
         arrival: RequestArrival | None,
     ) -> None:
-        self.started_s = clock()
-        self._stats, self._log, self._clock, self._explain = stats, log, clock, explain
+        self.now_s, self.started_s = clock, clock()
+        self._stats, self._log, self._explain = stats, log, explain
         self._num_sequences, self._is_group = request.num_sequences, request.group is not None
         self._record = log.begin(request, self.started_s, arrival)
-        self._spans = spans_of(request.traceparent, request_id=request.request_id)
-        self._first_s = self._last_s = 0.0
+        # without a traceparent it is not traced: no span is made, not even an empty one
+        self._spans = spans_of(request.traceparent, request_id=request.request_id) if request.traceparent else None
         self._last_of: dict[int, float] = {}  # when each choice's last tokens came
-        self.num_tokens = 0
         self._phase_s = 0.0  # when the phase began that is measured now: placing, deferred or reserving
         stats.running += self._num_sequences
         stats.prompt_tokens += request.num_prompt_tokens
         stats.prompt_squares += request.num_prompt_tokens**2
 
-    def now_s(self) -> float:
-        return self._clock()
+    @property
+    def num_tokens(self) -> int:
+        """Delivered."""
+        return self._record.num_tokens
 
     @property
     def tpot_s(self) -> float:
         """Mean time per token after the first; 0 for one token, and for groups, whose choices come side by side."""
-        gaps = self.num_tokens - 1
-        return (self._last_s - self._first_s) / gaps if gaps > 0 and not self._is_group else 0.0
+        record = self._record
+        if record.first_s is None or record.last_s is None or record.num_tokens < 2 or self._is_group:
+            return 0.0
+        return (record.last_s - record.first_s) / (record.num_tokens - 1)
 
     @property
     def ttft_s(self) -> float:
-        return self._first_s - self.started_s
+        return (self._record.first_s or 0.0) - self.started_s
 
     # ---- place
 
     def placing(self, attempt: int) -> None:
-        self._phase_s = self._clock()
+        self._phase_s = self.now_s()
         if self._spans is not None:
             self._spans.begin("route", attempt=attempt)
 
     def deferred(self, predicted_ttft_s: float) -> float:
         """The router has deferred the request. Returns when."""
-        now_s = self._clock()
+        now_s = self.now_s()
         self._stats.deferred += 1
         self._record.note("deferred", now_s, predicted_ttft_s=predicted_ttft_s)
         if self._spans is not None:
@@ -137,7 +259,7 @@ class RequestObserver:
 
     def resumed(self, deferred_s: float) -> None:
         """A request that was deferred then may be placed now."""
-        waited_s = self._clock() - deferred_s
+        waited_s = self.now_s() - deferred_s
         self._phase_s += waited_s
         if self._spans is not None:
             self._spans.end("deferred")
@@ -145,14 +267,33 @@ class RequestObserver:
             self._explain.deferred_s += waited_s
 
     def placed(self, decision: Decision | RoutingRefusal, previous_failure: str) -> None:
+        """The router has decided. The stage's `why`: the non-zero terms of the policy's score."""
         if self._spans is not None:
             self._spans.end("route", **span_attributes(decision, previous_failure))
         if isinstance(decision, RoutingRefusal):
             return
+        now_s, record = self.now_s(), self._record
         self._stats.decisions[decision.path] += 1
-        self._record.routed(decision, self._clock())
+        record.attempts += 1
+        record.path, record.prefill, record.decode = decision.path, decision.prefill, decision.decode
+        record.note(
+            "routed",
+            now_s,
+            path=decision.path,
+            prefill=decision.prefill,
+            decode=decision.decode,
+            predicted_ttft_s=decision.predicted_ttft_s,
+            cached_tokens=decision.cached_tokens_prefill,
+            held_tokens=decision.cached_tokens_decode,
+            score_s=decision.score,
+            why={name: value for name, value in decision.policy_terms.items() if value},
+            candidates=[
+                {"path": other.path, "prefill": other.prefill, "decode": other.decode, "score_s": other.score}
+                for other in decision.candidates[:CANDIDATES_KEPT]
+            ],
+        )
         if self._explain is not None:
-            self._explain.route_s += self._clock() - self._phase_s
+            self._explain.route_s += now_s - self._phase_s
             self._explain.decisions.append(decision)
 
     def judged(self, verdict: SloVerdict) -> None:
@@ -161,37 +302,62 @@ class RequestObserver:
     # ---- reserve, prefill, commit
 
     def reserving(self, worker_id: str) -> None:
-        self._phase_s = self._clock()
+        self._phase_s = self.now_s()
         if self._spans is not None:
             self._spans.begin("reserve", worker=worker_id)
 
     def reserved(self, message: wire.Reserved) -> None:
-        now_s = self._clock()
-        self._record.reserved(message, now_s)
+        now_s, held = self.now_s(), message.held_tokens
+        self._record.note("reserved", now_s, worker=self._record.decode, held_tokens=held, waited_s=message.waited_s)
         if self._spans is not None:
             self._spans.end("reserve")
         if self._explain is not None:
-            self._explain.held_tokens = message.held_tokens
+            self._explain.held_tokens = held
             self._explain.reserve_s += now_s - self._phase_s
 
     def submitted(self, worker_id: str, message: object) -> None:
-        now_s = self._clock()
+        """The sequence is sent to a worker, to reserve blocks or to compute it."""
+        record = self._record
+        record.submitted_s = now_s = self.now_s()
+        record.is_transferring = isinstance(message, wire.Prefill) and message.ticket is not None
+        what = "reservation requested" if isinstance(message, wire.Reserve) else "prefill requested"
+        record.note(what, now_s, worker=worker_id)
         if self._explain is not None and self._explain.first_token_s is None:
             self._explain.dispatched_s = now_s
-        self._record.submitted(worker_id, message, now_s)
 
     def first_token(self, output: wire.TokenOutput) -> float:
-        """An attempt's first token has come from a worker. Returns when."""
-        now_s = self._clock()
-        self._stats.cached_prefix_tokens += output.cached_tokens or 0
-        self._record.first_token(output, now_s)
+        """An attempt's first token has come from a worker. Returns when.
+
+        The start of the prefill follows from the worker's compute time: it reports nothing before the first token.
+        """
+        now_s, cached, record = self.now_s(), output.cached_tokens or 0, self._record
+        queue_s, compute_s, chunks = 0.0, 0.0, 0
+        if output.timings is not None:
+            queue_s, compute_s, chunks = output.timings.queue_s, output.timings.compute_s, output.timings.num_chunks
+        prefill_s = min(max(now_s - compute_s, record.submitted_s), now_s)
+        worker, record.cached_tokens = record.prefill or record.decode, cached
+        record.note("prefill started", prefill_s, worker=worker, queued_s=queue_s, cached_tokens=cached)
+        record.note("first token", now_s, worker=worker, compute_s=compute_s, chunks=chunks)
+        self._stats.cached_prefix_tokens += cached
         if self._explain is not None:
             self._explain.on_first_token(output, now_s)
         return now_s
 
     def transferred(self, message: wire.Transferred) -> None:
+        record = self._record
+        record.is_transferring = False
+        record.note(
+            "KV transferred",
+            self.now_s(),
+            source=record.prefill,
+            target=record.decode,
+            over=message.transport,
+            blocks=message.blocks,
+            bytes=message.num_bytes,
+            read_s=message.seconds,
+            exposed_s=message.exposed_s,
+        )
         self._stats.transfer_s.observe(message.seconds)
-        self._record.transferred(message, self._clock())
         if self._explain is not None:
             self._explain.transfer = message
 
@@ -199,22 +365,22 @@ class RequestObserver:
 
     def delivered(self, output: wire.TokenOutput) -> None:
         """Tokens leave for the client."""
-        stats, now_s, count = self._stats, self._clock(), len(output.token_ids)
+        stats, record, now_s, count = self._stats, self._record, self.now_s(), len(output.token_ids)
         stats.output_tokens += count
-        self.num_tokens += count
-        self._record.tokens(count, now_s)
+        record.num_tokens += count
         last_s = self._last_of.get(output.choice)
-        if self._last_s == 0.0:
-            self._first_s = now_s
+        if record.first_s is None:
+            record.first_s = now_s
             stats.ttft_s.observe(now_s - self.started_s)
         elif count and last_s is not None:
             stats.itl_s.observe((now_s - last_s) / count, count)
-        self._last_s = self._last_of[output.choice] = now_s
+        record.last_s = self._last_of[output.choice] = now_s
 
     def attempt_failed(self, worker_id: str, code: str, why: str) -> None:
         if self._spans is not None:
             self._spans.close(code)
-        self._record.attempt_failed(worker_id, code, why, self._clock())
+        self._record.is_transferring = False
+        self._record.note("attempt failed", self.now_s(), worker=worker_id, code=code, because=why[:WHY_CHARS])
 
     def retried(self, *, is_fault: bool) -> None:
         """Another attempt follows; is_fault: after a worker's fault."""
@@ -228,7 +394,7 @@ class RequestObserver:
         self._stats.slo_outcomes[class_name, is_kept] += 1
 
     def ended(self, outcome: str) -> None:
-        stats, now_s = self._stats, self._clock()
+        stats, now_s = self._stats, self.now_s()
         if self._spans is not None:
             self._spans.close(outcome)
         self._log.end(self._record, outcome, now_s)

@@ -1,4 +1,6 @@
-"""Questions to workers, outside of any sequence: status, cache reset, prefetch, audit. Imports no HTTP."""
+"""Questions to workers, outside of any sequence: status, cache reset, prefetch, audit. And what keeps the ingress's
+prefix index true: audits of what it claims, and snapshots that it takes in a slice at a time. Imports no HTTP.
+"""
 
 import asyncio
 import contextlib
@@ -97,10 +99,10 @@ class Queries:
 
 logger = logging.getLogger(__name__)
 
-NUM_AUDITED = 64
-"""Hashes in one audit."""
-SLICE_S = 0.001
-"""Longest work on snapshots between two polls of the sockets."""
+# ---- the prefix index
+
+NUM_AUDITED = 64  # hashes in one audit
+SLICE_S = 0.001  # longest work on snapshots between two polls of the sockets
 
 
 class SnapshotSlices:
