@@ -23,7 +23,7 @@ from kvrelay.serve.api.session_endpoints import delete_session, get_session, put
 from kvrelay.serve.api.sessions import LocalSessions, Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
-from kvrelay.serve.text.tokenizer import TextCodec
+from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.sizes import parse_bytes
 
 __all__ = ["ModelCard", "create_app"]
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 def create_app(
     dispatcher: Dispatcher,
-    tokenizer: TextCodec,
+    tokenizer: Tokenizer,
     settings: Settings,
     model: ModelCard,
     sessions: Sessions | None = None,

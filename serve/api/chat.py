@@ -46,8 +46,7 @@ from kvrelay.serve.api.schemas import ChatBody
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
 from kvrelay.serve.telemetry.observer import RequestArrival
-from kvrelay.serve.text.choice_text import TextOptions, TextPiece
-from kvrelay.serve.text.tokenizer import encode_text
+from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
 
 
 async def chat_completions(front: Front, request: Request) -> Response:

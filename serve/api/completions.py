@@ -47,8 +47,7 @@ from kvrelay.serve.api.schemas import CompletionBody
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
 from kvrelay.serve.telemetry.observer import RequestArrival
-from kvrelay.serve.text.choice_text import TextOptions, TextPiece
-from kvrelay.serve.text.tokenizer import encode_text
+from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
 
 
 async def completions(front: Front, request: Request) -> Response:

@@ -25,8 +25,7 @@ from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.text.choice_text import TextPiece
-from kvrelay.serve.text.tokenizer import TextCodec
+from kvrelay.serve.text.tokenizer import TextPiece, Tokenizer
 
 B = TypeVar("B", bound=Common)
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class Front:
     """The parts that endpoints work with."""
 
     dispatcher: Dispatcher
-    codec: TextCodec
+    codec: Tokenizer
     settings: Settings
     model: ModelCard
     sessions: Sessions

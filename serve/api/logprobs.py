@@ -2,10 +2,10 @@
 
 from kvrelay.plane.messages import TokenLogprob
 from kvrelay.serve.api.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from kvrelay.serve.text.tokenizer import TextCodec
+from kvrelay.serve.text.tokenizer import Tokenizer
 
 
-def token_text(codec: TextCodec, token_id: int) -> str:
+def token_text(codec: Tokenizer, token_id: int) -> str:
     """A token as logprobs name it; a part of a character as `bytes:\\xe2\\x80`, so that names stay distinct."""
     data = codec.token_bytes(token_id)
     try:
@@ -14,12 +14,12 @@ def token_text(codec: TextCodec, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(codec: TextCodec, logprobs: list[TokenLogprob], num_top: int) -> ChatLogprobs:
+def chat_logprobs(codec: Tokenizer, logprobs: list[TokenLogprob], num_top: int) -> ChatLogprobs:
     """Chat's form: one entry per token, each with its `num_top` alternatives."""
     return ChatLogprobs(content=[_chat_logprob(codec, entry, num_top) for entry in logprobs])
 
 
-def _chat_logprob(codec: TextCodec, entry: TokenLogprob, num_top: int) -> ChatLogprob:
+def _chat_logprob(codec: Tokenizer, entry: TokenLogprob, num_top: int) -> ChatLogprob:
     return ChatLogprob(
         token=token_text(codec, entry.token_id),
         logprob=_finite(entry.logprob),
@@ -32,7 +32,7 @@ def _chat_logprob(codec: TextCodec, entry: TokenLogprob, num_top: int) -> ChatLo
 
 
 def completion_logprobs(
-    codec: TextCodec, logprobs: list[TokenLogprob], offsets: list[int], num_top: int
+    codec: Tokenizer, logprobs: list[TokenLogprob], offsets: list[int], num_top: int
 ) -> CompletionLogprobs:
     """Completions' form. The sampled token is always among `top_logprobs`, as OpenAI has it."""
     answer = CompletionLogprobs(text_offset=list(offsets), token_logprobs=[], tokens=[], top_logprobs=[])
@@ -51,7 +51,7 @@ def _finite(logprob: float) -> float:
 
 
 def echo_logprobs(
-    codec: TextCodec, prompt: list[int], logprobs: list[TokenLogprob], num_top: int
+    codec: Tokenizer, prompt: list[int], logprobs: list[TokenLogprob], num_top: int
 ) -> CompletionLogprobs:
     """The prompt's own tokens: the first has no log-probability. `logprobs` is for prompt[1:]."""
     detokenizer, offsets, num_chars = codec.detokenizer(starts_text=True), [], 0

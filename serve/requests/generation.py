@@ -16,8 +16,7 @@ from kvrelay.plane.messages import Group, SequenceRequest, TokenOutput
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.job import GenerationJob
 from kvrelay.serve.requests.request_driver import RequestDriver
-from kvrelay.serve.text.choice_text import ChoiceText, TextPiece
-from kvrelay.serve.text.tokenizer import TextCodec
+from kvrelay.serve.text.tokenizer import ChoiceText, TextPiece, Tokenizer
 from kvrelay.serve.workers.worker_link import Mailbox
 
 GATED_BLOCKS = 4
@@ -111,7 +110,7 @@ class _Stream:
 class Generation:
     """Runs a job. `pieces` yields lists of (choice index, piece), everything at hand at once."""
 
-    def __init__(self, dispatcher: Dispatcher, codec: TextCodec, job: GenerationJob) -> None:
+    def __init__(self, dispatcher: Dispatcher, codec: Tokenizer, job: GenerationJob) -> None:
         self.dispatcher, self.codec, self.job = dispatcher, codec, job
         self.num_output_tokens = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt, as its first sample found it

@@ -11,7 +11,7 @@ from kvrelay.router.objectives import SloRequirement, SloTarget, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.telemetry.observer import RequestArrival
-from kvrelay.serve.text.choice_text import TextOptions
+from kvrelay.serve.text.tokenizer import TextOptions
 from kvrelay.settings.router import SloSettings
 
 DEFAULT_CLASS = "default"

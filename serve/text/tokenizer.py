@@ -1,4 +1,5 @@
-"""Text to tokens and back for one prepared model folder: tokenizer, incremental detokenizer, chat template.
+"""Text to tokens and back for one prepared model folder: tokenizer, incremental detokenizer, chat template, and each
+choice's text from its token outputs.
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json. Imports
 tokenizers and jinja2, never torch or transformers.
@@ -13,6 +14,7 @@ import codecs
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -22,9 +24,11 @@ import jinja2.sandbox
 import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
+from kvrelay.plane.messages import TokenLogprob, TokenOutput
+from kvrelay.serve.text.model_folder import checked_vocab_size, ids_of, read_json, special_tokens, template_source
+from kvrelay.serve.text.stop import StopMatcher
 
 LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -139,76 +143,6 @@ def bytes_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | N
     return None
 
 
-class TextCodec(Protocol):
-    """The tokenizer as the HTTP API uses it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids below this are valid model input."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """A token's bytes, special tokens as their names."""
-
-    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
-        """For a new sequence. starts_text: the output is a new text, not the continuation of one."""
-
-
-async def encode_text(codec: TextCodec, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Tokens of `text`; a long text is tokenised on a thread, so that the event loop is not blocked."""
-    if len(text) <= LONG_TEXT_CHARS:
-        return codec.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} when the file is absent. Raises ModelError on anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(str(path), f"cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(str(path), "is not a JSON object")
-    return data
-
-
-def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens' names as templates see them; later sources win."""
-    found: dict[str, str] = {}
-    for source in sources:
-        for name in _SPECIAL_NAMES:
-            value = source.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found[name] = text
-    return found
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several named ones
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
-
-
-def _ids(value: Any) -> frozenset[int]:
-    if isinstance(value, list):
-        return frozenset(int(item) for item in value)
-    return frozenset() if value is None else frozenset((int(value),))
-
-
 class Tokenizer:
     """A prepared folder's tokenizer. Safe to use from threads."""
 
@@ -227,36 +161,19 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._bytes_function = bytes_function(decoder)
         self._leading_spaces = leading_spaces(decoder)
-        config = _read_json(folder / "config.json")
-        self.vocab_size = self._checked_vocab_size(folder, config)
-        tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        self.eos_ids = _ids(
-            _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+        config = read_json(folder / "config.json")
+        self.vocab_size = checked_vocab_size(self._tokenizer, folder, config)
+        tokenizer_config = read_json(folder / "tokenizer_config.json")
+        self.eos_ids = ids_of(
+            read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         )
-        special = _special_tokens(_read_json(folder / "special_tokens_map.json"), tokenizer_config)
-        template = _template_source(folder, tokenizer_config)
+        special = special_tokens(read_json(folder / "special_tokens_map.json"), tokenizer_config)
+        template = template_source(folder, tokenizer_config)
         self._template = ChatTemplate(template, special) if template is not None else None
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._bytes: dict[int, bytes] = {}
-
-    def _checked_vocab_size(self, folder: Path, config: Mapping[str, Any]) -> int:
-        """The model's vocabulary; a tokenizer whose own words do not fit into it is another model's.
-
-        Added tokens aside, even where its vocabulary lists them too: Gemma 3's text models lack the image token.
-        """
-        own = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
-        text_config = config.get("text_config")
-        size = config.get("vocab_size") or (text_config or {}).get("vocab_size")
-        if size is None:
-            return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-        if own > size:
-            added = self._tokenizer.get_added_tokens_decoder()
-            own = 1 + max(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added.keys(), default=-1)
-        if own > size:
-            raise ModelError(str(folder), f"wrong tokenizer: it has {own} tokens, the model has {size}")
-        return int(size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest when it names a special token that the model lacks."""
@@ -309,6 +226,88 @@ class Tokenizer:
             bytes_of = self._visible_bytes if skip_special_tokens else self.token_bytes
             return ByteDetokenizer(bytes_of, strip=self._leading_spaces if starts_text else 0)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+async def encode_text(codec: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Tokens of `text`; a long text is tokenised on a thread, so that the event loop is not blocked."""
+    if len(text) <= LONG_TEXT_CHARS:
+        return codec.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
+
+
+# ---- a choice's text
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """The request's options for its output text."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    starts_text: bool = False  # the output is a new text, not the prompt's continuation
+    min_tokens: int = 0  # stop strings are ignored before that many tokens
+
+
+@dataclass(slots=True)
+class TextPiece:
+    """The text of one or several tokens. `offsets` are characters of the choice's text before each token."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    first: TokenOutput | None = None  # the output with the sequence's first token
+
+
+class ChoiceText:
+    """Takes outputs in order; a piece with a finish reason is the last."""
+
+    def __init__(self, codec: Tokenizer, options: TextOptions, *, start: int = 0) -> None:
+        """start: characters before the first token (an echoed prompt)."""
+        self.num_tokens = 0
+        self._detokenizer = codec.detokenizer(
+            skip_special_tokens=options.skip_special_tokens, starts_text=options.starts_text
+        )
+        self._options = options
+        self._matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
+        self._num_chars = start
+
+    def add(self, output: TokenOutput) -> TextPiece:
+        """The text that is complete with `output`, and the finish reason if it has ended."""
+        piece = TextPiece("", 0, output.finish_reason, first=output if self.num_tokens == 0 else None)
+        texts: list[str] = []
+        last = len(output.token_ids) - 1
+        for index, token_id in enumerate(output.token_ids):
+            ends = index == last and output.finish_reason is not None
+            is_stop_token = ends and output.stop_token == token_id
+            piece.offsets.append(self._num_chars)
+            fragment = "" if is_stop_token and not self._options.include_stop else self._detokenizer.push(token_id)
+            piece.num_tokens += 1
+            self.num_tokens += 1
+            texts.append(self._after_stops(fragment))
+            if self._matcher is not None and self._matcher.stopped is not None:
+                piece.finish_reason = "stop"
+                break
+        if piece.finish_reason is not None:
+            texts.append(self._rest())
+        piece.text = "".join(texts)
+        piece.logprobs = output.logprobs[: piece.num_tokens]
+        return piece
+
+    def _after_stops(self, fragment: str) -> str:
+        self._num_chars += len(fragment)
+        if self._matcher is None or self.num_tokens <= self._options.min_tokens:
+            return fragment
+        return self._matcher.push(fragment)
+
+    def _rest(self) -> str:
+        """The text that was held back, at the end."""
+        left = self._detokenizer.flush()
+        if self._matcher is None:
+            return left
+        return self._matcher.push(left) + self._matcher.flush()
 
 
 # ---- chat templates

@@ -12,8 +12,7 @@ from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
-from kvrelay.serve.text.choice_text import ChoiceText, TextOptions
-from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, Tokenizer
 from tests.fakes import SECRET
 from tests.serve.text.family_folders import EOS, FAMILIES, NO_SYSTEM_TEMPLATE, TEMPLATES, write_family
 
