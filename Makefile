@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-all test-fast test-gpu lint check links install clean
+.PHONY: serve test test-all test-fast test-gpu lint docs check links install clean
 
 serve: $(STAMP)
 	@exec $(PY) -m kvrelay.cluster.commands.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -26,6 +26,11 @@ links:
 
 lint: $(STAMP) links
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy -p kvrelay
+
+# the documentation as a site in build/site; a broken link or anchor fails
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)
+	@$(VENV)/bin/mkdocs build --strict
 
 check: lint
 	@$(VENV)/bin/pytest -q -n 2 -m "pure and not slow" tests
