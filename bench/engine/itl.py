@@ -2,7 +2,7 @@
 
     python -m bench.engine.itl [--lengths 2048 4096 8000] [--streams 4] [--seconds 60] [--setups disaggregated chunked
     whole]
-                        [--model M] [--json out.json] [--plot out.png]
+                        [--model M] [--json out.json]
 
 Three clusters, one after the other, on the same two cores, without HTTP:
 
@@ -143,31 +143,6 @@ def row(setup: str, seen: Seen) -> dict[str, Any]:
     } | {f"TTFT {length} ms": quantile(times, 0.5) for length, times in seen.ttft.items()}
 
 
-def plot(figures: dict[str, Seen], path: Path, title: str) -> None:
-    """The share of gaps that are longer than x."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    for setup, seen in figures.items():
-        ordered = sorted(seen.gaps)
-        longer = [100 * (1 - index / len(ordered)) for index in range(len(ordered))]
-        axes.step([1000 * gap for gap in ordered], longer, where="post", label=setup)
-    axes.axhline(1.0, color="grey", lw=0.8, ls="--")
-    axes.text(axes.get_xlim()[0], 1.05, " p99", color="grey", va="bottom")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("gap between two tokens of a running stream, ms")
-    axes.set_ylabel("longer gaps, %")
-    axes.set_title(title)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 async def run(options: argparse.Namespace) -> None:
     folder = prepare(options.model)
     figures: dict[str, Seen] = {}
@@ -177,8 +152,6 @@ async def run(options: argparse.Namespace) -> None:
     lengths = ", ".join(map(str, options.lengths))
     title = f"{options.streams} streams while prompts of {lengths} tokens arrive, {options.model}, two cores"
     show(title, [row(setup, seen) for setup, seen in figures.items()], options.json)
-    if options.plot:
-        plot(figures, options.plot, title)
 
 
 def main() -> None:
@@ -189,7 +162,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     asyncio.run(run(parser.parse_args()))
 
 

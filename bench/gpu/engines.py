@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from bench.engine.inprocess import random_prompt
 from bench.gpu.section import FA3_IS_BUILT, Context
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, StepResult
@@ -41,12 +42,6 @@ def free_bytes(context: Context) -> int:
         return 32 << 20
     free, _ = torch.cuda.mem_get_info()
     return free - (6 << 30)  # activations, workspaces, graphs
-
-
-def random_prompt(index: int, length: int, vocab_size: int) -> list[int]:
-    draw = torch.Generator().manual_seed(index)
-    tokens: list[int] = torch.randint(min(1000, vocab_size // 2), vocab_size, (length,), generator=draw).tolist()
-    return tokens
 
 
 def request(index: int, prompt: list[int], output_tokens: int) -> SequenceRequest:

@@ -53,9 +53,8 @@ SECTIONS = (
     Section("prefill", "throughput", "run_prefill", 60, "Prefill, Llama-8B shape, bf16"),
     Section("choices", "choices", "run", 75, "Choices between kernels"),
     Section("pair", "pair", "run", 120, "One prefill and one decode worker on one device"),
-    Section("tests", "programs", "run_tests", 100, "pytest -m gpu"),
-    Section("verify", "programs", "run_verify", 140, "kvrelay verify"),
-    Section("peers", "peers", "run", 75, "Hugging Face, Llama-8B shape, bf16"),
+    Section("tests", "pair", "run_tests", 100, "pytest -m gpu"),
+    Section("verify", "pair", "run_verify", 140, "kvrelay verify"),
 )
 _BUDGET_S = 530.0
 _LEAST_S = 5.0  # a section is not begun for less
@@ -122,21 +121,10 @@ class Driver:
         began = time.monotonic()
         with log_file.open("w") as log:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "bench.gpu.gpu",
-                    "--child",
-                    section.name,
-                    "--order",
-                    self._order(rows_file, limit_s),
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(),
-                start_new_session=True,
-                cwd=ROOT,
-            )
+                [sys.executable, "-m", "bench.gpu.gpu", "--child", section.name,
+                 "--order", self._order(rows_file, limit_s)],
+                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True, cwd=ROOT,
+            )  # fmt: skip
             try:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:

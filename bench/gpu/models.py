@@ -32,61 +32,26 @@ QWEN3_MOE: dict[str, Any] = {
 }  # fmt: skip
 # DeepSeek-V2-Lite, 4 of 27 layers: latent attention and experts
 DEEPSEEK_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": False,
-    "vocab_size": 102400,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bos_token_id": 100000,
-    "eos_token_id": 100001,
-    "dtype": "bfloat16",
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False, "vocab_size": 102400, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "bos_token_id": 100000, "eos_token_id": 100001, "dtype": "bfloat16",
+    "hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+TINY_QWEN3_MOE = QWEN3_MOE | {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 320,
+    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
 
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> (the real shape, the tiny one)
     "llama-8b": (LLAMA_8B, TINY_CONFIGS["llama"]),
     "llama-8b, 2 layers": (LLAMA_8B | {"num_hidden_layers": 2}, TINY_CONFIGS["llama"]),
-    "qwen3-moe, 8 of 48 layers": (
-        QWEN3_MOE,
-        QWEN3_MOE
-        | {
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "head_dim": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "vocab_size": 320,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "max_position_embeddings": 2048,
-        },
-    ),
+    "qwen3-moe, 8 of 48 layers": (QWEN3_MOE, TINY_QWEN3_MOE),
     "deepseek-v2-lite, 4 of 27 layers": (DEEPSEEK_LITE, TINY_CONFIGS["deepseek_v2"]),
 }
 

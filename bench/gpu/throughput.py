@@ -5,7 +5,8 @@ dense products.
 import statistics
 import time
 
-from bench.gpu.engines import build, decoding, free_bytes, random_prompt, request
+from bench.engine.inprocess import random_prompt
+from bench.gpu.engines import build, decoding, free_bytes, request
 from bench.gpu.models import folder_of, linear_parameters, step_parameters
 from bench.gpu.section import Context
 from kvrelay.engine.profiling.device_profile import profile_device

@@ -15,9 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
-from kvrelay.cluster.workloads.arrivals import switching_arrivals
 from kvrelay.cluster.workloads.choose import load_trace
-from kvrelay.cluster.workloads.mixes import mixed_entries
 from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 
@@ -74,19 +72,6 @@ def made_days(
         entries = agent_entries(tasks, math.ceil(1.02 * most * agents_per_s * span_s))
         parts.append(_thinned(entries, _factor(agent_curve, num_days, seed, "agents", day_s), most, f"{seed}:agents"))
     return _merged(parts, span_s)
-
-
-def bursty_days(num_days: int, *, per_s: float, seed: int, day_s: float = DAY_S) -> list[TraceEntry]:
-    """Single requests in bursts of six times the calm rate that last 10 s, along the chat's curve; `per_s` where that
-    is 1.
-    """
-    span_s, most = num_days * day_s, 2.0
-    entries = mixed_entries(
-        switching_arrivals(most * per_s, seed=seed), math.ceil(1.1 * most * per_s * span_s), seed=seed
-    )
-    named = [replace(one, session=f"one-{index}") for index, one in enumerate(entries)]
-    factor = _factor(chat_curve, num_days, seed, "bursty", day_s)
-    return _merged([_thinned(named, factor, most, f"{seed}:bursty")], span_s)
 
 
 def _factor(curve: Curve, num_days: int, seed: int, name: str, day_s: float) -> Curve:

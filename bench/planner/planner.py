@@ -1,18 +1,16 @@
-"""The planner in the event simulator, over days: against the best static split and a clairvoyant plan, by goodput per
+"""The planner in the event simulator, over days: against the best static split, by goodput per
 worker-hour.
 
-    PYTHONPATH=.imports:. python -m bench.planner.planner --out made.json [--load made,agents,bursty,azure] [--seeds 3]
-    [--hours 8] PYTHONPATH=.imports:. python -m bench.planner.planner --load azure --traces FOLDER --out azure.json
+    python -m bench.planner.planner --out made.json [--load made,agents,azure] [--seeds 3] [--hours 8]
+    python -m bench.planner.planner --load azure --traces FOLDER --out azure.json
 
 made     conversations with two peaks and agents in the afternoon and at night, rushes, quarters of an hour that are off
 agents   agents alone: siblings that come together, hours with next to none
-bursty   single requests of four kinds, in bursts of ten seconds, along a day's curve
 azure    Mooncake's conversations at the rates of Azure's 2023 traces, their common hour stretched over the day
 
 planner      on its first day: no season is known. `--second`: also on the day after another one of the same kind.
-static, clairvoyant   searched for anew on each day (bench/planner/search.py): what they know of it beforehand, the
-planner does not. static alike   where the planner keeps less than 90 %: of the splits that were tried, the best that
-keeps at least as much as it does.
+static       searched for anew on each day (bench/planner/search.py): what it knows of it beforehand, the planner does
+not.
 
 A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes
 and bursts last as long as they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made
@@ -20,21 +18,16 @@ again when they are there.
 """
 
 import argparse
-import math
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from bench.figures import show
-from bench.planner.runs import KEPT, KINDS, Day, Outcome, Runs, Setting
-from bench.planner.search import best_clairvoyant, best_of, static_splits
+from bench.planner.runs import KINDS, Day, Outcome, Runs, Setting
+from bench.planner.search import best_of, static_splits
 from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan_load import planned
 from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts
-
-ROOM = (1.0, 1.15, 1.3)  # times what a window's share of the busy ones' workers is
-ALIKE = "static alike"
-OTHERS = ("static", ALIKE, "clairvoyant")
 
 
 def guess_of(day: Day) -> WorkerCounts:
@@ -43,22 +36,6 @@ def guess_of(day: Day) -> WorkerCounts:
     limits = CountLimits(max_prefill=own.most, max_decode=own.most, total=2 * own.most)
     _, wanted = planned(day.entries(1), model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
     return wanted.counts(limits)
-
-
-def first_plans(static: WorkerCounts, found: Outcome, most: int) -> list[list[WorkerCounts]]:
-    """The static split in the busiest windows, and as many fewer elsewhere as less comes; and the like with some more
-    everywhere.
-    """
-    busy = sorted(found.came)[round(0.9 * (len(found.came) - 1))]
-    return [
-        [
-            WorkerCounts(
-                *(min(max(1, math.ceil(more * count * min(1.2, came / max(busy, 1)))), most) for count in static)
-            )
-            for came in found.came
-        ]
-        for more in ROOM
-    ]
 
 
 def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
@@ -72,22 +49,12 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
         tried = static_splits(day.static, guess_of(day), most)
         counts = best_of(tried)
         found["static"] = f"{counts.prefill} + {counts.decode}", tried[counts]
-        if "planner" in found:
-            like = best_of(tried, min(KEPT, found["planner"][1].kept_share))
-            found[ALIKE] = f"{like.prefill} + {like.decode}", tried[like]
-        if "clairvoyant" in ways:
-            guesses = first_plans(counts, tried[counts], most)
-            _, best = best_clairvoyant(day.followed, guesses, most)
-            found["clairvoyant"] = "", best
     return found
 
 
 def row_of(load: str, seed: int, way: str, chosen: str, one: Outcome, all_ways: dict[str, Any]) -> dict[str, Any]:
-    ratios = {
-        f"over {other}": one.per_hour / all_ways[other][1].per_hour
-        for other in OTHERS
-        if other in all_ways and way.startswith("planner")
-    }
+    is_planner = way.startswith("planner") and "static" in all_ways
+    ratios = {"over static": one.per_hour / all_ways["static"][1].per_hour} if is_planner else {}
     return {
         "": f"{load} {seed}",
         "way": f"{way} {chosen}".strip(),
@@ -117,9 +84,8 @@ def summary_of(load: str, days: list[dict[str, tuple[str, Outcome]]]) -> list[di
             "good / worker-hour": spread([one.per_hour for one in each]),
             "worker-hours": spread([one.worker_hours for one in each]),
         }  # fmt: skip
-        for other in OTHERS:
-            if other in days[0] and way.startswith("planner"):
-                row[f"over {other}"] = spread([found[way][1].per_hour / found[other][1].per_hour for found in days])
+        if "static" in days[0] and way.startswith("planner"):
+            row["over static"] = spread([found[way][1].per_hour / found["static"][1].per_hour for found in days])
         rows.append(row)
     return rows
 
@@ -137,7 +103,7 @@ def main() -> None:
     parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
     parser.add_argument("--drain", type=float, default=300.0)
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
-    parser.add_argument("--ways", default="planner,static,clairvoyant", help="also: second")
+    parser.add_argument("--ways", default="planner,static", help="also: second")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     runs, rows, summary = Runs(given.out), [], []

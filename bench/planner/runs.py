@@ -9,7 +9,6 @@ times as long as the profile says.
 import json
 import sys
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -19,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from bench.planner.loads import bursty_days, made_days, stretched_days
+from bench.planner.loads import made_days, stretched_days
 from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator.operations import autoscaler
@@ -42,7 +41,7 @@ class Kind:
     tpot_s: float = 0.4
 
 
-KINDS = {"made": Kind(25.0), "agents": Kind(25.0), "bursty": Kind(25.0), "azure": Kind(50.0)}
+KINDS = {"made": Kind(25.0), "agents": Kind(25.0), "azure": Kind(50.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,6 @@ def entries_of(setting: Setting, num_days: int) -> list[TraceEntry]:
         return made_days(chat_per_s=0.9, agents_per_s=0.4, **many)
     if setting.load == "agents":
         return made_days(chat_per_s=0.0, agents_per_s=0.8, **many)
-    if setting.load == "bursty":
-        return bursty_days(per_s=1.6, **many)
     if setting.traces is None:
         raise SystemExit("--traces: the folder of conversation_trace.jsonl and the AzureLLMInferenceTrace files")
     rates = [setting.traces / f"AzureLLMInferenceTrace_{name}.csv" for name in ("conv", "code")]
@@ -265,15 +262,3 @@ class Day:
 
     def static(self, counts: WorkerCounts) -> Outcome:
         return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))
-
-    def followed(self, plan: Sequence[WorkerCounts]) -> Outcome:
-        """So many in each window; more are begun a start ahead of it, at the earliest at once."""
-        steps: list[dict[str, Any]] = []
-        for window, (before, now) in enumerate(pairwise(plan), start=1):
-            for role in ("prefill", "decode"):
-                old, new = getattr(before, role), getattr(now, role)
-                if new != old:
-                    at_s = window * WINDOW_S - (self.setting.start_s if new > old else 0.0)
-                    steps.append({"at_s": at_s, role: new})
-        name = f"plan {zlib.crc32(repr(list(map(tuple, plan))).encode()):08x}"
-        return self.run(name, self.scenario(plan[0], scale=sorted(steps, key=lambda one: one["at_s"])))

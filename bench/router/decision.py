@@ -1,35 +1,21 @@
-"""How long one routing decision takes, and its index beside Dynamo's: python -m bench.router.decision [--dynamo
-PYTHON].
+"""How long one routing decision takes: python -m bench.router.decision.
 
-What the workers hold: see bench/router/contents.py. Half of the workers prefill, half decode. For each number of
-workers and
-length of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the
-same again; with --dynamo, its `RadixTree.find_matches` in a process of its own (`first`, again `bare`, and with the
-scores read, `read`), in turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`,
-the whole of `select_and_reserve`, `on_first_token` and `on_end`, 10 ms of the router's time apart, and how many of
-them a core makes in a second; with --dynamo, `theirs`: `select_and_reserve`, `prefill_complete` and
-`free_reservation` of its `SelectionService`, which picks one worker (ours a pair), knows what workers hold from its
-own decisions alone, and is given hashes, too. Then events: how many a second from the wire's bytes to the index,
-half of them storing a chain and half removing it. PYTHON is that of an environment with ai-dynamo-runtime (pip
-install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
+What the workers hold: see `Contents`. Half of the workers prefill, half decode. For each number of workers and length
+of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again;
+`decision`, the whole of `select_and_reserve`, `on_first_token` and `on_end`, 10 ms of the router's time apart, and how
+many of them a core makes in a second. Then events: how many a second from the wire's bytes to the index, half of them
+storing a chain and half removing it.
 """
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
 import time
-import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from bench.router.contents import Contents, contents, fresh
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo, decode_from_worker, encode
 from kvrelay.router.decision.router import Router
-from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, RouteRequest
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
@@ -40,32 +26,63 @@ ROUNDS = 3
 EVENTS = ((4, 2000), (128, 200))
 """(blocks in one event, number of events)."""
 
-Chain = tuple[bytes, ...]
+NUM_PROMPTS = 16
+CHAIN = 100
+MAX_FILLER = 20_000
+MAX_TOTAL = 2_000_000
+Chain = list[int]
 
 
-def hashes(chain: list[int]) -> Chain:
+@dataclass(frozen=True)
+class Contents:
+    """What the workers hold.
+
+    A block is a random number of 64 bits, unlike every other. 16 prompts of P blocks; of each, one worker of even
+    number holds the first half and one of odd number the first eighth. Of `shared` contents the first eighth of all
+    prompts is one system prompt, which every worker holds. Beside those, chains of CHAIN blocks that no request asks
+    for: MAX_FILLER each, less where all workers together would have more than MAX_TOTAL (with 4,096 workers 488 each),
+    so that memory stays within a few GB.
+    """
+
+    prompts: list[Chain]
+    held: list[list[Chain]]  # of each worker: beginnings of chains
+
+
+def contents(num_workers: int, prompt_blocks: int, *, shared: bool, seed: int) -> Contents:
+    """The same for the same arguments."""
+    rng = random.Random(f"{num_workers}/{prompt_blocks}/{shared}/{seed}")
+    system = _chain(rng, prompt_blocks // 8) if shared else []
+    prompts = [system + _chain(rng, prompt_blocks - len(system)) for _ in range(NUM_PROMPTS)]
+    held: list[list[Chain]] = [[system] if shared else [] for _ in range(num_workers)]
+    for prompt in prompts:
+        held[2 * rng.randrange(num_workers // 2)].append(prompt[: prompt_blocks // 2])
+        held[2 * rng.randrange(num_workers // 2) + 1].append(prompt[: prompt_blocks // 8])
+    filler = min(MAX_FILLER, MAX_TOTAL // num_workers)
+    for chains in held:
+        chains += [_chain(rng, min(CHAIN, filler - first)) for first in range(0, filler, CHAIN)]
+    return Contents(prompts, held)
+
+
+def fresh(rng: random.Random, num_events: int, num_blocks: int) -> list[Chain]:
+    """Chains that no worker holds yet, one for each event."""
+    return [_chain(rng, num_blocks) for _ in range(num_events)]
+
+
+def _chain(rng: random.Random, length: int) -> Chain:
+    return [rng.getrandbits(64) for _ in range(length)]
+
+
+def hashes(chain: list[int]) -> tuple[bytes, ...]:
     """Names as our chains have them: 16 bytes."""
     return tuple(one.to_bytes(16, "little") for one in chain)
 
 
 def worker(index: int) -> WorkerInfo:
     return WorkerInfo(
-        worker_id=f"{index}",
-        role="prefill" if index % 2 == 0 else "decode",
-        epoch="e",
-        host="127.0.0.1",
-        port=0,
-        node_id=f"n{index // 8}",
-        model="bench",
-        fingerprint=FINGERPRINT,
-        block_size=BLOCK_SIZE,
-        num_blocks=400_000,
-        max_model_len=1 << 20,
-        max_running=64,
-        kv_bytes_per_token=23040,
-        device="cpu",
-        transports=["shm"],
-    )
+        worker_id=f"{index}", role="prefill" if index % 2 == 0 else "decode", epoch="e", host="127.0.0.1", port=0,
+        node_id=f"n{index // 8}", model="bench", fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, num_blocks=400_000,
+        max_model_len=1 << 20, max_running=64, kv_bytes_per_token=23040, device="cpu", transports=["shm"],
+    )  # fmt: skip
 
 
 def build(made: Contents) -> Router:
@@ -77,13 +94,8 @@ def build(made: Contents) -> Router:
         router.worker_up(info)
         held = [one for chain in chains for one in hashes(chain)]
         router.apply_snapshot(info.worker_id, KvSnapshot(seq=0, hashes=held))
-        report = LoadReport(
-            seq=1,
-            running=rng.randrange(32),
-            queued_tokens=rng.randrange(8000),
-            free_blocks=200_000,
-            total_blocks=400_000,
-        )
+        running, queued = rng.randrange(32), rng.randrange(8000)
+        report = LoadReport(seq=1, running=running, queued_tokens=queued, free_blocks=200_000, total_blocks=400_000)
         router.apply_load(info.worker_id, report, 0.0)
     return router
 
@@ -107,47 +119,15 @@ def cuts(times: list[float]) -> str:
     return f"{parts[49]:>7.0f} {parts[98]:>7.0f}"
 
 
-class Other:
-    """The child process with Dynamo's index."""
-
-    def __init__(self, python: str) -> None:
-        root = Path(__file__).resolve().parents[2]
-        settings = os.environ | {"DYN_LOG": "error", "DYN_ROUTER_USE_KV_EVENTS": "false"}
-        self._child = subprocess.Popen(
-            [python, "-m", "bench.router.dynamo"],
-            cwd=root,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=settings,
-        )
-
-    def query(self, do: str, **fields: Any) -> Any:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-        self._child.stdin.flush()
-        return json.loads(self._child.stdout.readline())
-
-    def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
-
-
-def lookups(
-    made: Contents, router: Router, count: int, other: Other | None, their_first: list[float], clock: Clock
-) -> None:
-    """One line of the first table. `their_first`: nanoseconds."""
+def lookups(made: Contents, router: Router, count: int, clock: Clock) -> None:
+    """One line of the first table."""
     prompts = [hashes(prompt) for prompt in made.prompts]
     depths = router.index.depths
     first = timed_us(lambda i: depths(prompts[i]), len(prompts), clock)
-    again, bare, read = [], [], []
+    again = []
     timed_us(lambda i: depths(prompts[i % len(prompts)]), 10 * len(prompts))  # until all scattered blocks have moved
     for _ in range(ROUNDS):
         again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count, clock)
-        if other is not None:
-            found = other.query("find", count=count)
-            bare += [one / 1e3 for one in found["bare"]]
-            read += [one / 1e3 for one in found["read"]]
 
     def decide(index: int) -> None:
         hashed = prompts[index % len(prompts)]
@@ -158,20 +138,12 @@ def lookups(
         router.on_first_token(request.request_id, now_s[0])
         router.on_end(request.request_id)
 
-    now_s, whole, theirs = [0.0], [], []
+    now_s, whole = [0.0], []
     timed_us(decide, 2 * len(prompts))
-    if other is not None:
-        other.query("decide", count=2 * len(prompts))
     for _ in range(ROUNDS):
         whole += timed_us(decide, count, clock)
-        if other is not None:
-            theirs += [one / 1e3 for one in other.query("decide", count=count)["whole"]]
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
-    if other is not None:
-        line += f" {statistics.median(their_first) / 1e3:>7.0f} {cuts(bare)} {cuts(read)}"
-        line += f" {statistics.median(bare) / statistics.median(again):>6.1f}"
-    line += f" {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}"
-    print(line + (f" {cuts(theirs)}" if other is not None else ""), flush=True)
+    print(f"{line} {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}", flush=True)
 
 
 def event_rate(router: Router, seqs: list[int], num_events: int, num_blocks: int, clock: Clock) -> float:
@@ -195,78 +167,17 @@ def cell(
     tokens: int,
     shared: bool,
     count: int,
-    other: Other | None,
     clock: Clock = time.perf_counter_ns,
 ) -> None:
     blocks = tokens // BLOCK_SIZE
     made = contents(num_workers, blocks, shared=shared, seed=0)
     router = build(made)
-    their_first: list[float] = []
-    if other is not None:
-        theirs = other.query("build", num_workers=num_workers, prompt_blocks=blocks, shared=shared, seed=0)
-        ours = [router.index.match(hashes(prompt)) for prompt in made.prompts]
-        assert ours == theirs["depths"], "the two indexes do not find the same"
-        their_first = theirs["first"]
-        other.query("workers", num_workers=num_workers)
-        router = build(made)  # nothing has been looked up in it
     print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
-    lookups(made, router, count, other, their_first, clock)
+    lookups(made, router, count, clock)
     seqs = [0] * num_workers
     for num_blocks, num_events in EVENTS if tokens < 10_000 else ():
         mine = 2 * num_events / event_rate(router, seqs, num_events, num_blocks, clock)
-        line = f"{'':>7} events of {num_blocks} blocks: {mine:>9.0f} events/s"
-        if other is not None:
-            asked = {"num_workers": num_workers, "num_events": num_events, "num_blocks": num_blocks, "seed": 1}
-            line += f", Dynamo {2 * num_events / other.query('ingest', **asked)['seconds']:>9.0f}"
-        print(line, flush=True)
-
-
-def used_bytes(index: PrefixIndex) -> int:
-    """Of all that was allocated since tracemalloc was started."""
-    return tracemalloc.get_traced_memory()[0] + index.native_bytes
-
-
-def memory(num_blocks: int = 100_000) -> None:
-    """Bytes of the index for each block and worker that holds it; and after many workers have come and gone."""
-    rng = random.Random(0)
-    print(f"{'sharing':>8} {'B/block':>8} {'B/(block, worker)':>18}")
-    for num_workers in (1, 8, 64):
-        chain = [rng.randbytes(16) for _ in range(num_blocks)]
-        tracemalloc.start()
-        index = PrefixIndex()
-        for name in range(num_workers):
-            index.add_worker(str(name), max_blocks=num_blocks)
-            index.apply_snapshot(str(name), 0, [bytes(bytearray(one)) for one in chain])
-        index.depths(chain)
-        used = used_bytes(index)
-        tracemalloc.stop()
-        print(f"{num_workers:>8} {used / num_blocks:>8.1f} {used / num_blocks / num_workers:>18.1f}")
-    churn(num_blocks // 10)
-
-
-def churn(num_blocks: int) -> None:
-    """A worker stays; hundreds with blocks of their own come, publish events, and leave."""
-    rng = random.Random(1)
-    tracemalloc.start()
-    index = PrefixIndex()
-
-    def come(name: str) -> None:
-        index.add_worker(name, max_blocks=num_blocks)
-        index.apply_snapshot(name, 0, [rng.randbytes(16) for _ in range(num_blocks)])
-
-    come("stays")
-    before = used_bytes(index)
-    for number in range(200):
-        come(str(number))
-    most, most_blocks = used_bytes(index), len(index)
-    for number in range(200):
-        index.remove_worker(str(number))
-    after = used_bytes(index)
-    tracemalloc.stop()
-    print(
-        f"{len(index)} blocks: {before / 1e6:.2f} MB; with {most_blocks}: {most / 1e6:.2f} MB; "
-        f"those gone: {after / 1e6:.2f} MB"
-    )
+        print(f"{'':>7} events of {num_blocks} blocks: {mine:>9.0f} events/s", flush=True)
 
 
 def main() -> None:
@@ -274,29 +185,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument("--requests", type=int, default=400, help="in each of the rounds")
-    parser.add_argument("--dynamo", metavar="PYTHON", help="measure its index, too")
-    parser.add_argument("--memory", action="store_true", help="bytes for each block instead")
     parser.add_argument(
         "--cpu-time", action="store_true", help="of our thread, which waits for other programs are no part of"
     )
     options = parser.parse_args()
     clock = time.thread_time_ns if options.cpu_time else time.perf_counter_ns
-    if options.memory:
-        memory()
-        return
-    other = Other(options.dynamo) if options.dynamo else None
     head = f"{'workers':>7} {'tokens':>7} {'held':>6} {'first':>7} {'lookup':>7} {'p99':>7}"
-    head += f" {'first':>7} {'bare':>7} {'p99':>7} {'read':>7} {'p99':>7} {'ratio':>6}" if other else ""
-    head += f" {'decision':>7} {'p99':>7} {'a second':>8}" + (f" {'theirs':>7} {'p99':>7}" if other else "")
-    print(head)
-    try:
-        for num_workers in options.workers:
-            for tokens in options.tokens:
-                for shared in (False, True):
-                    cell(num_workers, tokens, shared, options.requests, other, clock)
-    finally:
-        if other is not None:
-            other.close()
+    print(head + f" {'decision':>7} {'p99':>7} {'a second':>8}")
+    for num_workers in options.workers:
+        for tokens in options.tokens:
+            for shared in (False, True):
+                cell(num_workers, tokens, shared, options.requests, clock)
 
 
 if __name__ == "__main__":

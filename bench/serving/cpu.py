@@ -1,5 +1,4 @@
-"""kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run, against stated
-goals.
+"""kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run.
 
     python -m bench.serving.cpu smollm2 [--vllm PROGRAM] [--llama llama-server] [--models ~/.cache/kvrelay/peers]
         [--weights 16 int8 int4 | --only kvrelay vllm ...] [--clients 1 4 16 32] [--lengths 512 2048] [--rounds 2]
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import available_cores, machine
-from bench.serving.cpu_goals import Cell, Limits, decode_cell, goals, goals_table, medians, prefill_cell, rates_table
+from bench.serving.cpu_goals import Cell, Limits, decode_cell, medians, prefill_cell, rates_table, ratios, ratios_table
 from bench.serving.cpu_load import LoadFailed, wave
 from bench.serving.cpu_servers import PEERS, Peer, Server, ServerFailed, files_of, missing, running
 
@@ -138,15 +137,8 @@ def visit(
 def measured_limits() -> dict[str, float]:
     """bench/kernels/limits.py's row in a process of its own."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [
-            sys.executable,
-            "-m",
-            "bench.kernels.limits",
-            "--threads",
-            str(available_cores()),
-            "--json",
-            out.name,
-        ]
+        threads = str(available_cores())
+        command = [sys.executable, "-m", "bench.kernels.limits", "--threads", threads, "--json", out.name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         row: dict[str, float] = json.loads(Path(out.name).read_text())["rows"][0]
         return row
@@ -178,7 +170,7 @@ def report(
 ) -> None:
     """Print Markdown, and write it and the JSON where wished."""
     found, names = medians(cells), [peer.name for peer in peers]
-    claims = goals(found, {peer.name: peer.weights for peer in peers}, limits)
+    over = ratios(found, {peer.name: peer.weights for peer in peers}, limits)
     weights = "random weights of that shape" if options.model in RANDOM else "its real weights"
     where = machine()
     parts = [
@@ -188,7 +180,7 @@ def report(
         rates_table(found, names, "decode", "clients"),
         "Prefill: tok/s / TTFT ms",
         rates_table(found, names, "prefill", "tokens"),
-        goals_table(claims) if claims else "No goals: a side is missing.",
+        ratios_table(over),
     ]
     if limits is not None:
         parts.insert(1, f"Memory {limits.read_gb_s:.1f} GB/s read, GEMM {limits.gemm_gflop_s:.0f} GFLOP/s.")
@@ -201,7 +193,7 @@ def report(
             "model": options.model, "weights": weights, "machine": where, "seed": options.seed,
             "limits": dataclasses.asdict(limits) if limits else None,
             "cells": [dataclasses.asdict(cell) for cell in cells],
-            "goals": [{**dataclasses.asdict(claim), "verdict": claim.verdict} for claim in claims],
+            "ratios": over,
         }  # fmt: skip
         options.json.write_text(json.dumps(data, indent=1) + "\n")
 

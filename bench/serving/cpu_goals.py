@@ -1,14 +1,10 @@
-"""From arrival times to figures, from figures to goals met or missed, from both to Markdown. Pure."""
+"""From arrival times to figures, from figures to ratios, from both to Markdown. Pure."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.serving.cpu_load import Arrivals, Wave
-
-VLLM_FACTOR = 1.25
-MEMORY_SHARE = 0.75
-GEMM_SHARE = 0.60
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +34,6 @@ class Limits:
     gemm_gflop_s: float
     step_bytes: Mapping[str, float]  # by `weights`: what a decode step at one client reads
     prompt_operations: Mapping[int, float]  # by prompt length
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """One claim and what came out. `figure` None: no data, neither met nor missed."""
-
-    text: str
-    figure: float | None
-    bound: float
-    is_strict: bool = False  # above the bound, not at it
-
-    @property
-    def verdict(self) -> str:
-        if self.figure is None:
-            return "not measured"
-        return "met" if self.figure > self.bound or (self.figure == self.bound and not self.is_strict) else "missed"
 
 
 def decode_rate(requests: Sequence[Arrivals]) -> float | None:
@@ -110,57 +90,43 @@ def ratio(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-Rates = Callable[[str, str, int], float | None]
-
-
 def ours_of(weights: str) -> str:
     """The kvrelay that is compared with peers of these weights."""
     return "kvrelay" if weights == "16 bits" else f"kvrelay {weights}"
 
 
-def goals(found: Mapping[tuple[str, str, int], Cell], weights: Mapping[str, str], limits: Limits | None) -> list[Goal]:
-    """Every claim about the shapes in `found` and the peers in `weights` (peer -> "16 bits", "int8" or "int4")."""
+def ratios(
+    found: Mapping[tuple[str, str, int], Cell], weights: Mapping[str, str], limits: Limits | None
+) -> dict[str, float | None]:
+    """Of every shape in `found`: kvrelay over each peer in `weights` (peer -> "16 bits", "int8" or "int4"), and its
+    share of the machine's limits. None: not measured.
+    """
 
     def rate(peer: str, kind: str, size: int) -> float | None:
         cell = found.get((peer, kind, size))
         return None if cell is None else getattr(cell, f"{kind}_rate")
 
+    out: dict[str, float | None] = {}
     shapes = sorted({(kind, size) for _, kind, size in found})
-    out = [goal for kind, size in shapes for goal in _over_peers(rate, kind, size, weights)]
-    return out if limits is None else out + _shares(rate, shapes, weights, limits)
+    for kind, size in shapes:
+        for peer, held in weights.items():
+            if (ours := ours_of(held)) in weights and not peer.startswith("kvrelay"):
+                out[f"{_name(kind, size)}: {ours} over {peer}"] = ratio(rate(ours, kind, size), rate(peer, kind, size))
+    for held, read_bytes in limits.step_bytes.items() if limits else ():
+        assert limits is not None
+        if ours_of(held) in weights and ("decode", 1) in shapes:
+            share = ratio(rate(ours_of(held), "decode", 1), limits.read_gb_s * 1e9 / read_bytes)
+            out[f"decode, 1 client: {ours_of(held)}, share of the memory's limit"] = share
+    for kind, size in shapes if limits and "kvrelay" in weights else ():
+        if kind == "prefill" and limits:
+            peak = limits.gemm_gflop_s * 1e9 / limits.prompt_operations[size] * size
+            out[f"{_name(kind, size)}: kvrelay, share of the GEMM peak"] = ratio(rate("kvrelay", kind, size), peak)
+    return out
 
 
 def _name(kind: str, size: int) -> str:
     clients = "1 client" if size == 1 else f"{size} clients"
     return f"decode, {clients}" if kind == "decode" else f"prefill, {size} tokens"
-
-
-def _over_peers(rate: Rates, kind: str, size: int, weights: Mapping[str, str]) -> list[Goal]:
-    out = []
-    for peer, held in weights.items():
-        ours = ours_of(held)
-        if ours not in weights:
-            continue
-        text, figure = f"{_name(kind, size)}: {ours} over {peer}", ratio(rate(ours, kind, size), rate(peer, kind, size))
-        if peer.startswith("vllm"):
-            out.append(Goal(text, figure, VLLM_FACTOR))
-        elif peer.startswith("llama.cpp") and kind == "decode":
-            out.append(Goal(text, figure, 1.0, is_strict=True))
-    return out
-
-
-def _shares(rate: Rates, shapes: Sequence[tuple[str, int]], weights: Mapping[str, str], limits: Limits) -> list[Goal]:
-    out = []
-    for held, read_bytes in limits.step_bytes.items():
-        if ours_of(held) in weights and ("decode", 1) in shapes:
-            figure = ratio(rate(ours_of(held), "decode", 1), limits.read_gb_s * 1e9 / read_bytes)
-            out.append(Goal(f"decode, 1 client: {ours_of(held)}, share of the memory's limit", figure, MEMORY_SHARE))
-    for kind, size in shapes:
-        if kind == "prefill" and "kvrelay" in weights:
-            peak = limits.gemm_gflop_s * 1e9 / limits.prompt_operations[size] * size
-            figure = ratio(rate("kvrelay", kind, size), peak)
-            out.append(Goal(f"{_name(kind, size)}: kvrelay, share of the GEMM peak", figure, GEMM_SHARE))
-    return out
 
 
 # ---- Markdown
@@ -192,9 +158,5 @@ def rates_table(found: Mapping[tuple[str, str, int], Cell], peers: Sequence[str]
     )  # fmt: skip
 
 
-def goals_table(found: Sequence[Goal]) -> str:
-    rows = []
-    for goal in found:
-        sign = ">" if goal.is_strict else "≥"
-        rows.append([goal.text, _number(goal.figure, 2), f"{sign} {goal.bound:.2f}", goal.verdict])
-    return table(["", "figure", "goal", ""], rows)
+def ratios_table(found: Mapping[str, float | None]) -> str:
+    return table(["", "ratio"], ([text, _number(figure, 2)] for text, figure in found.items()))

@@ -26,73 +26,26 @@ from bench.serving import processes
 
 MARK = "KVRELAY_BENCH_MARK"
 REPO = Path(__file__).resolve().parent.parent.parent
-KVRELAY = [
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+KVRELAY = (
     sys.executable,
-    "-m",
-    "kvrelay.cluster.commands.cli",
-    "serve",
-    "--model",
-    "{checkpoint}",
-    "--port",
-    "{port}",
-    "--prefill",
-    "0",
-    "--decode",
-    "1",
-    "--dtype",
-    "bfloat16",
-    "--max-model-len",
-    "4096",
-    "--served-name",
-    "model",
-]
-NO_DRAFTS = ["--set", "engine.speculation='off'"]
-VLLM = [
-    "{vllm}",
-    "serve",
-    "{checkpoint}",
-    "--host",
-    "127.0.0.1",
-    "--port",
-    "{port}",
-    "--dtype",
-    "{dtype}",
-    "--max-model-len",
-    "4096",
-    "--max-num-seqs",
-    "64",
-    "--served-model-name",
-    "model",
-]
-LLAMA = [
-    "{llama}",
-    "-m",
-    "{gguf}",
-    "--host",
-    "127.0.0.1",
-    "--port",
-    "{port}",
-    "-a",
-    "model",
-    "-t",
-    "{threads}",
-    "-tb",
-    "{threads}",
-    "-np",
-    "{slots}",
-    "-c",
-    "{context}",
-    "--no-kv-unified",
-    "-cb",
-    "-fa",
-    "{flash}",
-    "-fit",
-    "off",
-    "--cache-ram",
-    "0",
-    "--no-webui",
-    "--no-slots",
-]
+    *_words("-m kvrelay.cluster.commands.cli serve --model {checkpoint} --port {port} --prefill 0 --decode 1"),
+    *_words("--dtype bfloat16 --max-model-len 4096 --served-name model"),
+)
+NO_DRAFTS = ("--set", "engine.speculation='off'")
+VLLM = _words(
+    "{vllm} serve {checkpoint} --host 127.0.0.1 --port {port} --dtype {dtype} --max-model-len 4096 --max-num-seqs 64"
+    " --served-model-name model"
+)
+LLAMA = _words(
+    "{llama} -m {gguf} --host 127.0.0.1 --port {port} -a model -t {threads} -tb {threads} -np {slots} -c {context}"
+    " --no-kv-unified -cb -fa {flash} -fit off --cache-ram 0 --no-webui --no-slots"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +76,8 @@ def _vllm(name: str, dtype: str, bits: float, *, is_default: bool) -> Peer:
 
 def _llama(kind: str, weights: str, bits: float, *, is_default: bool = True) -> Peer:
     command = tuple(part.replace("{gguf}", f"{{{kind}}}") for part in LLAMA)
-    return Peer(
-        f"llama.cpp {kind}",
-        weights,
-        bits,
-        command,
-        needs=(kind, "llama"),
-        own_start_per_shape=True,
-        is_default=is_default,
-    )
+    needs = (kind, "llama")
+    return Peer(f"llama.cpp {kind}", weights, bits, command, {}, needs, own_start_per_shape=True, is_default=is_default)
 
 
 PEERS = (

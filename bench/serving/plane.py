@@ -4,10 +4,9 @@
 
 A fake decode worker in its own process emits one batched Tokens message per step, as a real one does;
 each token's id is the (machine-wide, monotonic) microsecond at which its step ended, so the receiver
-knows its delay. Received in three ways:
+knows its delay. Received in two ways:
   dispatcher   kvrelay.serve.requests.dispatcher: what the ingress does, routing, ordering and hand-over included
   plane        kvrelay.plane.connection alone: receive, decode, hand to per-stream queues
-  zeromq       the same messages and queues over ZeroMQ DEALER/ROUTER (needs pyzmq)
 CPU is process time of the receiving and the sending process over the tokens, both without the streams'
 start. Goals for the dispatcher: p50 <= 1 ms and <= 50 us of CPU per token at the ingress.
 """
@@ -59,22 +58,10 @@ class FakeWorker:
 
     def welcome(self, port: int) -> wire.Welcome:
         info = wire.WorkerInfo(
-            worker_id="decode-0",
-            role="decode",
-            epoch="1",
-            host="127.0.0.1",
-            port=port,
-            node_id="n",
-            model="m",
-            fingerprint=FINGERPRINT,
-            block_size=BLOCK_SIZE,
-            num_blocks=1 << 20,
-            max_model_len=1 << 20,
-            max_running=1024,
-            kv_bytes_per_token=1,
-            device="cpu",
-            transports=[],
-        )
+            worker_id="decode-0", role="decode", epoch="1", host="127.0.0.1", port=port, node_id="n", model="m",
+            fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, num_blocks=1 << 20, max_model_len=1 << 20, max_running=1024,
+            kv_bytes_per_token=1, device="cpu", transports=[],
+        )  # fmt: skip
         return wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=info)
 
     def take(self, frame: bytes, send: Send) -> None:
@@ -123,32 +110,6 @@ def plane_worker(streams: int, tokens: int, step_s: float, report: Pipe) -> None
         report.send(port)
         await asyncio.to_thread(report.recv)
         await server.aclose()
-
-    asyncio.run(serve())
-
-
-def zeromq_worker(streams: int, tokens: int, step_s: float, report: Pipe) -> None:
-    """Process: the fake worker behind a ROUTER socket."""
-    import zmq
-    import zmq.asyncio
-
-    worker = FakeWorker(streams, tokens, step_s, report)
-
-    async def serve() -> None:
-        context = zmq.asyncio.Context()
-        router = context.socket(zmq.ROUTER)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        report.send(port)
-
-        async def receive() -> None:
-            while True:
-                identity, frame = await router.recv_multipart()
-                worker.take(frame, lambda data, to=identity: router.send_multipart([to, data]))
-
-        receiving = asyncio.create_task(receive())
-        await asyncio.to_thread(report.recv)
-        receiving.cancel()
-        context.destroy(linger=0)
 
     asyncio.run(serve())
 
@@ -264,30 +225,12 @@ async def through_plane(port: int, meter: Meter, streams: int, tokens: int) -> N
         await connection.aclose()
 
 
-async def through_zeromq(port: int, meter: Meter, streams: int, tokens: int) -> None:
-    import zmq
-    import zmq.asyncio
-
-    context = zmq.asyncio.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(f"tcp://127.0.0.1:{port}")
-
-    async def messages() -> AsyncIterator[bytes]:
-        while True:
-            yield await dealer.recv()
-
-    try:
-        await through_queues(messages(), dealer.send, meter, streams, tokens)
-    finally:
-        context.destroy(linger=0)
-
-
-def measure(name: str, worker: Any, receiver: Any, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, receiver: Any, options: argparse.Namespace) -> dict[str, Any]:
     """One row: a fresh worker process, one run."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     arguments = (options.streams, options.tokens, options.step_ms / 1000, there)
-    process = spawn.Process(target=worker, args=arguments, daemon=True)
+    process = spawn.Process(target=plane_worker, args=arguments, daemon=True)
     process.start()
     try:
         if not here.poll(60):
@@ -315,16 +258,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of one step of the fake worker")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [
-        measure("dispatcher", plane_worker, through_dispatcher, options),
-        measure("plane", plane_worker, through_plane, options),
-    ]
-    try:
-        import zmq  # noqa: F401
-
-        rows.append(measure("zeromq", zeromq_worker, through_zeromq, options))
-    except ImportError:
-        print("pyzmq is not installed: no comparison with ZeroMQ")
+    rows = [measure("dispatcher", through_dispatcher, options), measure("plane", through_plane, options)]
     size = len(wire.encode(wire.Tokens(outputs=[_example(index) for index in range(options.streams)])))
     title = f"request plane, {options.streams} streams, a step of {options.step_ms:g} ms, {size} bytes per message"
     show(title, rows, options.json)

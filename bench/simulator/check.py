@@ -1,8 +1,7 @@
 """The simulator against real runs: one load through real workers and through `kvrelay simulate`, every figure side
 by side.
 
-    python -m bench.simulator.check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny
-    [--paced]]
+    python -m bench.simulator.check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny]
         [--profile FILE] [--save-profile FILE [--fit-workers N]] [--policy joint] [--json FILE] [--markdown FILE]
 
 1. `kvrelay profile --fit` measures a worker's speed in a process of its own (or --profile has it from before), alone
@@ -14,17 +13,13 @@ shared system
    message and a transfer take is measured between single requests before.
 3. The simulator gets the same requests at the times at which they really came, the same settings, pools and policy.
 4.
-Printed for each rate: both runs' figures and their errors; how far single requests are off; and, to separate the
-curve's errors from
-   the rest's, how far the curve is from the steps that the workers really made.
+Printed for each rate: both runs' figures and their errors, and how far single requests are off.
 
 What is the same by construction: lengths, shared prefixes, arrivals, limits of outputs (known to the router in
 both).
 What is not: the real ingress's own computing, and everything that the machine does beside it.
 
---tiny --paced --profile FILE: a tiny model's workers, whose every step is drawn out, asleep, to what the profile
-says. That leaves the curve and the machine's cores out of the comparison: what is left are the simulator's own
-errors, and more workers than the machine has cores do not disturb each other. Each run is also simulated with
+Each run is also simulated with
 workers of twice the
 speed: the errors must show that this profile is wrong.
 The real runs need a quiet machine: others' work makes its steps longer, not the simulator's.
@@ -35,21 +30,29 @@ import asyncio
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.engine.inprocess import count_weights, prepare
 from bench.figures import machine, show
-from bench.simulator.check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, per_request, stated
-from bench.simulator.check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
-from bench.simulator.step_log import AT_ONCE_S, LoggedStep
+from bench.simulator.check_real import (
+    Answer,
+    Figure,
+    Outcome,
+    Ways,
+    as_markdown,
+    compare,
+    measure_ways,
+    per_request,
+    play,
+    real_cluster,
+    stated,
+)
 from kvrelay.cluster.commands.settings_flags import with_pairs
 from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
 from kvrelay.cluster.simulator.requests import SimulatedRequest
@@ -60,9 +63,7 @@ from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, 
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.speed_fit import StepSample, errors_of
 from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
-from kvrelay.types import Role
 
 BLOCK = 16
 LENGTH_SCALE = BLOCK / 512
@@ -115,22 +116,11 @@ def fit(options: argparse.Namespace, folder: Path, file: Path) -> SimulatorProfi
         if section == "engine"
     ]
     command = [
-        sys.executable,
-        "-m",
-        "kvrelay.cluster.commands.cli",
-        "profile",
-        "--fit",
-        str(file),
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32" if options.tiny else "bfloat16",
-        "--seconds",
-        str(options.fit_seconds),
-        "--workers",
-        str(max(options.fit_workers, options.prefill + options.decode)),
+        sys.executable, "-m", "kvrelay.cluster.commands.cli", "profile", "--fit", str(file), "--model", str(folder),
+        "--dtype", "float32" if options.tiny else "bfloat16", "--seconds", str(options.fit_seconds),
+        "--workers", str(max(options.fit_workers, options.prefill + options.decode)),
         *(part for setting in settings for part in ("--set", setting)),
-    ]
+    ]  # fmt: skip
     subprocess.run(command, check=True, timeout=options.fit_seconds + 300)
     return load_profile(file)
 
@@ -188,8 +178,6 @@ def simulate(
     )  # fmt: skip
     update: dict[str, Any] = {"workers_per_node": options.prefill + options.decode, **ways.sizes}
     update["token_budget"] = scenario.product_settings().engine.token_budget
-    if options.paced:
-        update["slowdown"] = {}  # they sleep beside each other
     if ways.kv_bytes_per_s:
         update["local_bytes_per_s"] = ways.kv_bytes_per_s
     simulation = Recorded(scenario, faster(profile, speed).model_copy(update=update), entries)
@@ -198,9 +186,8 @@ def simulate(
     answers = [
         _answer(job, simulation.ways.get(job.index)) for job in sorted(simulation.jobs, key=lambda one: one.index)
     ]
-    busy = {role.value: summary["workers"][role.value]["utilisation"] for role in Role}
     moved_bytes = sum(worker.moved_bytes for worker in simulation.workers)  # not what goes to a store and comes from it
-    return Outcome(tuple(answers), moved_bytes, busy, tiers=summary["tiers"])
+    return Outcome(tuple(answers), moved_bytes, tiers=summary["tiers"])
 
 
 def _answer(job: SimulatedRequest, way: Decision | None) -> Answer:
@@ -233,70 +220,25 @@ def measured_only(outcome: Outcome) -> Outcome:
     return replace(outcome, answers=tuple(one for one in outcome.answers if one.index >= WARM_UP))
 
 
-async def real_runs(
-    options: argparse.Namespace, folder: Path, logs: Path
-) -> tuple[Ways, list[tuple[list[TraceEntry], Outcome, dict[Role, list[list[LoggedStep]]]]]]:
-    """For each rate the load as it came, what came of it, and the workers' steps."""
+async def real_runs(options: argparse.Namespace, folder: Path) -> tuple[Ways, list[tuple[list[TraceEntry], Outcome]]]:
+    """For each rate the load as it came, and what came of it."""
     settings, vocab_size = settings_from(sections_of(options)), count_weights(folder).vocab_size
     runs = []
-    async with real_cluster(
-        settings, folder, logs, options.cores, options.profile if options.paced else None
-    ) as cluster:
+    async with real_cluster(settings, folder, options.cores) as cluster:
         ways = await measure_ways(cluster, settings, vocab_size)
         for rate in options.rates:
             entries = load_of(max(4, round(rate * options.seconds)), rate, options.seed)
             run = await play(cluster, settings, entries, vocab_size)
             came = [replace(one, arrival_s=at_s) for one, at_s in zip(entries, run.arrivals_s, strict=True)]
-            runs.append((came, run))
-    found = []
-    for came, run in runs:
-        steps = steps_within(logs, run)
-        found.append((came, with_busy(run, steps), steps))
-    return ways, found
-
-
-def step_rows(profile: SimulatorProfile, steps: dict[Role, list[list[LoggedStep]]]) -> list[dict[str, Any]]:
-    """By role and kind of step: how far the curve is from what the workers' steps took.
-
-    on a core: of their time, what their thread really ran; where it is well below 1 something else took the core.
-    between: from a step's end to the next one's beginning, where a worker went on at once; the curve has that in it.
-    """
-    rows = []
-    for role, curve in ((Role.PREFILL, profile.prefill), (Role.DECODE, profile.decode)):
-        logged = [step for worker in steps[role] for step in worker]
-        samples = [StepSample(step.work, step.seconds) for step in logged]
-        gap_s = _gap_s(steps[role])
-        for kind, error in errors_of(curve, samples).items():
-            chosen = [step for step, sample in zip(logged, samples, strict=True) if sample.kind == kind]
-            all_s = sum(step.seconds for step in chosen)
-            rows.append(
-                {
-                    "steps of": f"{role.value} workers",
-                    "kind": kind,
-                    "steps": error.num_samples,
-                    "median error": f"{error.median:.1%}",
-                    "p90": f"{error.p90:.1%}",
-                    "all: curve / real": f"{sum(curve.step_s(step.work) for step in chosen) / all_s:.2f}",
-                    "on a core": f"{sum(step.cpu_s for step in chosen) / all_s:.2f}",
-                    "between, ms": f"{1e3 * gap_s:.2f}",
-                }
-            )
-    return rows
-
-
-def _gap_s(workers: Sequence[Sequence[LoggedStep]]) -> float:
-    """The median, in seconds, where the worker went on at once."""
-    gaps = [after.began_s - one.began_s - one.seconds for steps in workers for one, after in pairwise(steps)]
-    return statistics.median([gap for gap in gaps if gap < AT_ONCE_S] or [0.0])
+            runs.append((came, run.outcome))
+    return ways, runs
 
 
 def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, Any]:
     """Everything; the figures as plain data."""
-    logs = scratch / "steps"
-    logs.mkdir()
     file = options.save_profile or scratch / "profile.json"
     profile = load_profile(options.profile) if options.profile else fit(options, folder, file)
-    ways, runs = asyncio.run(real_runs(options, folder, logs))
+    ways, runs = asyncio.run(real_runs(options, folder))
     print(f"a message takes {1e3 * ways.message_s:.2f} ms, KV moves at {ways.kv_bytes_per_s / 1e9:.2f} GB/s")
     data: dict[str, Any] = {
         "machine": machine(),
@@ -305,7 +247,7 @@ def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str,
         "runs": [],
     }
     sections = []
-    for rate, (came, real, steps) in zip(options.rates, runs, strict=True):
+    for rate, (came, real) in zip(options.rates, runs, strict=True):
         real = measured_only(real)
         simulated, wrong = (
             measured_only(simulate(options, profile, came, ways, speed)) for speed in (1.0, WRONG_SPEED)
@@ -314,14 +256,10 @@ def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str,
         single, control = per_request(real, simulated), control_summary(off)
         title = f"{options.prefill}P + {options.decode}D, {folder.name}, {len(real.answers)} requests, {rate:g}/s"
         show(title, [figure.row() for figure in figures])
-        print(
-            f"{stated(single)} {control}\nThe real ingress and the load's making took "
-            f"{real.ingress_busy:.1%} of a core."
-        )
-        rows = step_rows(profile, steps)
-        show("The curve against the workers' own steps", rows)
+        print(f"{stated(single)} {control}")
         sections.append(as_markdown(title, figures, f"{stated(single)} {control}"))
-        data["runs"].append(_data(rate, figures, single, real, simulated) | {"control": control, "steps": rows})
+        shown = [asdict(one) | {"error": one.error} for one in figures]
+        data["runs"].append({"rate_per_s": rate, "figures": shown, "control": control})
     if options.markdown:
         options.markdown.write_text("\n".join(sections))
     return data
@@ -332,23 +270,6 @@ def control_summary(figures: Sequence[Figure]) -> str:
     errors = {figure.name: figure.error for figure in figures}
     stated = ", ".join(f"{name} {errors[name]:+.0%}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
     return f"Workers {WRONG_SPEED:g} times as fast, simulated as a control, are off by: {stated}."
-
-
-def _data(
-    rate: float, figures: Sequence[Figure], single: PerRequest, real: Outcome, simulated: Outcome
-) -> dict[str, Any]:
-    others = {one.index: one for one in simulated.answers}
-    pairs = [(one, others[one.index]) for one in real.answers if one.index in others]
-    return {
-        "rate_per_s": rate,
-        "figures": [asdict(one) | {"error": one.error} for one in figures],
-        "single_requests": asdict(single),
-        "requests: index, prompt, output, TTFT ms real, simulated, TPOT ms real, simulated, cached real, simulated": [
-            f"{one.index} {one.prompt_tokens} {one.output_tokens} {1e3 * one.ttft_s:.0f} {1e3 * other.ttft_s:.0f} "
-            f"{1e3 * one.tpot_s:.1f} {1e3 * other.tpot_s:.1f} {one.cached_tokens} {other.cached_tokens}"
-            for one, other in pairs
-        ],
-    }  # fmt: skip
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -362,7 +283,6 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model")
     parser.add_argument("--kv-memory", default="96MiB", help="of each worker")
     parser.add_argument("--policy", default="joint")
-    parser.add_argument("--paced", action="store_true", help="with --tiny: steps are drawn out to what --profile says")
     parser.add_argument("--set", nargs="*", default=[], help="any setting: section.key=value")
     parser.add_argument("--profile", type=Path, help="of workers like these; default: fitted now")
     parser.add_argument("--save-profile", type=Path, help="where the fitted one is kept")
@@ -374,8 +294,6 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(arguments)
-    if options.paced and not (options.tiny and options.profile):
-        parser.error("--paced needs --tiny, whose steps are short, and the --profile that they are drawn out to")
     cores = sorted(os.sched_getaffinity(0))
     workers = options.prefill + options.decode
     options.cores = [(core,) for core in cores[:workers]] if workers <= len(cores) else []

@@ -1,23 +1,24 @@
-"""The real side of bench/simulator/check.py: a small cluster of worker processes, a load, and what came of every
-request.
+"""The figures that bench/simulator/check.py compares, and its real side: a small cluster of worker processes, a load,
+and what came of every request.
 
 Prefill and decode workers are processes of this machine without Ray; the ingress is the product's dispatcher in this
 process, without HTTP.
 """
 
 import asyncio
-import contextlib
 import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from bench.simulator.check_figures import Answer, Outcome
-from bench.simulator.step_log import LoggedStep, read_steps
+import numpy as np
+
 from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.config import Settings
@@ -26,11 +27,147 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.types import Role
 
 LATE_S = 60.0  # after the last arrival the run ends
 REPORTED_S = 3.0  # after a run the workers have reported everything
 NUM_PROBES = 12  # single requests on an idle cluster, for the time of a message
+
+
+QUANTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request that was made. Seconds, tokens, bytes; ttft_s is nan where no token came."""
+
+    index: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    outcome: str  # done, or why not
+    ttft_s: float = math.nan
+    tpot_s: float = math.nan  # of outputs of more than one token
+    cached_tokens: int = 0
+    path: str = ""  # local: the decode worker computed the prompt, too
+    workers: tuple[str, ...] = ()  # that it went to: prefill, decode
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: its answers in order of arrival, and what is only known of the whole."""
+
+    answers: tuple[Answer, ...]
+    moved_bytes: float
+    tiers: dict[str, int] = field(
+        default_factory=dict
+    )  # blocks by what became of them below the pools; see Simulation.summary
+
+    def done(self) -> list[Answer]:
+        return [one for one in self.answers if one.outcome == "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of both runs. `kind`: how its error is stated."""
+
+    name: str
+    unit: str  # ms, /s, MB, "" (a count), % (a share, stated in points)
+    real: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Of a share the difference; of anything else the ratio less 1. nan where there is nothing to compare with."""
+        if self.unit == "%":
+            return self.simulated - self.real
+        return self.simulated / self.real - 1 if self.real else math.nan
+
+    def row(self) -> dict[str, Any]:
+        scale = {"ms": 1e3, "MB": 1e-6, "%": 100.0}.get(self.unit, 1.0)
+        sign = "points" if self.unit == "%" else "%"
+        return {
+            "figure": ", ".join(filter(None, (self.name, self.unit))), "real": _short(scale * self.real),
+            "simulated": _short(scale * self.simulated),
+            "error": "-" if math.isnan(self.error) else f"{100 * self.error:+.1f} {sign}",
+        }  # fmt: skip
+
+
+def compare(real: Outcome, simulated: Outcome, *, ttft_s: float, tpot_s: float) -> list[Figure]:
+    """All figures; goodput counts answers within both limits."""
+    sides = [_figures(one, ttft_s, tpot_s) for one in (real, simulated)]
+    return [Figure(name, unit, sides[0][name, unit], sides[1][name, unit]) for name, unit in sides[0]]
+
+
+def _figures(run: Outcome, ttft_s: float, tpot_s: float) -> dict[tuple[str, str], float]:
+    done = run.done()
+    ttfts, tpots = [one.ttft_s for one in done], [one.tpot_s for one in done if not math.isnan(one.tpot_s)]
+    kept = [one for one in done if one.ttft_s <= ttft_s and not one.tpot_s > tpot_s]
+    span_s = max(one.arrival_s for one in run.answers) - min(one.arrival_s for one in run.answers)
+    prompt = max(1, sum(one.prompt_tokens for one in done))
+    return {
+        **{(f"TTFT p{cut}", "ms"): _percentile(ttfts, cut) for cut in QUANTILES},
+        **{(f"TPOT p{cut}", "ms"): _percentile(tpots, cut) for cut in QUANTILES},
+        ("answered", "%"): len(done) / len(run.answers),
+        ("goodput", "/s"): len(kept) / max(span_s, 1e-9),
+        ("within the SLO", "%"): len(kept) / len(run.answers),
+        ("hits", "%"): sum(one.cached_tokens for one in done) / prompt,
+        ("prompts computed by decode workers", "%"): sum(one.path == "local" for one in done) / max(1, len(done)),
+        ("KV moved", "MB"): run.moved_bytes,
+        **{(name.replace("_", " "), ""): count for name, count in run.tiers.items()},
+    }
+
+
+def _percentile(values: Sequence[float], cut: float) -> float:
+    return float(np.percentile(values, cut)) if values else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class PerRequest:
+    """How far single requests are off: |simulated / real - 1| of those that both runs answered."""
+
+    ttft_median: float
+    ttft_p90: float
+    tpot_median: float
+    tpot_p90: float
+    same_workers: float  # share of them that went the same way
+
+
+def per_request(real: Outcome, simulated: Outcome) -> PerRequest:
+    others = {one.index: one for one in simulated.done()}
+    pairs = [(one, others[one.index]) for one in real.done() if one.index in others]
+    ttft = [abs(other.ttft_s / one.ttft_s - 1) for one, other in pairs]
+    tpot = [abs(other.tpot_s / one.tpot_s - 1) for one, other in pairs if one.tpot_s > 0 and other.tpot_s > 0]
+    same = sum(one.workers == other.workers for one, other in pairs) / max(1, len(pairs))
+    return PerRequest(_percentile(ttft, 50), _percentile(ttft, 90), _percentile(tpot, 50), _percentile(tpot, 90), same)
+
+
+def worst(figures: Sequence[Figure], names: Sequence[str]) -> float:
+    """The largest |error| among figures of these names."""
+    return max(abs(one.error) for one in figures if one.name in names and not math.isnan(one.error))
+
+
+def as_markdown(title: str, figures: Sequence[Figure], notes: str) -> str:
+    """A section with one table."""
+    lines = [f"### {title}", "", "| figure | real | simulated | error |", "|---|---|---|---|"]
+    for figure in figures:
+        row = figure.row()
+        lines.append(f"| {row['figure']} | {row['real']} | {row['simulated']} | {row['error']} |")
+    return "\n".join([*lines, "", notes, ""])
+
+
+def stated(single: PerRequest) -> str:
+    return (
+        f"Single requests: TTFT is off by {single.ttft_median:.0%} at the median and {single.ttft_p90:.0%} at p90, "
+        f"TPOT by {single.tpot_median:.0%} and {single.tpot_p90:.0%}; "
+        f"{single.same_workers:.0%} went to the same workers."
+    )
+
+
+def _short(value: float) -> str:
+    """Three digits."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +185,6 @@ class RealRun:
 
     outcome: Outcome
     arrivals_s: tuple[float, ...]  # of all entries, those of the warm-up too
-    began_s: float  # on the machine's clock
-    ended_s: float
-    ingress_s: float  # of a core, that the ingress and the load's making took meanwhile
 
 
 class Player:
@@ -66,7 +200,7 @@ class Player:
     async def play(self) -> RealRun:
         """Every request at its time, whatever is under way."""
         requests = [self._request(number, entry) for number, entry in enumerate(self._entries)]
-        self._began_s, cpu_s = time.monotonic(), time.process_time()
+        self._began_s = time.monotonic()
         tasks = []
         for entry, request in zip(self._entries, requests, strict=True):
             await asyncio.sleep(max(0.0, self._began_s + entry.arrival_s - time.monotonic()))
@@ -76,9 +210,8 @@ class Player:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         answers = tuple(sorted(self._answers, key=lambda one: one.index))
-        outcome = Outcome(answers, self._moved_bytes, {})
-        ingress_s = time.process_time() - cpu_s
-        return RealRun(outcome, tuple(one.arrival_s for one in answers), self._began_s, time.monotonic(), ingress_s)
+        outcome = Outcome(answers, self._moved_bytes)
+        return RealRun(outcome, tuple(one.arrival_s for one in answers))
 
     async def _one(self, number: int, entry: TraceEntry, request: SequenceRequest) -> None:
         arrived_s = time.monotonic()
@@ -137,20 +270,14 @@ def _words(block: int, size: int, vocab_size: int) -> list[int]:
     return random.Random(f"block:{block}").choices(range(3, vocab_size), k=size)
 
 
-@contextlib.asynccontextmanager
-async def real_cluster(
-    settings: Settings, folder: Path, logs: Path, cores: Sequence[tuple[int, ...] | None], pace: Path | None = None
-) -> AsyncIterator[LocalCluster]:
-    """Worker processes that write their steps to `logs` when they end. pace: a profile that their steps are drawn out
-    to.
-    """
+def real_cluster(
+    settings: Settings, folder: Path, cores: Sequence[tuple[int, ...] | None]
+) -> AbstractAsyncContextManager[LocalCluster]:
+    """Worker processes."""
     counts = settings.cluster
-    paced = [] if pace is None else [str(pace)]
-    async with local_cluster(
-        settings, folder, num_prefill=counts.prefill, num_decode=counts.decode, num_inside=0, cores=cores,
-        program=("-m", "bench.simulator.step_log", str(logs), *paced),
-    ) as cluster:  # fmt: skip
-        yield cluster
+    return local_cluster(
+        settings, folder, num_prefill=counts.prefill, num_decode=counts.decode, num_inside=0, cores=cores
+    )
 
 
 async def measure_ways(cluster: LocalCluster, settings: Settings, vocab_size: int) -> Ways:
@@ -204,22 +331,3 @@ def moved_by_tiers(dispatcher: Dispatcher) -> dict[str, int]:
         "fetched_blocks": sum(tier.loaded_blocks for tier in stores),
         "stored_blocks": sum(tier.stored_blocks for tier in stores),
     }
-
-
-def steps_within(logs: Path, run: RealRun) -> dict[Role, list[list[LoggedStep]]]:
-    """By role and worker, the steps that began while the run lasted."""
-    found: dict[Role, list[list[LoggedStep]]] = {role: [] for role in Role}
-    for file in sorted(logs.glob("*.json")):
-        role = Role.PREFILL if file.stem.startswith(Role.PREFILL) else Role.DECODE
-        found[role].append([step for step in read_steps(file) if run.began_s <= step.began_s <= run.ended_s])
-    return found
-
-
-def with_busy(run: RealRun, steps: dict[Role, list[list[LoggedStep]]]) -> Outcome:
-    """Its outcome with the workers' busy shares."""
-    lasted_s = run.ended_s - run.began_s
-    busy = {
-        role.value: sum(step.seconds for worker in workers for step in worker) / (lasted_s * max(1, len(workers)))
-        for role, workers in steps.items()
-    }
-    return replace(run.outcome, busy=busy, ingress_busy=run.ingress_s / lasted_s)

@@ -1,4 +1,4 @@
-"""What a simulated request costs, and where the time goes: python -m bench.simulator.cost [--trace TRACE] [--profile]
+"""What a simulated request costs, and where the time goes: python -m bench.simulator.cost [--trace TRACE]
 
     small   8 + 8 workers, TRACE (Mooncake's conversation trace) played at 8 requests per second, the pools of
     bench/router/policies.py;
@@ -7,23 +7,17 @@
     0.5 s
 
 CPU time of this one process, the making of the cluster and of the load apart from the run: so much for each request, of
-the whole run and between the arrivals of the later ones, and for each event of the clock. `--profile` runs each case
-once more, samples the running function each millisecond, and says what share of the time each module's and each
-function's own code took (what C functions took counts for their callers). The figures of a case do not depend on the
-machine; their digest is printed, so that two versions can be held against each other.
+the whole run and between the arrivals of the later ones, and for each event of the clock. The figures of a case do not
+depend on the machine; their digest is printed, so that two versions can be held against each other.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
-import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from kvrelay.cluster.profiles.profile import published_profile
@@ -32,10 +26,7 @@ from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.cluster.workloads.trace import TraceEntry
 
-ROOT = Path(__file__).resolve().parents[2]
 PROFILE = "llama-3.1-70b-h100x8-bf16"
-MOST_NAMED = 25
-SAMPLE_S = 0.001
 RAMP_SHARE = 0.6  # of the requests: by then the batches are as large as they get
 
 
@@ -111,57 +102,12 @@ def digest(summary: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(figures, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
-@contextlib.contextmanager
-def sampled(taken: Counter[tuple[str, str]]) -> Iterator[None]:
-    """Counts the running (file, function), each millisecond of this process's CPU time."""
-
-    def note(_signal: int, frame: FrameType | None) -> None:
-        if frame is not None:
-            taken[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
-
-    before = signal.signal(signal.SIGPROF, note)
-    signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
-
-
-def shares(case: Case) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Of the time: each module's own share, and each function's, most first."""
-    simulation = case.simulation(case.load())
-    taken: Counter[tuple[str, str]] = Counter()
-    with sampled(taken):
-        simulation.run()
-    modules: Counter[str] = Counter()
-    functions: Counter[str] = Counter()
-    for (path, function), count in taken.items():
-        modules[module_of(path)] += count
-        functions[f"{module_of(path)}: {function}"] += count
-    return _most(modules), _most(functions)
-
-
-def _most(counts: Counter[str]) -> list[tuple[str, float]]:
-    return [(name, count / counts.total()) for name, count in counts.most_common(MOST_NAMED)]
-
-
-def module_of(path: str) -> str:
-    """As in the tree; other people's by their package's name alone."""
-    parts = Path(path).parts
-    if "site-packages" in parts:
-        return parts[parts.index("site-packages") + 1]
-    own = path.removeprefix(f"{ROOT}/").removeprefix(".imports/kvrelay/")
-    return own if own != path else "Python itself"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="of the small case")
     parser.add_argument("--small", type=int, default=3000, metavar="REQUESTS", help="0: not this case")
     parser.add_argument("--large", type=int, default=12_000, metavar="REQUESTS", help="0: not this case")
     parser.add_argument("--rounds", type=int, default=1, help="the best of so many counts")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
@@ -174,12 +120,6 @@ def main() -> None:
             f"load {row['load_s']:.1f} s, making the cluster {row['making_s']:.1f} s; figures {row['digest']}",
             flush=True,
         )
-        if options.profile:
-            for what, found in zip(("modules", "functions"), shares(case), strict=True):
-                row[what] = found
-                for name, share in found:
-                    print(f"    {100 * share:5.1f} %  {1e3 * share * row['ms_per_request']:6.1f} us  {name}")
-                print()
         rows.append(row)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,10 +116,6 @@ class Pool:
         used = self.num_bytes // shape.region_bytes * shape.region_bytes
         return self.bytes[:used].reshape(-1, shape.region_bytes)
 
-    def slices(self, shape: Shape, regions: list[int]) -> list[memoryview]:
-        size = shape.region_bytes
-        return [self.view[region * size : (region + 1) * size] for region in regions]
-
     def clear(self, shape: Shape) -> None:
         """Zero what the shape's transfers will land in."""
         for _, regions in region_lists(shape, self.num_bytes):
@@ -159,3 +156,53 @@ def _copy(plan: list[tuple[int, int]], num_bytes: int) -> float:
     began = time.perf_counter()
     deque(map(ctypes.memmove, to, from_, repeat(num_bytes)), maxlen=0)
     return time.perf_counter() - began
+
+
+Row = dict[str, Any]  # one row of the table: {"name": ..., "settings": {...}}
+
+
+class End:
+    """One end, with what most ends do. The acting end (`move`) is the source in kvrelay, the target elsewhere.
+
+    Args:
+        pools: by end, "source" or "target": this process's.
+    """
+
+    def __init__(self, pools: dict[str, Pool]) -> None:
+        self.pools = pools
+
+    async def start(self) -> dict[str, Any]:
+        """What the other end needs to connect. Raises ImportError when something is not installed."""
+        return {}
+
+    async def connect(self, peer: dict[str, Any]) -> None:
+        """`peer`: what the other end's start() gave."""
+
+    async def begin(self, row: Row, shape: Shape) -> dict[str, Any]:
+        """Get ready for one visit; what the acting end needs to know for it."""
+        return {}
+
+    async def move(self, row: Row, shape: Shape, order: dict[str, Any]) -> None:
+        """On the acting end: the shape's transfers, one after the other."""
+        raise NotImplementedError
+
+    async def end(self) -> dict[str, list[float]]:
+        """Seconds of each transfer of the visit. "read": first read to last byte (verified); "whole": the protocol
+        too.
+        """
+        return {}
+
+    async def aclose(self) -> None:
+        """Let go of everything."""
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, all threads, by end."""
+        return {next(iter(self.pools)): time.process_time()}
+
+    def clear(self, shape: Shape) -> None:
+        """Zero the target's blocks, so that what arrives differs from what was there."""
+        self.pools["target"].clear(shape)
+
+    def digest(self, shape: Shape, end: str) -> str:
+        """Of one end's blocks: equal once they have arrived."""
+        return self.pools[end].digest(shape, end)

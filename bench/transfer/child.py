@@ -1,6 +1,6 @@
 """One end of one contender of bench/transfer/transfer.py, in a process of its own: JSON lines in, JSON lines out.
 
-    python -m bench.transfer.child KIND source|target|both|none '{"blocks": 2048, ...}'
+    python -m bench.transfer.child KIND source|target '{"blocks": 2048, ...}'
 
 "begin" and "end" enclose one visit, so that the CPU between them is the visit's.
 """
@@ -13,11 +13,9 @@ import sys
 import traceback
 from typing import Any, TextIO
 
-from bench.transfer.blocks import ENDS, Pool, Shape, pool_bytes, shapes
-from bench.transfer.side import End
+from bench.transfer.blocks import End, Pool, Shape, pool_bytes, shapes
 
-MODULES = {"kvrelay": "bench.transfer.ours", "nixl": "bench.transfer.peers", "mooncake": "bench.transfer.peers",
-           "zeromq": "bench.transfer.peers"}  # fmt: skip
+MODULES = {"kvrelay": "bench.transfer.ours", "nixl": "bench.transfer.peers", "mooncake": "bench.transfer.peers"}
 
 
 class Host:
@@ -33,8 +31,6 @@ class Host:
                 return await self._side.start()
             case {"op": "connect", "peer": peer}:
                 await self._side.connect(peer)
-            case {"op": "cpu"}:
-                return {"cpu_s": self._side.cpu_s()}
             case {"op": "end"}:
                 figures = await self._side.end()
                 spent = {end: after - self._cpu_s[end] for end, after in self._side.cpu_s().items()}
@@ -59,7 +55,7 @@ class Host:
 
 async def run(kind: str, role: str, config: dict[str, Any], out: TextIO) -> None:
     every, size = shapes(config["blocks"]), pool_bytes(config["blocks"])
-    pools = {end: Pool(size, is_filled=end == "source") for end in ENDS if role in (end, "both")}
+    pools = {role: Pool(size, is_filled=role == "source")}
     side = importlib.import_module(MODULES[kind]).make(kind, role, pools, every, config)
     host = Host(side, every)
     reader = asyncio.StreamReader(limit=1 << 24)

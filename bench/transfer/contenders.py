@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.transfer.side import Row
+from bench.transfer.blocks import Row
 from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.settings.choices import ChecksMode
@@ -57,13 +57,12 @@ def _ours(transport: str) -> Contender:
     for table in TCP_VARIANTS if transport == "tcp" else ():
         how = ", ".join(f"{key} {value}" for key, value in table.items())
         rows += [row(f"tcp, {how}, checks {checks}", table, checks=checks) for checks in ("off", "full")]
-    roles = ("both",) if transport == "loopback" else ("source", "target")
-    return Contender(transport, "kvrelay", tuple(rows), roles, {"transport": transport})
+    return Contender(transport, "kvrelay", tuple(rows), ("source", "target"), {"transport": transport})
 
 
 def contenders(transports: list[str] | None, peers: list[str] | None) -> list[Contender]:
     """The named contenders; None: all."""
-    ours = [_ours(name) for name in TRANSPORTS if transports is None or name in transports]
+    ours = [_ours(name) for name in TRANSPORTS if name in (transports or TRANSPORTS) and name != "loopback"]
     if transports is None or "nixl" in transports:
         rows = (row("nixl over UCX's TCP, checks off", checks="off"),)
         ours.append(Contender("nixl-tcp", "kvrelay", rows, ("source", "target"), {"transport": "nixl"}, OVER_TCP))
@@ -81,12 +80,6 @@ PEERS = (
         "mooncake",
         (row("Mooncake over TCP"),),
         install="pip install mooncake-transfer-engine-non-cuda, and the system's libibverbs1",
-    ),
-    Contender(
-        "zeromq",
-        "zeromq",
-        (row("ZeroMQ, a frame per block", frames="single"), row("ZeroMQ, 1 MiB frames", frames="gathered")),
-        install="pip install pyzmq",
     ),
 )
 
@@ -154,41 +147,27 @@ class Pair:
         """Raises ContenderFailed."""
         for child in self._children.values():
             await child.start(num_blocks)
-        given = await self._other.query("start")
-        if self._actor is not self._other:
-            back = await self._actor.query("start")
-            await self._other.query("connect", peer=back)
-            await self._actor.query("connect", peer=given)
+        given, back = await self._other.query("start"), await self._actor.query("start")
+        await self._other.query("connect", peer=back)
+        await self._actor.query("connect", peer=given)
 
     async def visit(self, measured: Row, shape: str) -> dict[str, Any]:
         """The shape's transfers once: seconds of each as "read" and (ours) "whole", CPU seconds by end as "cpu_s"."""
         order = await self._other.query("begin", row=measured, shape=shape)
-        if self._actor is not self._other:
-            await self._actor.query("begin", row=measured, shape=shape)
+        await self._actor.query("begin", row=measured, shape=shape)
         await self._actor.query("move", row=measured, shape=shape, order=order)
         figures = await self._actor.query("end")
-        if self._actor is self._other:
-            return figures
         others = await self._other.query("end")
         return {**others, **figures, "cpu_s": figures["cpu_s"] | others["cpu_s"]}
 
     async def prove(self, measured: Row, shape: str) -> None:
         """Warm up, and see that the target has the source's bytes afterwards. Raises ContenderFailed."""
-        ends = {
-            "source": self._children.get("source", self._actor),
-            "target": self._children.get("target", self._actor),
-        }
+        ends = self._children
         await ends["target"].query("clear", shape=shape)
         await self.visit(measured, shape)
-        sent, came = [(await child.query("digest", shape=shape, end=end))["digest"] for end, child in ends.items()]
+        sent, came = [(await ends[end].query("digest", shape=shape, end=end))["digest"] for end in ("source", "target")]
         if sent != came:
             raise ContenderFailed(f"{measured['name']}: the target does not have the source's bytes")
-
-    async def cpu_s(self) -> dict[str, float]:
-        spent: dict[str, float] = {}
-        for child in self._children.values():
-            spent |= (await child.query("cpu"))["cpu_s"]
-        return spent
 
     async def aclose(self) -> None:
         await asyncio.gather(*(child.aclose() for child in self._children.values()))

@@ -8,8 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from bench.transfer.blocks import Pool, Shape, block_lists, fingerprint_of
-from bench.transfer.side import End, Row
+from bench.transfer.blocks import End, Pool, Row, Shape, block_lists, fingerprint_of
 from kvrelay.decode.target import KvTarget
 from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
@@ -168,27 +167,5 @@ class OurTarget(End):
             await engine.aclose()
 
 
-class OurBoth(End):
-    """Both ends in this process: loopback."""
-
-    def __init__(self, pools: dict[str, Pool], config: dict[str, Any]) -> None:
-        super().__init__(pools)
-        self._source, self._target = OurSource(pools, config), OurTarget(pools, config)
-
-    async def begin(self, row: Row, shape: Shape) -> dict[str, Any]:
-        await self._source.begin(row, shape)
-        return await self._target.begin(row, shape)
-
-    async def move(self, row: Row, shape: Shape, order: dict[str, Any]) -> None:
-        await self._source.move(row, shape, order)
-
-    async def end(self) -> dict[str, list[float]]:
-        return {**await self._source.end(), **await self._target.end()}
-
-    async def aclose(self) -> None:
-        await self._source.aclose()
-        await self._target.aclose()
-
-
 def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> End:
-    return {"source": OurSource, "target": OurTarget, "both": OurBoth}[role](pools, config)
+    return {"source": OurSource, "target": OurTarget}[role](pools, config)

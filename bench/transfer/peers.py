@@ -1,10 +1,9 @@
-"""Ends of the peers for bench/transfer/transfer.py: NIXL without anything of ours, Mooncake's transfer engine, ZeroMQ.
+"""Ends of the peers for bench/transfer/transfer.py: NIXL without anything of ours, Mooncake's transfer engine.
 
 Each as it is used well: lists prepared once, blocks sorted by where they lie in the source, one call for
 one transfer. None of them verifies what came.
 """
 
-import contextlib
 import os
 import threading
 import time
@@ -13,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.transfer.blocks import MIB, Pool, Shape, region_lists
-from bench.transfer.side import End, Row
+from bench.transfer.blocks import End, Pool, Row, Shape, region_lists
 
 HOST = "127.0.0.1"
 
@@ -175,90 +173,11 @@ class MooncakeSide(PullingSide):
             raise RuntimeError(f"Mooncake: {status}")
 
 
-# ---- ZeroMQ
-
-
-class ZeroMqSource(End):
-    """Answers a request for one transfer with its blocks: a frame each, or gathered into frames of 1 MiB."""
-
-    def __init__(self, pools: dict[str, Pool], every: dict[str, Shape]) -> None:
-        super().__init__(pools)
-        self._pool, self._shapes = pools["source"], every
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._context: Any = None
-        self._socket: Any = None
-
-    async def start(self) -> dict[str, Any]:
-        import zmq
-
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.copy_threshold = 0
-        port = self._socket.bind_to_random_port(f"tcp://{HOST}")
-        self._thread.start()
-        return {"port": port}
-
-    def _serve(self) -> None:
-        import zmq
-
-        with contextlib.suppress(zmq.ContextTerminated), self._socket:
-            while True:
-                name, index, frames = self._socket.recv_json()
-                shape = self._shapes[name]
-                sources, _ = by_source(region_lists(shape, self._pool.num_bytes)[index])
-                if frames == "gathered":
-                    for start in range(0, len(sources), step := max(MIB // shape.region_bytes, 1)):
-                        gathered = self._pool.regions(shape)[sources[start : start + step]]
-                        self._socket.send(gathered, copy=False)
-                else:
-                    for block in self._pool.slices(shape, sources):
-                        self._socket.send(block, copy=False)
-
-    async def aclose(self) -> None:
-        self._context.term()  # ends the thread, which closes its socket
-
-
-class ZeroMqTarget(PullingSide):
-    """Asks, then copies every frame to where its blocks belong."""
-
-    def __init__(self, pools: dict[str, Pool]) -> None:
-        super().__init__(pools)
-        self._context: Any = None
-        self._socket: Any = None
-
-    async def connect(self, peer: dict[str, Any]) -> None:
-        import zmq
-
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.connect(f"tcp://{HOST}:{peer['port']}")
-
-    def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
-        frames = row["settings"]["frames"]
-        self._socket.send_json((shape.name, index, frames))
-        _, targets = by_source((sources, targets))
-        step = max(MIB // shape.region_bytes, 1) if frames == "gathered" else 1
-        blocks = self._pool.regions(shape)
-        for start in range(0, len(targets), step):
-            frame = np.frombuffer(self._socket.recv(copy=False).buffer, dtype=np.uint8)
-            blocks[targets[start : start + step]] = frame.reshape(-1, shape.region_bytes)
-
-    async def aclose(self) -> None:
-        self._socket.close()
-        self._context.term()
-
-
 def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> End:
     ends: dict[tuple[str, str], Callable[[], End]] = {
         ("nixl", "source"): lambda: NixlSource(pools, spins=config.get("spins", False)),
         ("nixl", "target"): lambda: NixlTarget(pools, every),
         ("mooncake", "source"): lambda: MooncakeSide(pools),
         ("mooncake", "target"): lambda: MooncakeSide(pools),
-        ("zeromq", "source"): lambda: ZeroMqSource(pools, every),
-        ("zeromq", "target"): lambda: ZeroMqTarget(pools),
     }
     return ends[kind, role]()

@@ -1,7 +1,7 @@
 """Moving KV blocks between two processes of this host: every transport of ours and the peers, in one run.
 
-    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F] [--plot
-    F.png] pip install -r bench/requirements-transfer.txt    # the peers
+    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F]
+    pip install -r bench/requirements-transfer.txt    # the peers
 
 Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (where sampled checks leave something out);
 16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first read to its
@@ -20,16 +20,17 @@ import random
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.figures import machine
-from bench.transfer.blocks import Memcpy, Shape, shapes
-from bench.transfer.contenders import Contender, ContenderFailed, Pair, contenders
-from bench.transfer.report import plot, print_report
-from bench.transfer.side import Row
+from rich.console import Console
+from rich.table import Table
 
-IDLE_S = 10.0
+from bench.figures import machine
+from bench.transfer.blocks import Memcpy, Row, Shape, shapes
+from bench.transfer.contenders import Contender, ContenderFailed, Pair, contenders
+
 KINDS = ("read", "busy", "whole")
 
 
@@ -114,25 +115,6 @@ async def measure(ready: list[tuple[Pair, list[Row]]], rounds: int, seed: int, n
     return found
 
 
-async def idle(wanted: list[Contender], num_blocks: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Share of a core that each end takes with one finished transfer behind it and nothing to do."""
-    pairs = [Pair(contender) for contender in wanted if contender.is_ours]
-    try:
-        for pair in pairs:
-            await pair.start(num_blocks)
-            await pair.prove(pair.contender.rows[0], "many")
-        await asyncio.sleep(1.0)
-        before = [await pair.cpu_s() for pair in pairs]
-        await asyncio.sleep(seconds)
-        after = [await pair.cpu_s() for pair in pairs]
-    finally:
-        await asyncio.gather(*(pair.aclose() for pair in pairs))
-    return {
-        pair.contender.name: {end: (late[end] - early[end]) / seconds for end in late}
-        for pair, early, late in zip(pairs, before, after, strict=True)
-    }
-
-
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     wanted, every = contenders(options.transports, options.peers), shapes(options.blocks)
     ready = await start(wanted, options.blocks, every)
@@ -140,7 +122,6 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         found = await measure(ready, options.rounds, options.seed, options.blocks)
     finally:
         await asyncio.gather(*(pair.aclose() for pair, _ in ready))
-    able = [pair.contender for pair, rows in ready if rows]
     return {
         "machine": machine(),
         "rounds": options.rounds,
@@ -155,12 +136,60 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             for pair, rows in ready
             for row in rows
         ],
-        "idle": await idle(able, options.blocks, options.idle_s) if options.idle_s else {},
     }
 
 
 def names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def print_report(figures: dict[str, Any]) -> None:
+    """Show everything."""
+    console = Console(width=max(Console().width, 172))
+    console.print(_table(figures))
+    where = figures["machine"]
+    console.print(
+        f"{where['cpu']}, {where['cores']} cores, "
+        f"load average {where['load_average']} at the end of {figures['rounds']} "
+        "rounds; read: first read to last byte verified; busy: with a read under way; whole: open to commit",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    table = Table(title=f"{figures['blocks']:,} scattered blocks of 32 KiB unless said otherwise; GB/s, best round")
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("path", lambda row: row["name"]),
+        ("read", _number("many read")),
+        ("x memcpy", lambda row: f"{row['many read'] / figures['memcpy']['many read']:.2f}"),
+        ("busy", _number("many busy")),
+        ("whole", _number("many whole")),
+        ("16 layers", _number("layers read")),
+        ("16 x 64 KiB", _number("few read")),
+        ("64 x 1 MiB", _number("large read")),
+        ("1 block, read us", _number("one read", 0)),
+        ("whole us", _number("one whole", 0)),
+        ("CPU s/GB source", _cpu("source")),
+        ("target", _cpu("target")),
+    ]
+    for index, (title, _) in enumerate(columns):
+        table.add_column(title, justify="right" if index else "left")
+    for row in ({"name": "memcpy", **figures["memcpy"]}, *figures["rows"]):
+        table.add_row(*(cell(row) for _, cell in columns))
+    return table
+
+
+def _number(key: str, digits: int = 2) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row[key]:,.{digits}f}" if key in row else ""
+
+
+def _cpu(end: str) -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        spent = row["cpu_s_per_gb"]
+        return f"{spent[end]:.3f}" if end in spent else ""
+
+    return cell
 
 
 def main() -> None:
@@ -169,17 +198,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=1, help="of the order within rounds")
     parser.add_argument("--transports", type=names, help="default: all that kvrelay has")
-    parser.add_argument("--peers", type=names, help="nixl, mooncake, zeromq; default: all")
-    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="how long idle ends are watched; 0: not at all")
+    parser.add_argument("--peers", type=names, help="nixl, mooncake; default: all")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     figures = asyncio.run(run(options))
-    figures["goals"] = print_report(figures)
+    print_report(figures)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    if options.plot:
-        plot(figures, options.plot)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
-PROGRAM = ("-m", "kvrelay.cluster.launch.local")  # Python's arguments for a worker's process
 
 
 def make_worker(
@@ -109,7 +108,6 @@ async def spawn_worker(
     worker_id: str,
     cores: tuple[int, ...] | None = None,
     stores: Sequence[StoreAddress] = (),
-    program: Sequence[str] = PROGRAM,
 ) -> ProcessWorker:
     """Start a worker process and wait until it listens. Raises WorkerLost with its error."""
     config = {
@@ -124,7 +122,8 @@ async def spawn_worker(
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "NIXL_LOG_LEVEL": "WARN"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *program,
+        "-m",
+        "kvrelay.cluster.launch.local",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=environment,
@@ -213,7 +212,6 @@ async def local_cluster(
     num_inside: int = 1,
     num_stores: int = 1,
     cores: Sequence[tuple[int, ...] | None] = (),
-    program: Sequence[str] = PROGRAM,
 ) -> AsyncIterator[LocalCluster]:
     """A running cluster, stopped at the end of the context.
 
@@ -221,7 +219,6 @@ async def local_cluster(
         num_inside: decode workers in this process, where a test can inspect their pools.
         num_stores: nodes of the KV store, where `cache.remote` is `cluster`.
         cores: of the prefill processes, then the decode processes; those without are not pinned.
-        program: Python's arguments for the processes; it must call `main` of this module.
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
@@ -232,7 +229,7 @@ async def local_cluster(
         nodes = [store.address for store in cluster.stores]
         roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]
         starting = [
-            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None), nodes, program)
+            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None), nodes)
             for role, index in roles
         ]
         cluster.inside = [

@@ -1,4 +1,4 @@
-"""bench/planner/planner.py: how the best static split and the clairvoyant plan are searched for."""
+"""bench/planner/planner.py: how the best static split is searched for."""
 
 import math
 from itertools import product
@@ -8,7 +8,7 @@ import pytest
 from bench.planner.loads import made_days
 from bench.planner.planner import summary_of
 from bench.planner.runs import Outcome
-from bench.planner.search import KEPT, best_clairvoyant, best_of, better, static_splits
+from bench.planner.search import KEPT, best_of, better, static_splits
 from kvrelay.router.planning.types import WorkerCounts
 
 pytestmark = pytest.mark.alone
@@ -56,19 +56,6 @@ def test_the_search_finds_the_best_of_all_static_splits(guess: WorkerCounts, nee
 def test_who_keeps_too_little_is_never_better_however_cheap():
     cheap, dear = outcome([80] * 4, [99] * 4, 1.0), outcome([91] * 4, [99] * 4, 50.0)
     assert better(dear, cheap) and not better(cheap, dear)
-
-
-def test_a_clairvoyant_plan_follows_each_window_and_role():
-    needed = [WorkerCounts(1, 4), WorkerCounts(6, 2), WorkerCounts(3, 3), WorkerCounts(1, 1)]
-
-    def run(plan: list[WorkerCounts]) -> Outcome:
-        kept = [[kept_by(have[role], need[role]) for have, need in zip(plan, needed, strict=True)] for role in (0, 1)]
-        return outcome(*kept, float(sum(one.total for one in plan)))
-
-    plan, found = best_clairvoyant(run, [[WorkerCounts(2, 2)] * 4, [WorkerCounts(4, 4)] * 4], 12, rounds=20)
-    assert found.kept_share >= KEPT
-    assert sum(one.total for one in plan) <= sum(one.total for one in needed)
-    assert found.per_hour >= run(needed).per_hour > 1.3 * run([WorkerCounts(6, 4)] * 4).per_hour
 
 
 def test_ratios_are_of_the_same_day():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from bench.router import decision as bench
-from bench.router.contents import MAX_TOTAL, contents
+from bench.router.decision import MAX_TOTAL, contents
 
 pytestmark = pytest.mark.alone
 
@@ -40,6 +40,6 @@ def test_all_news_is_taken():
 
 
 def test_a_line_has_every_figure(capsys):
-    bench.cell(4, 1600, False, 40, None)
+    bench.cell(4, 1600, False, 40)
     line, *news = capsys.readouterr().out.splitlines()
     assert len(line.split()) == 3 + 3 + 3 and len(news) == 2

@@ -8,15 +8,13 @@ from dataclasses import replace
 import pytest
 
 from bench.simulator import check as bench
-from bench.simulator.check_figures import Answer, Outcome, as_markdown, compare, per_request, stated, worst
-from bench.simulator.check_real import Ways
+from bench.simulator.check_real import Answer, Outcome, Ways, as_markdown, compare, per_request, stated, worst
 from kvrelay.cluster.profiles.fit import StepSampler
 from kvrelay.cluster.profiles.neighbours import profiled_engine, slowdowns
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.speed_fit import fit_curve
-from kvrelay.types import Role
 from tests.cluster.simulator.simulator_cases import profile
 
 pytestmark = pytest.mark.alone
@@ -32,7 +30,7 @@ def answer(index, ttft_s, tpot_s=0.02, **fields):
 
 
 def outcome(answers, moved_bytes=1e6):
-    return Outcome(tuple(answers), moved_bytes, {"prefill": 0.5, "decode": 0.25})
+    return Outcome(tuple(answers), moved_bytes)
 
 
 def by_name(real, simulated, ttft_s=1.0, tpot_s=0.05):
@@ -114,23 +112,18 @@ def fitted(folder):
         engine.close()
 
 
-def test_a_real_cluster_is_simulated_and_a_slow_profile_makes_the_error_large(folder, fitted, tmp_path, monkeypatch):
+def test_a_real_cluster_is_simulated_and_a_slow_profile_makes_the_error_large(folder, fitted, monkeypatch):
     """The right profile is held to nothing but what a busy machine allows: to being much closer than the wrong one."""
     import asyncio
 
     options = bench.options_of(["--tiny", "--kv-memory", "16MiB", "--rates", "8", "--seconds", "3"])
     monkeypatch.setattr(bench, "WARM_UP_S", 3.0)
-    ways, [(came, real, steps)] = asyncio.run(bench.real_runs(options, folder, tmp_path))
+    ways, [(came, real)] = asyncio.run(bench.real_runs(options, folder))
     assert 0 < ways.message_s < 1 and ways.kv_bytes_per_s > 0
     real = bench.measured_only(real)
     assert [one.outcome for one in real.answers] == ["done"] * 24
     assert [one.output_tokens for one in real.answers] == [one.output_tokens for one in came[bench.WARM_UP :]]
     assert 0 < sum(one.cached_tokens for one in real.answers) < sum(one.prompt_tokens for one in real.answers)
-    logged = [step for workers in steps.values() for worker in workers for step in worker]
-    computed = sum(step.work.prompt_tokens for step in logged)
-    assert 0 < real.busy["prefill"] < 1 and 0 < real.busy["decode"] < 1
-    everything = sum(one.input_tokens for one in came) - sum(one.cached_tokens for one in real.answers)
-    assert computed == pytest.approx(everything, rel=0.05)
 
     def errors(speed):
         run = simulated(options, fitted, came, speed, ways)
@@ -140,8 +133,6 @@ def test_a_real_cluster_is_simulated_and_a_slow_profile_makes_the_error_large(fo
     (right, _), (wrong, figures) = errors(1.0), errors(1 / 20)
     assert wrong.tpot_median > 3 * right.tpot_median and wrong.ttft_median > 2 * right.ttft_median
     assert worst(figures, TIMES) > 2.0
-    rows = bench.step_rows(fitted, steps)
-    assert {row["steps of"] for row in rows} == {f"{role.value} workers" for role in Role}
 
 
 def test_neighbours_slow_a_worker_down_and_are_gone_afterwards(folder):
