@@ -1,13 +1,16 @@
 """The docs name what there is: links, files, settings and commands in them exist."""
 
+import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 
-from kvrelay.config import Settings
+from kvrelay.config import Settings, settings_from
 
 pytestmark = pytest.mark.pure
 
@@ -49,13 +52,33 @@ def unknown_commands(text, known):
     return sorted(named - known)
 
 
+def examples(language):
+    """(page, text) of every fenced block of a language."""
+    fenced = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
+    return [(str(page.relative_to(ROOT)), text) for page in PAGES for text in fenced.findall(page.read_text())]
+
+
+def flags_in_examples():
+    """command -> its `--flags` in the docs' shell examples."""
+    found = defaultdict(set)
+    for _, text in examples("bash"):
+        for command, rest in re.findall(r"^kvrelay ([a-z]+)([^#\n]*)", text, re.MULTILINE):
+            found[command] |= set(re.findall(r"--[a-z-]+", rest))
+    return found
+
+
+def help_of(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrelay.cluster.commands.cli", *words, "--help"],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "200"},
+    )  # fmt: skip
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def commands():
     """The words of `kvrelay --help`, the commands among them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvrelay.cluster.commands.cli", "--help"], capture_output=True, text=True, cwd=ROOT
-    )
-    return set(done.stdout.split())
+    return set(help_of().split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -73,6 +96,19 @@ def test_what_does_not_exist_is_seen(commands):
     assert unknown_settings(text) == ["engine.no_such_key"]
     assert missing_files(text) == ["engine/step/no_such_file.py"]
     assert unknown_commands(text, commands) == ["dance"]
+
+
+@pytest.mark.parametrize("page, text", examples("yaml"))
+def test_the_settings_in_examples_are_accepted(page, text):
+    settings_from(yaml.safe_load(text))
+
+
+@pytest.mark.slow
+def test_the_flags_in_examples_exist():
+    for command, flags in flags_in_examples().items():
+        known = set(re.findall(r"--[a-z-]+", help_of(command)))
+        assert flags <= known, command
+    assert "--no-such-flag" not in known
 
 
 def test_the_readme_is_short():
