@@ -1,6 +1,6 @@
 """An ingress in virtual time, and the drivers of the requests that arrive there.
 
-Follows serve/workers/membership.py and serve/requests/request_driver.py, with production's Router and Retries; messages
+Follows serve/workers/membership.py and serve/requests/dispatcher.py, with production's Router and Retries; messages
 are delays. A restarted ingress begins with an empty Router and receives snapshots.
 """
 

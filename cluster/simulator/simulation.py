@@ -23,7 +23,7 @@ from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.serve.requests.job import slo_of
+from kvrelay.serve.api.parameters import slo_of
 from kvrelay.types import Role
 
 

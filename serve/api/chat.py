@@ -39,12 +39,12 @@ from kvrelay.serve.api.parameters import (
     num_sampled,
     output_limit,
     queue_rank,
+    slo_of,
     template_messages,
 )
 from kvrelay.serve.api.replies import Chat, ChatChoice, ChatLogprobs, ChatMessage, Chunk, ChunkChoice, Delta, Usage
 from kvrelay.serve.api.schemas import ChatBody
-from kvrelay.serve.requests.generation import Generation
-from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
+from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
 

@@ -41,11 +41,11 @@ from kvrelay.serve.api.parameters import (
     prompts_of,
     queue_rank,
     ranked,
+    slo_of,
 )
 from kvrelay.serve.api.replies import Completion, CompletionChoice, CompletionLogprobs
 from kvrelay.serve.api.schemas import CompletionBody
-from kvrelay.serve.requests.generation import Generation
-from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
+from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
 

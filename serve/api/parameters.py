@@ -7,17 +7,20 @@ returned. With `use_beam_search` it is the beam width, as in vLLM.
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane.messages import Beams, KvHints, Sampling
-from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message
+from kvrelay.router.objectives import SloRequirement, SloTarget
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message, SloFields
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
-from kvrelay.serve.requests.generation import SEED_MASK
-from kvrelay.serve.requests.job import QueueRank
+from kvrelay.serve.requests.generation import SEED_MASK, QueueRank
+from kvrelay.serve.telemetry.explain import SloRecord
 from kvrelay.settings.choices import TenantBy
 from kvrelay.settings.cluster import ServeSettings
+from kvrelay.settings.router import SloSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 T = TypeVar("T")
@@ -225,6 +228,49 @@ def queue_rank(body: Common, tenant_by: TenantBy, api_key: str) -> QueueRank:
     names = {"cache_salt": body.cache_salt or "", "user": body.user or "", "api_key": api_key}
     name = next(filter(None, names.values()), "") if tenant_by == "auto" else names[tenant_by]
     return QueueRank(body.priority or 0, body.deadline_s, tenant_of(name))
+
+
+# ---- SLO
+
+DEFAULT_CLASS = "default"
+
+
+def slo_of(
+    fields: SloFields | None, settings: SloSettings, num_sequences: int, *, own_priority: int | None = None
+) -> SloRecord | None:
+    """What the request asks; None when it asks for nothing and nothing is configured. Raises InvalidRequest.
+
+    own_priority: of the body; overrides those of the classes.
+    """
+    if not settings.is_on:
+        if fields is not None:
+            raise InvalidRequest("slo: this server has no SLOs configured; see the settings slo.*", "slo")
+        return None
+    fields = fields or SloFields()
+    targets = _targets(fields.class_name or DEFAULT_CLASS, settings)
+    own = targets[0]
+    ttft_s = own.ttft_s if fields.ttft_s is None else fields.ttft_s
+    tpot_s = own.tpot_s if fields.tpot_s is None else fields.tpot_s
+    asked = [SloTarget(own.name, ttft_s, tpot_s, own.priority), *targets[1:]]
+    if own_priority is not None:
+        asked = [replace(target, priority=None) for target in asked]
+    return SloRecord(SloRequirement(tuple(asked), fields.on_miss or settings.on_miss), num_sequences)
+
+
+def _targets(name: str, settings: SloSettings) -> list[SloTarget]:
+    """The class and those that it degrades to. Raises InvalidRequest."""
+    if name == DEFAULT_CLASS:
+        return [SloTarget(name, settings.ttft_s, settings.tpot_s)]
+    targets: list[SloTarget] = []
+    following: str | None = name
+    while following is not None:
+        found = settings.classes.get(following)
+        if found is None:
+            known = ", ".join([DEFAULT_CLASS, *settings.classes])
+            raise InvalidRequest(f"slo.class: there is no class {following[:64]!r}, only {known}", "slo.class")
+        targets.append(SloTarget(following, found.ttft_s, found.tpot_s, found.priority))
+        following = found.degrade_to
+    return targets
 
 
 # ---- KV hints

@@ -17,8 +17,7 @@ from kvrelay.serve.api.parameters import check_count, kv_hints, prompts_of
 from kvrelay.serve.api.replies import PrefetchReply
 from kvrelay.serve.api.schemas import Common, PrefetchChatBody, PrefetchCompletionBody
 from kvrelay.serve.requests.dispatcher import Force
-from kvrelay.serve.requests.generation import hashes_of
-from kvrelay.serve.requests.job import Prompt
+from kvrelay.serve.requests.generation import Prompt, hashes_of
 
 DEFAULT_HOLD_S = 30.0
 _RETRY_AFTER_S = 1.0

@@ -12,7 +12,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import MAX_PRIORITY
-from kvrelay.serve.requests.job import SloFields
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +25,7 @@ _MAX_SEEN = 256
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _stops(value: Any) -> Any:
@@ -90,6 +90,17 @@ class KvFields(SessionBody):
     """The field `kv`: hints about the reuse of the prompt's KV."""
 
     session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # its hints are inherited
+
+
+class SloFields(BaseModel):
+    """The request's field `slo`: the targets that a client wants, and what happens when they cannot be met."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    class_name: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(None, alias="class")
+    ttft_s: Seconds | None = None  # overrides that of the class
+    tpot_s: Seconds | None = None  # overrides that of the class
+    on_miss: Literal["refuse", "queue"] | None = None
 
 
 class Common(_Body):

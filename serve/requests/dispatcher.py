@@ -1,25 +1,310 @@
-"""The ingress's engine: sequences run here on whichever workers are members. Imports no HTTP."""
+"""The ingress's engine: runs sequences on whichever workers are members.
 
+A `RequestDriver` takes one sequence from its placement to its last token: place, reserve, prefill, commit, decode, and
+again after a failure. Imports no HTTP and no sockets.
+"""
+
+import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Literal
 
+import msgspec
+
 from kvrelay.config import Settings
-from kvrelay.errors import Overloaded
+from kvrelay.errors import DeadlinePassed, KvrelayError, Overloaded, RequestError
+from kvrelay.hashing import block_hashes
+from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
-from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
-from kvrelay.serve.requests.job import SloRecord
-from kvrelay.serve.requests.request_driver import RequestDriver
-from kvrelay.serve.requests.retries import error_of_refusal
-from kvrelay.serve.telemetry.explain import Explain
+from kvrelay.router.objectives import SloVerdict
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
+from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt, TokenOrder
+from kvrelay.serve.requests.retries import AttemptFailed, Retries, error_of_refusal, outcome_of
+from kvrelay.serve.telemetry.explain import Explain, SloRecord
 from kvrelay.serve.telemetry.observer import RequestArrival, RequestLog, RequestObserver, ServeStats
 from kvrelay.serve.workers.membership import Membership, Placer
 from kvrelay.serve.workers.queries import RETRY_AFTER_FULL_S, Queries
 from kvrelay.serve.workers.worker_link import Links, Submissions
 
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_DEADLINE_S = 1.0
 Force = Literal["local", "remote"] | None
+"""Where the prompt is computed: on the decode worker, on a prefill worker; None: the router decides."""
+
+
+class RequestDriver:
+    """Runs one sequence, or one group of choices, over as many attempts as it takes.
+
+    Iterate over `tokens` once, and close it. 14 attributes: its parts, and how far the sequence has come.
+    """
+
+    def __init__(
+        self,
+        request: wire.SequenceRequest,
+        *,
+        settings: Settings,
+        placer: Placer,
+        submissions: Submissions,
+        observer: RequestObserver,
+        force: Force,
+        slo: SloRecord | None,
+    ) -> None:
+        """force: where the prompt is computed, on the decode worker or on a prefill worker.
+
+        `slo` is judged with the first attempt.
+        """
+        self._request, self._settings, self._force, self._slo = request, settings, force, slo
+        self._placer, self._submissions, self._observer = placer, submissions, observer
+        limit, group = request.sampling.max_tokens, request.group
+        self._order: TokenOrder | GroupOrder = (
+            TokenOrder(request.request_id, limit)
+            if group is None
+            else GroupOrder(request.request_id, limit, group.num_choices)
+        )
+        self._retries = Retries(settings.router.retry_budget)
+        self._attempt: SequenceAttempt | None = None
+        self._num_attempts = 0
+        self._time_limit: asyncio.TimerHandle | None = None
+        self._is_time_up = self._is_over = False
+
+    async def tokens(self) -> AsyncGenerator[wire.TokenOutput, None]:
+        """Every token once, in order, all that are ready in one output. Closing the generator aborts the sequence.
+
+        Raises: Overloaded, InvalidRequest, RequestError (503, 504), WorkerLost, EngineFailed.
+        """
+        outcome = "client"  # if the caller leaves
+        self._time_limit = asyncio.get_running_loop().call_later(
+            self._settings.serve.request_timeout_s, self._on_time_limit
+        )
+        try:
+            while self._order.finish_reason is None and not self._is_over:
+                try:
+                    attempt = await self._place()
+                    ticket = await self._reserve(attempt)
+                    attempt.submit(self._with_time_left(attempt.request, attempt.decision), ticket)
+                    while (output := await attempt.prefilled()) is not None:
+                        self._observer.delivered(output)
+                        yield output
+                    while (output := await attempt.decoded()) is not None:
+                        self._observer.delivered(output)
+                        yield output
+                except AttemptFailed as failure:
+                    await self._retry(failure)
+            outcome = self._order.finish_reason or outcome
+        except KvrelayError as error:
+            outcome = outcome_of(error)
+            self._observer.failed(error)
+            raise
+        finally:
+            self._release(outcome)
+
+    def finish(self, reason: str) -> None:
+        """The caller wants no more tokens: it has found a stop string, say. Releases everything at once."""
+        self._release(reason)
+
+    def end_choice(self, choice: int) -> None:
+        """The caller wants no more tokens of this choice of a group."""
+        if isinstance(self._order, GroupOrder) and choice not in self._order.ended:
+            self._order.drop(choice)
+            if self._attempt is not None:
+                self._attempt.drop_choice(choice)
+
+    def _release(self, outcome: str) -> None:
+        """The one end of every sequence: every worker lets go of it. Idempotent; the first call's outcome counts."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._time_limit is not None:
+            self._time_limit.cancel()
+        if outcome in ("stop", "length"):
+            self._learn()
+        self._end_attempt(outcome)
+        self._observer.ended(outcome)
+
+    def _learn(self) -> None:
+        """Report the observed times to the router's forecast, and whether the promise was met.
+
+        A sequence that changed workers says nothing about any one of them.
+        """
+        observer = self._observer
+        if self._attempt is not None and self._num_attempts == 1 and observer.num_tokens:
+            self._placer.finished(self._attempt.id, observer.num_tokens, observer.tpot_s, observer.now_s())
+        verdict = self._slo.verdict if self._slo is not None else None
+        if verdict is not None and (target := verdict.target) is not None:
+            is_kept = observer.ttft_s <= (target.ttft_s or math.inf) and observer.tpot_s <= (target.tpot_s or math.inf)
+            observer.promise_kept(target.name, is_kept=is_kept)
+
+    # ---- place
+
+    async def _place(self) -> SequenceAttempt:
+        """Choose workers and count the sequence as theirs; may wait.
+
+        Raises the error that ends it when the router refuses.
+        """
+        if self._is_time_up:
+            raise self._time_limit_error()
+        self._num_attempts += 1
+        request = self._request if self._num_attempts == 1 else self._continuation()
+        observer = self._observer
+        observer.placing(self._num_attempts)
+        while isinstance(decision := self._choose(self._query(request)), Deferred):
+            deferred_s = observer.deferred(decision.predicted_ttft_s)
+            await self._turn(request.request_id)
+            observer.resumed(deferred_s)
+        observer.placed(decision, str(self._retries.last_failure or ""))
+        self._note_verdict(decision.verdict)
+        if isinstance(decision, RoutingRefusal):
+            raise self._retries.error_of(decision)
+        submission = self._submissions.open(request.request_id)
+        self._attempt = SequenceAttempt(
+            self._with_class_priority(request), decision, submission, self._order, self._placer, observer
+        )
+        return self._attempt
+
+    def _choose(self, query: RouteRequest) -> Decision | RoutingRefusal | Deferred:
+        if self._num_attempts == 1:
+            return self._placer.place(query)
+        return self._retries.choose(query, self._placer.place)
+
+    async def _turn(self, request_id: str) -> None:
+        """Wait until a deferred request may be placed. Raises RequestError (504)."""
+        assert self._time_limit is not None
+        try:
+            async with asyncio.timeout_at(self._time_limit.when()):
+                await self._placer.turn(request_id)
+        except TimeoutError as error:
+            raise self._time_limit_error() from error
+
+    def _query(self, request: wire.SequenceRequest) -> RouteRequest:
+        remaining = request.sampling.max_tokens - request.num_output_tokens
+        if request.group is not None and any(request.group.emitted):
+            remaining = max(remaining, 2)  # more than a prompt is to be continued: by a decode worker
+        is_first, slo = self._num_attempts == 1, self._slo
+        return RouteRequest(
+            request_id=request.request_id,
+            block_hashes=tuple(request.block_hashes),
+            num_tokens=len(request.token_ids),
+            max_tokens=remaining,
+            needs_decode=remaining > 1,
+            force=self._force,
+            width=max(1, request.num_sequences),
+            companions=max(0, slo.num_sequences - self._request.num_sequences) if slo is not None else 0,
+            slo=slo.requirement if slo is not None and is_first else None,  # after that it is admitted
+            tenant=request.tenant,
+            priority=request.priority,
+            may_wait=is_first and self._force is None and request.deadline_s is None,
+        )
+
+    def _note_verdict(self, verdict: SloVerdict | None) -> None:
+        if self._slo is not None and verdict is not None:
+            self._slo.verdict = verdict
+            self._observer.judged(verdict)
+
+    def _with_class_priority(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
+        """With the queue priority of the class of service under which it was admitted."""
+        priority = self._slo.priority if self._slo is not None else None
+        return request if priority is None else msgspec.structs.replace(request, priority=priority)
+
+    # ---- reserve
+
+    async def _reserve(self, attempt: SequenceAttempt) -> bytes | None:
+        """The decode worker's ticket for the KV transfer; None where there is no transfer."""
+        decision = attempt.decision
+        if decision.prefill is None or decision.decode is None:
+            return None
+        return await attempt.reserve(
+            wire.Reserve(
+                request=self._with_time_left(attempt.request, decision),
+                timeout_s=self._settings.router.reserve_timeout_s,
+                prefill_tokens_per_s=self._placer.prefill_tokens_per_s(decision.prefill),
+            )
+        )
+
+    def _with_time_left(self, request: wire.SequenceRequest, decision: Decision) -> wire.SequenceRequest:
+        """With what is left of its deadline and of its TTFT target. Raises DeadlinePassed when nothing is."""
+        passed_s = self._observer.now_s() - self._observer.started_s
+        if decision.ttft_target_s is not None:
+            left_s = None if request.num_output_tokens else decision.ttft_target_s - passed_s
+            request = msgspec.structs.replace(request, ttft_target_s=left_s, tpot_target_s=decision.tpot_target_s)
+        if request.deadline_s is None:
+            return request
+        left_s = request.deadline_s - passed_s
+        if left_s <= 0:
+            raise self._deadline_error(RETRY_AFTER_DEADLINE_S)
+        return msgspec.structs.replace(request, deadline_s=left_s)
+
+    # ---- after a failure
+
+    async def _retry(self, failure: AttemptFailed) -> None:
+        """Return when another attempt is to be made. Raises the error that ends the sequence."""
+        request_id, worker_id, code, why = self._request.request_id, failure.worker_id, failure.code, failure.why
+        logger.info("request %s: worker %s: %s: %s", request_id, worker_id, code, why)
+        self._observer.attempt_failed(worker_id, code, why)
+        self._end_attempt(f"retry: {code}")
+        if code == "deadline":
+            raise self._deadline_error(failure.retry_after_s)
+        self._observer.retried(is_fault=self._retries.failed(failure))
+        if self._retries.pause_s:
+            await asyncio.sleep(self._retries.pause_s)
+            self._retries.pause_s = 0.0
+
+    def _end_attempt(self, reason: str) -> None:
+        if self._attempt is not None:
+            self._attempt.close(reason)
+            self._attempt = None
+
+    def _continuation(self) -> wire.SequenceRequest:
+        """The sequence as it now stands, prompt and emitted tokens, under an id of its own."""
+        self._order.forget_early()
+        if isinstance(self._order, GroupOrder):
+            return self._group_continuation(self._order)
+        original, emitted = self._request, self._order.tokens
+        token_ids, tokens_per_hash = original.token_ids + emitted, self._settings.tokens_per_hash
+        sampling = original.sampling
+        if emitted and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            original,
+            request_id=f"{original.request_id}~{self._num_attempts}",
+            token_ids=token_ids,
+            block_hashes=list(block_hashes(token_ids, tokens_per_hash, original.salt)),
+            sampling=sampling,
+            tokens_per_hash=tokens_per_hash,
+            deadline_s=None if emitted else original.deadline_s,
+            num_prefill_returns=self._retries.num_prefill_returns,
+        )
+
+    def _group_continuation(self, order: GroupOrder) -> wire.SequenceRequest:
+        """The group from its prompt on, with each choice's output so far; a beam search starts again."""
+        original, group = self._request, self._request.group
+        assert group is not None
+        sampling = original.sampling
+        if group.beams is None:
+            group = msgspec.structs.replace(group, emitted=order.emitted, ended=order.ended)
+            if any(order.emitted):
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        request_id = f"{original.request_id}~{self._num_attempts}"
+        return msgspec.structs.replace(original, request_id=request_id, group=group, sampling=sampling)
+
+    # ---- time
+
+    def _on_time_limit(self) -> None:
+        self._is_time_up = True
+        if self._attempt is not None:
+            self._attempt.interrupt(self._time_limit_error())
+
+    def _time_limit_error(self) -> RequestError:
+        limit_s = self._settings.serve.request_timeout_s
+        return RequestError(f"the request took longer than {limit_s:g} s", None, 504, "timeout")
+
+    def _deadline_error(self, retry_after_s: float) -> DeadlinePassed:
+        limit_s = self._request.deadline_s or 0.0
+        return DeadlinePassed(f"deadline_s: not started within {limit_s:g} s, every worker was busy", retry_after_s)
 
 
 class Dispatcher:

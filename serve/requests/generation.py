@@ -1,4 +1,5 @@
-"""All sequences of one HTTP request: n samples of one or several prompts, merged as they come.
+"""One HTTP request, checked and tokenised, and all its sequences: n samples of one or several prompts, merged as they
+come.
 
 Owns the sequences of the request: closing the generator of pieces aborts every one of them.
 """
@@ -7,16 +8,18 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import block_hashes
-from kvrelay.plane.messages import Group, SequenceRequest, TokenOutput
-from kvrelay.serve.requests.dispatcher import Dispatcher
-from kvrelay.serve.requests.job import GenerationJob
-from kvrelay.serve.requests.request_driver import RequestDriver
-from kvrelay.serve.text.tokenizer import ChoiceText, TextPiece, Tokenizer
+from kvrelay.plane.messages import Beams, Group, KvHints, Sampling, SequenceRequest, TokenOutput
+from kvrelay.serve.requests.dispatcher import Dispatcher, Force, RequestDriver
+from kvrelay.serve.telemetry.explain import Explain, SloRecord
+from kvrelay.serve.telemetry.observer import RequestArrival
+from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, TextPiece, Tokenizer
 from kvrelay.serve.workers.worker_link import Mailbox
 
 GATED_BLOCKS = 4
@@ -25,6 +28,64 @@ share.
 """
 LONG_PROMPT_TOKENS = 8192  # hashed on a thread
 SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready to be computed. `text` is what `echo` repeats."""
+
+    token_ids: list[int]
+    text: str
+    sampling: Sampling
+    discards_output: bool = False  # max_tokens 0: only the prompt's log-probabilities are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRank:
+    """What decides a request's place in the workers' queues; as in wire.SequenceRequest.
+
+    `deadline_s` counts from the sequence's submission.
+    """
+
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """One HTTP request, checked and tokenised. Choices are numbered prompt by prompt.
+
+    `num_samples` are computed for each prompt (OpenAI's `best_of`); the endpoint keeps those that it answers.
+    """
+
+    request_id: str
+    prompts: list[Prompt]
+    num_samples: int
+    options: TextOptions
+    echo: bool = False
+    salt: str = ""
+    hints: KvHints = field(default_factory=KvHints)
+    rank: QueueRank = field(default_factory=QueueRank)
+    force: Force = None
+    explain: Explain | None = None
+    traceparent: str = ""
+    beams: Beams | None = None  # then the samples are the results of one beam search
+    arrival: RequestArrival | None = None
+    slo: SloRecord | None = None
+
+    def report(self) -> dict[str, Any] | None:
+        """The response's field `kvrelay`: the explanation if requested, and the SLO verdict if it differs from the
+        request.
+        """
+        report = {} if self.explain is None else self.explain.report()
+        if self.slo is not None and (self.explain is not None or self.slo.must_be_reported):
+            report["slo"] = self.slo.report()
+        return report or None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.num_samples
 
 
 class _Stream:

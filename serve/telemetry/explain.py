@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrelay.plane.messages import TokenOutput, Transferred
-from kvrelay.router.objectives import Prediction, RejectedCandidate
+from kvrelay.router.objectives import Prediction, RejectedCandidate, SloRequirement, SloVerdict
+from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import CandidateScore, Decision, Regret, RoutingRefusal
 
 MAX_CANDIDATES = 16
@@ -148,3 +149,30 @@ def span_attributes(decision: Decision | RoutingRefusal, previous_failure: str) 
         "cached_tokens": decision.cached_tokens_prefill,
         **{role: worker for role, worker in workers.items() if worker is not None},
     }
+
+
+@dataclass(slots=True)
+class SloRecord:
+    """One HTTP request's SLO: judged once, with its first sequence; `verdict` is filled then."""
+
+    requirement: SloRequirement
+    num_sequences: int = 1  # of the whole request
+    verdict: SloVerdict | None = None
+
+    @property
+    def must_be_reported(self) -> bool:
+        """Whether the promise differs from the request."""
+        return self.verdict is not None and self.verdict.target is not self.verdict.wanted
+
+    @property
+    def priority(self) -> int | None:
+        """The queue priority of the promised class, or of the requested one before the verdict.
+
+        None: the class has none.
+        """
+        target = self.verdict.target if self.verdict is not None else None
+        return (target or self.requirement.targets[0]).priority
+
+    def report(self) -> dict[str, object] | None:
+        """For the response, under `kvrelay.slo`; None before the verdict."""
+        return None if self.verdict is None else verdict_fields(self.verdict)

@@ -16,8 +16,10 @@ from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S
 from kvrelay.router.slo.lifetimes import LengthDistribution
 from kvrelay.router.slo.online_fit import HALF_LIFE_S, DurationFit
 from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
-from kvrelay.serve.requests.job import SloFields, SloRecord, slo_of
+from kvrelay.serve.api.parameters import slo_of
+from kvrelay.serve.api.schemas import SloFields
 from kvrelay.serve.requests.retries import slo_refusal
+from kvrelay.serve.telemetry.explain import SloRecord
 from kvrelay.settings.router import RouterSettings, SloSettings
 from kvrelay.types import Fingerprint
 
