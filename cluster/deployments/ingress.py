@@ -30,7 +30,7 @@ from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.api.http import check_api_key, error_response
+from kvrelay.serve.api.endpoint import check_api_key, error_response
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.worker_link import Member

@@ -48,7 +48,7 @@ class Simulation:
         """entries: in order of arrival; each is taken when it is due."""
         self.scenario, self.profile = scenario, profile
         self.settings = scenario.product_settings()
-        promised = slo_of(None, self.settings.slo, 1)
+        promised = slo_of(None, self.settings.slo, 1) if self.settings.slo.is_on else None
         self._slo = promised.requirement if promised is not None else None
         self.delays = scenario.delays(self.settings)
         self.clock = Clock()

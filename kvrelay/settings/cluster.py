@@ -6,7 +6,6 @@ from pydantic import model_validator
 
 from kvrelay.settings.choices import PlannerMode
 from kvrelay.settings.section import Section, setting
-from kvrelay.sizes import Size
 
 
 class ServeSettings(Section):
@@ -14,8 +13,6 @@ class ServeSettings(Section):
 
     host: str = setting("127.0.0.1", "Address to listen on; under `serve deploy`: http_options in the file.")
     port: int = setting(8000, "HTTP port; under `serve deploy`: http_options in the file.", ge=1, le=65535)
-    max_body_bytes: Size = setting("4MiB", "Larger request bodies get 413.")
-    max_logprobs: int = setting(20, "Most alternatives per token.", ge=0)
     request_timeout_s: float = setting(600.0, "A request that takes longer fails.", unit="s", gt=0)
     api_key: str | None = setting(
         None,

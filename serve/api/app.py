@@ -13,18 +13,23 @@ from starlette.routing import Route
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api import ui
-from kvrelay.serve.api.chat import chat_completions
-from kvrelay.serve.api.completions import completions
-from kvrelay.serve.api.endpoint import Front, ModelCard, Traced, endpoint, unknown_model
-from kvrelay.serve.api.http import check_api_key, error_response, json_response
-from kvrelay.serve.api.prefetch import prefetch
+from kvrelay.serve.api.completions import chat_completions, completions
+from kvrelay.serve.api.endpoint import (
+    Front,
+    ModelCard,
+    Traced,
+    check_api_key,
+    endpoint,
+    error_response,
+    json_response,
+    unknown_model,
+)
+from kvrelay.serve.api.kv import delete_session, get_session, prefetch, put_session
 from kvrelay.serve.api.replies import Model, ModelList
-from kvrelay.serve.api.session_endpoints import delete_session, get_session, put_session
 from kvrelay.serve.api.sessions import LocalSessions, Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.sizes import parse_bytes
 
 __all__ = ["ModelCard", "create_app"]
 
@@ -42,8 +47,8 @@ def create_app(
 
     `sessions`: shared with other ingresses; default: this app's own.
     """
-    max_body_bytes = parse_bytes(settings.serve.max_body_bytes)
-    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock), max_body_bytes)
+    slo = settings.slo if settings.slo.is_on else None
+    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock), slo)
     live = ui.LiveView(front)
     app = Starlette(
         routes=[

@@ -1,35 +1,29 @@
-"""POST /v1/completions: text or token prompts, one or many, echoed or not, streamed or whole."""
+"""POST /v1/completions and /v1/chat/completions: from a body to OpenAI's objects, streamed or whole."""
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api.endpoint import (
-    Front,
-    StreamUsage,
-    collect,
-    forced_path,
-    new_id,
-    now_unix,
-    request_id_header,
-    traceparent_of,
-    usage_of,
-    wants_explain,
-)
-from kvrelay.serve.api.http import (
     DONE_EVENT,
     EventStream,
+    Front,
     bearer_token,
     encode_event,
+    forced_path,
     json_response,
+    new_id,
+    request_id_header,
+    traceparent_of,
     unless_client_leaves,
 )
-from kvrelay.serve.api.logprobs import completion_logprobs, echo_logprobs, joined
 from kvrelay.serve.api.parameters import (
     beams_of,
     check_count,
@@ -42,50 +36,91 @@ from kvrelay.serve.api.parameters import (
     queue_rank,
     ranked,
     slo_of,
+    template_messages,
 )
-from kvrelay.serve.api.replies import Completion, CompletionChoice, CompletionLogprobs
-from kvrelay.serve.api.schemas import CompletionBody
+from kvrelay.serve.api.replies import (
+    Answer,
+    ChatChoice,
+    ChatMessage,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    PromptDetails,
+    Usage,
+    chat_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+    joined,
+)
+from kvrelay.serve.api.schemas import ChatBody, CompletionBody
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
+from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
 
 
 async def completions(front: Front, request: Request) -> Response:
-    """Raises RequestError, WorkerError, ClientLeft."""
+    """Text or token prompts, one or many, echoed or not. Raises RequestError, WorkerError, ClientLeft."""
     arrived_s = front.dispatcher.clock()
-    explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, CompletionBody)
     given = prompts_of(body, front.codec.vocab_size)
     check_count(len(given), body, front.settings.router.max_inflight)
+    prompts = [await completion_prompt(front, body, item) for item in given]
+    generation = await _generation(front, request, body, prompts, arrived_s)
+    return await _respond(request, _CompletionReply(front, body, generation), is_stream=bool(body.stream))
+
+
+async def chat_completions(front: Front, request: Request) -> Response:
+    """Raises RequestError, WorkerError, ClientLeft."""
+    arrived_s = front.dispatcher.clock()
+    body = await front.read(request, ChatBody)
+    check_count(1, body, front.settings.router.max_inflight)
+    generation = await _generation(front, request, body, [await chat_prompt(front, body)], arrived_s)
+    return await _respond(request, _ChatReply(front, body, generation), is_stream=bool(body.stream))
+
+
+async def _generation(
+    front: Front, request: Request, body: CompletionBody | ChatBody, prompts: list[Prompt], arrived_s: float
+) -> Generation:
+    is_chat = isinstance(body, ChatBody)
     job = GenerationJob(
-        request_id=new_id("cmpl-"),
-        prompts=[await completion_prompt(front, body, item) for item in given],
+        request_id=new_id("chatcmpl-" if is_chat else "cmpl-"),
+        prompts=prompts,
         num_samples=num_sampled(body),
         beams=beams_of(body),
         options=TextOptions(
             stops=tuple(body.stop or ()),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
+            starts_text=isinstance(body, ChatBody) and not body.continue_final_message,
             min_tokens=body.min_tokens or 0,
         ),
-        echo=bool(body.echo),
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
         salt=body.cache_salt or "",
         hints=await kv_hints(front.sessions, body),
         rank=queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
         force=forced_path(request),
-        explain=explain,
+        explain=Explain(received_s=arrived_s) if request.headers.get("x-kvrelay-explain") == "1" else None,
         traceparent=traceparent_of(request),
         arrival=RequestArrival(arrived_s, front.dispatcher.clock()),
-        slo=slo_of(body.slo, front.settings.slo, len(given) * num_computed(body), own_priority=body.priority),
+        slo=slo_of(body.slo, front.slo, len(prompts) * num_computed(body), own_priority=body.priority),
     )
-    reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
-    headers = request_id_header(request, job.request_id)
-    if body.stream:
+    return Generation(front.dispatcher, front.codec, job)
+
+
+async def _respond(request: Request, reply: "_ChatReply | _CompletionReply", *, is_stream: bool) -> Response:
+    headers = request_id_header(request, reply.request_id)
+    if is_stream:
         return EventStream(reply.events(), headers)
     return json_response(await unless_client_leaves(request.receive, reply.whole()), 200, headers)
 
 
+# ---- prompts
+
+
 async def completion_prompt(front: Front, body: CompletionBody, given: str | list[int]) -> Prompt:
+    """One prompt, text or token ids, as tokens. Raises InvalidRequest."""
     if isinstance(given, str):
         token_ids = await encode_text(front.codec, given, add_special_tokens=body.add_special_tokens is not False)
         text = given
@@ -98,103 +133,189 @@ async def completion_prompt(front: Front, body: CompletionBody, given: str | lis
     return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size), discards_output=limit == 0)
 
 
-class _CompletionReply:
-    """Turns a generation's pieces into one completion object or into chunks."""
+async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
+    """The messages through the model's template, as tokens. Raises InvalidRequest."""
+    text = _template_text(front, body)
+    token_ids = await encode_text(front.codec, text, add_special_tokens=bool(body.add_special_tokens))
+    if not token_ids:
+        raise InvalidRequest("messages: the prompt is empty", "messages")
+    limit = output_limit(body, len(token_ids), front.max_model_len)
+    return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size))
 
-    def __init__(self, front: Front, body: CompletionBody, generation: Generation) -> None:
-        self._codec, self._generation = front.codec, generation
-        self._model, self._id, self._created = front.model.name, generation.job.request_id, now_unix()
-        self._num_top = body.logprobs
-        self._num_kept = body.n or 1
-        self._stream_usage = StreamUsage(body)
 
-    def _with_echo(self, index: int, piece: TextPiece) -> str:
-        """A piece's text; with `echo`, the first has the prompt before it."""
-        job = self._generation.job
-        if job.echo and piece.first is not None:
-            return job.prompts[index // job.num_samples].text + piece.text
-        return piece.text
+def _template_text(front: Front, body: ChatBody) -> str:
+    """The prompt's text; with `continue_final_message` it ends inside the last message."""
+    messages = template_messages(body.messages)
+    variables = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
+    if not body.continue_final_message:
+        has_prompt = body.add_generation_prompt is not False
+        return front.codec.chat_text(messages, add_generation_prompt=has_prompt, **variables)
+    final = str(messages[-1]["content"]).strip()
+    text = front.codec.chat_text(messages, add_generation_prompt=False, **variables)
+    if not final or final not in text:
+        raise InvalidRequest("continue_final_message: the template does not keep the last message", "messages")
+    return text[: text.rindex(final) + len(final)]
 
-    def _logprobs(self, index: int, piece: TextPiece) -> CompletionLogprobs | None:
-        if self._num_top is None:
-            return None
-        own = completion_logprobs(self._codec, piece.logprobs, piece.offsets, self._num_top)
-        job = self._generation.job
-        if not job.echo or piece.first is None:
-            return own
-        prompt = job.prompts[index // job.num_samples]
-        echoed = echo_logprobs(self._codec, prompt.token_ids, piece.first.prompt_logprobs, self._num_top)
-        return joined([echoed, own])
 
-    def _reply(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices)
+_RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 
-    async def whole(self) -> Completion:
+
+# ---- replies
+
+
+class _Reply:
+    """Turns a generation's pieces into one object, or into chunks.
+
+    The two kinds of replies differ in what a choice looks like.
+    """
+
+    kind = chunk_kind = ""  # the field `object`
+
+    def __init__(self, front: Front, body: CompletionBody | ChatBody, generation: Generation) -> None:
+        self._codec, self._generation, self._job = front.codec, generation, generation.job
+        self._model, self._created = front.model.name, int(time.time())
+        options = body.stream_options
+        self._has_usage = bool(options and options.include_usage)  # of a stream, at its end
+        self._has_usage_always = bool(self._has_usage and options and options.continuous_usage_stats)
+        self._usage_between: UnsetType | None = UNSET  # in the chunks before
+        self._wants_logprobs = self._shows_first = False
+
+    @property
+    def request_id(self) -> str:
+        return self._job.request_id
+
+    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> object:
+        """Choice `index`, whole, returned in this place."""
+        raise NotImplementedError
+
+    def chunk_choice(self, index: int, piece: TextPiece) -> object:
+        """A part of a choice."""
+        raise NotImplementedError
+
+    def kept(self, pieces: list[list[TextPiece]]) -> Sequence[int]:
+        """The choices that are returned, in their order."""
+        return range(len(pieces))
+
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | UnsetType | None) -> Answer:
+        return Answer(
+            id=self.request_id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage
+        )
+
+    async def whole(self) -> Answer:
         """The complete response."""
-        count = self._generation.job.num_choices
-        texts: list[list[str]] = [[] for _ in range(count)]
-        logprobs: list[list[CompletionLogprobs]] = [[] for _ in range(count)]
-        reasons = ["stop"] * count
-        scores = [0.0] * count
-
-        def take(index: int, piece: TextPiece) -> None:
-            texts[index].append(self._with_echo(index, piece))
-            part = self._logprobs(index, piece)
-            logprobs[index] += [] if part is None else [part]
-            reasons[index] = piece.finish_reason or reasons[index]
-            scores[index] += sum(entry.logprob for entry in piece.logprobs)
-
-        await collect(self._generation, take)
-        kept: Sequence[int] = range(count)
-        if (samples := self._generation.job.num_samples) > self._num_kept:
-            kept = ranked(scores, samples, self._num_kept)
-        reply = self._reply(
-            [
-                CompletionChoice(
-                    index=place,
-                    text="".join(texts[index]),
-                    logprobs=None if self._num_top is None else joined(logprobs[index]),
-                    finish_reason=reasons[index],
-                )
-                for place, index in enumerate(kept)
-            ]
-        )
-        reply.usage = usage_of(self._generation)
-        if (report := self._generation.job.report()) is not None:
-            reply.kvrelay = report
-        return reply
-
-    def _event(self, index: int, piece: TextPiece) -> bytes:
-        choice = CompletionChoice(
-            index=index,
-            text=self._with_echo(index, piece),
-            logprobs=self._logprobs(index, piece),
-            finish_reason=piece.finish_reason,
-        )
-        reply = self._reply([choice])
-        if self._stream_usage.always:
-            reply.usage = usage_of(self._generation)
-        return encode_event(reply)
+        pieces: list[list[TextPiece]] = [[] for _ in range(self._job.num_choices)]
+        async with contextlib.aclosing(self._generation.pieces()) as batches:
+            async for batch in batches:
+                for index, piece in batch:
+                    pieces[index].append(piece)
+        choices = [self.choice(place, index, pieces[index]) for place, index in enumerate(self.kept(pieces))]
+        answer = self._answer(self.kind, choices, usage_of(self._generation))
+        answer.kvrelay = self._job.report() or UNSET
+        return answer
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; what is ready together leaves in one piece."""
-        echo, wants_logprobs = self._generation.job.echo, self._num_top is not None
         async with contextlib.aclosing(self._generation.pieces()) as batches:
             async for batch in batches:
-                events = [
-                    self._event(index, piece)
-                    for index, piece in batch
-                    if piece.text or piece.finish_reason or wants_logprobs or (echo and piece.first is not None)
-                ]
+                events = [self._event(index, piece) for index, piece in batch if self._is_shown(piece)]
                 if events:
                     yield b"".join(events)
-        yield self._last_events()
+        last = self._answer(self.chunk_kind, [], usage_of(self._generation) if self._has_usage else UNSET)
+        last.kvrelay = self._job.report() or UNSET
+        is_wanted = self._has_usage or last.kvrelay is not UNSET
+        yield (encode_event(last) if is_wanted else b"") + DONE_EVENT
 
-    def _last_events(self) -> bytes:
-        last = self._reply([])
-        last.usage = usage_of(self._generation) if self._stream_usage.at_end else UNSET
-        report = self._generation.job.report()
-        if report is not None:
-            last.kvrelay = report
-        is_wanted = self._stream_usage.at_end or report is not None
-        return (encode_event(last) if is_wanted else b"") + DONE_EVENT
+    def _is_shown(self, piece: TextPiece) -> bool:
+        is_first = self._shows_first and piece.first is not None
+        return bool(piece.text or piece.finish_reason or self._wants_logprobs or is_first)
+
+    def _event(self, index: int, piece: TextPiece) -> bytes:
+        usage = usage_of(self._generation) if self._has_usage_always else self._usage_between
+        return encode_event(self._answer(self.chunk_kind, [self.chunk_choice(index, piece)], usage))
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Tokens so far."""
+    prompt_tokens, output_tokens = generation.num_prompt_tokens, generation.num_output_tokens
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptDetails(cached_tokens=generation.num_cached_tokens),
+    )
+
+
+def _finish_reason(pieces: Sequence[TextPiece]) -> str:
+    return next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), "stop")
+
+
+class _ChatReply(_Reply):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, front: Front, body: ChatBody, generation: Generation) -> None:
+        super().__init__(front, body, generation)
+        self._wants_logprobs, self._num_top = bool(body.logprobs), body.top_logprobs or 0
+        self._shows_first = True
+        if self._has_usage:  # as in OpenAI's API: null in every chunk but the last if usage was requested, else absent
+            self._usage_between = None
+
+    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> ChatChoice:
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return ChatChoice(
+            index=place,
+            message=ChatMessage(content="".join(piece.text for piece in pieces)),
+            logprobs=chat_logprobs(self._codec, entries, self._num_top) if self._wants_logprobs else None,
+            finish_reason=_finish_reason(pieces),
+        )
+
+    def chunk_choice(self, index: int, piece: TextPiece) -> ChunkChoice:
+        is_first = piece.first is not None
+        delta = Delta(role="assistant" if is_first else UNSET, content=piece.text if piece.text or is_first else UNSET)
+        logprobs = chat_logprobs(self._codec, piece.logprobs, self._num_top) if self._wants_logprobs else None
+        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=piece.finish_reason)
+
+
+class _CompletionReply(_Reply):
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, front: Front, body: CompletionBody, generation: Generation) -> None:
+        super().__init__(front, body, generation)
+        self._num_top, self._wants_logprobs = body.logprobs or 0, body.logprobs is not None
+        self._num_kept, self._shows_first = body.n or 1, self._job.echo
+
+    def kept(self, pieces: list[list[TextPiece]]) -> Sequence[int]:
+        if (samples := self._job.num_samples) <= self._num_kept:
+            return range(len(pieces))
+        scores = [sum(entry.logprob for piece in choice for entry in piece.logprobs) for choice in pieces]
+        return ranked(scores, samples, self._num_kept)
+
+    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> CompletionChoice:
+        prompt = self._prompt(index)
+        return CompletionChoice(
+            index=place,
+            text="".join(self._with_echo(prompt, piece) for piece in pieces),
+            logprobs=joined([self._logprobs(prompt, piece) for piece in pieces]) if self._wants_logprobs else None,
+            finish_reason=_finish_reason(pieces),
+        )
+
+    def chunk_choice(self, index: int, piece: TextPiece) -> CompletionChoice:
+        prompt = self._prompt(index)
+        return CompletionChoice(
+            index=index,
+            text=self._with_echo(prompt, piece),
+            logprobs=self._logprobs(prompt, piece) if self._wants_logprobs else None,
+            finish_reason=piece.finish_reason,
+        )
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._job.prompts[index // self._job.num_samples]
+
+    def _with_echo(self, prompt: Prompt, piece: TextPiece) -> str:
+        """A piece's text; with `echo`, the first has the prompt before it."""
+        return prompt.text + piece.text if self._job.echo and piece.first is not None else piece.text
+
+    def _logprobs(self, prompt: Prompt, piece: TextPiece) -> CompletionLogprobs:
+        own = completion_logprobs(self._codec, piece.logprobs, piece.offsets, self._num_top)
+        if not self._job.echo or piece.first is None:
+            return own
+        return joined([echo_logprobs(self._codec, prompt.token_ids, piece.first.prompt_logprobs, self._num_top), own])

@@ -19,12 +19,12 @@ from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_su
 from kvrelay.serve.requests.generation import SEED_MASK, QueueRank
 from kvrelay.serve.telemetry.explain import SloRecord
 from kvrelay.settings.choices import TenantBy
-from kvrelay.settings.cluster import ServeSettings
 from kvrelay.settings.router import SloSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 T = TypeVar("T")
 MAX_BEAMS = 16
+MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
 MAX_N = 16  # choices share one KV transfer, but each holds a place in the batch; more belong in several requests
 MAX_PROMPTS = 64  # of one completions request: as many sequences as a worker runs by default
 _MIN_TOP_P = 1e-6
@@ -72,7 +72,7 @@ _UNSUPPORTED = (
 )
 
 
-def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None:
+def check_limits(body: Common, vocab_size: int) -> None:
     """What pydantic cannot know: this server's limits and vocabulary. Raises InvalidRequest."""
     if (body.n or 1) > MAX_N:
         raise InvalidRequest(f"n: at most {MAX_N}", "n")
@@ -80,8 +80,8 @@ def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None
         _check_token(token_id, "stop_token_ids", vocab_size)
     wanted = body.top_logprobs if isinstance(body, ChatBody) else getattr(body, "logprobs", None)
     field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    if (wanted or 0) > settings.max_logprobs:
-        raise InvalidRequest(f"{field}: at most {settings.max_logprobs}", field)
+    if (wanted or 0) > MAX_LOGPROBS:
+        raise InvalidRequest(f"{field}: at most {MAX_LOGPROBS}", field)
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
 
@@ -236,13 +236,14 @@ DEFAULT_CLASS = "default"
 
 
 def slo_of(
-    fields: SloFields | None, settings: SloSettings, num_sequences: int, *, own_priority: int | None = None
+    fields: SloFields | None, settings: SloSettings | None, num_sequences: int, *, own_priority: int | None = None
 ) -> SloRecord | None:
     """What the request asks; None when it asks for nothing and nothing is configured. Raises InvalidRequest.
 
+    settings: None where none are configured.
     own_priority: of the body; overrides those of the classes.
     """
-    if not settings.is_on:
+    if settings is None:
         if fields is not None:
             raise InvalidRequest("slo: this server has no SLOs configured; see the settings slo.*", "slo")
         return None

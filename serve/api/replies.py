@@ -1,4 +1,5 @@
-"""What clients get: OpenAI's response objects as msgspec Structs, fast enough to make per token.
+"""What clients get: OpenAI's response objects as msgspec Structs, fast enough to make per token, and the two kinds of
+logprobs objects from the workers' log-probabilities. Pure.
 
 A field that OpenAI's schema has as absent is `UNSET` here and does not appear; one that the
 schema requires, though it may be null (`finish_reason`, `logprobs`, `refusal`), is None.
@@ -9,23 +10,22 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kvrelay.plane.messages import TokenLogprob
+from kvrelay.serve.text.tokenizer import Tokenizer
 
-class _Reply(msgspec.Struct, kw_only=True):
-    """Base of all reply objects."""
 
-
-class PromptDetails(_Reply, kw_only=True):
+class PromptDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
-class Usage(_Reply, kw_only=True):
+class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
 
 
-class SessionReply(_Reply, kw_only=True):
+class SessionReply(msgspec.Struct, kw_only=True):
     """A session of KV hints as it stands, defaults filled in."""
 
     object: str = "kv.session"
@@ -36,13 +36,13 @@ class SessionReply(_Reply, kw_only=True):
     expires_after_idle_s: float
 
 
-class DeletedSession(_Reply, kw_only=True):
+class DeletedSession(msgspec.Struct, kw_only=True):
     object: str = "kv.session.deleted"
     name: str
     deleted: bool = True
 
 
-class PrefetchReply(_Reply, kw_only=True):
+class PrefetchReply(msgspec.Struct, kw_only=True):
     """Where the prompt's tokens are; the four counts add up to `prompt_tokens`."""
 
     object: str = "kv.prefetch"
@@ -55,7 +55,7 @@ class PrefetchReply(_Reply, kw_only=True):
     workers: list[str]
 
 
-class CompletionLogprobs(_Reply, kw_only=True):
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """One entry per token in each list; `text_offset` counts characters of the choice's text."""
 
     text_offset: list[int]
@@ -64,87 +64,69 @@ class CompletionLogprobs(_Reply, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(_Reply, kw_only=True):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
 
 
-class Completion(_Reply, kw_only=True):
+class Answer(msgspec.Struct, kw_only=True):
+    """A completion or chat completion, or a chunk of one: `object` names which."""
+
     id: str
-    object: str = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType = UNSET
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
     kvrelay: Any = UNSET
 
 
-class TopLogprob(_Reply, kw_only=True):
+class TopLogprob(msgspec.Struct, kw_only=True):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class ChatLogprob(_Reply, kw_only=True):
+class ChatLogprob(msgspec.Struct, kw_only=True):
     token: str
     logprob: float
     bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Reply, kw_only=True):
+class ChatLogprobs(msgspec.Struct, kw_only=True):
     content: list[ChatLogprob]
     refusal: None = None
 
 
-class ChatMessage(_Reply, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str
     refusal: None = None
 
 
-class ChatChoice(_Reply, kw_only=True):
+class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
 
 
-class Chat(_Reply, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    kvrelay: Any = UNSET
-
-
-class Delta(_Reply, kw_only=True):
+class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
-class ChunkChoice(_Reply, kw_only=True):
+class ChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
-class Chunk(_Reply, kw_only=True):
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    kvrelay: Any = UNSET
-
-
-class Model(_Reply, kw_only=True):
+class Model(msgspec.Struct, kw_only=True):
     id: str
     object: str = "model"
     created: int
@@ -152,12 +134,12 @@ class Model(_Reply, kw_only=True):
     max_model_len: int
 
 
-class ModelList(_Reply, kw_only=True):
+class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
     data: list[Model]
 
 
-class ErrorBody(_Reply, kw_only=True):
+class ErrorBody(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
@@ -165,5 +147,81 @@ class ErrorBody(_Reply, kw_only=True):
     slo: Any = UNSET
 
 
-class ErrorReply(_Reply, kw_only=True):
+class ErrorReply(msgspec.Struct, kw_only=True):
     error: ErrorBody
+
+
+# ---- log-probabilities
+
+
+def token_text(codec: Tokenizer, token_id: int) -> str:
+    """A token as logprobs name it; a part of a character as `bytes:\\xe2\\x80`, so that names stay distinct."""
+    data = codec.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(codec: Tokenizer, logprobs: list[TokenLogprob], num_top: int) -> ChatLogprobs:
+    """Chat's form: one entry per token, each with its `num_top` alternatives."""
+    return ChatLogprobs(content=[_chat_logprob(codec, entry, num_top) for entry in logprobs])
+
+
+def _chat_logprob(codec: Tokenizer, entry: TokenLogprob, num_top: int) -> ChatLogprob:
+    return ChatLogprob(
+        token=token_text(codec, entry.token_id),
+        logprob=_finite(entry.logprob),
+        bytes=list(codec.token_bytes(entry.token_id)),
+        top_logprobs=[
+            TopLogprob(token=token_text(codec, token), logprob=_finite(value), bytes=list(codec.token_bytes(token)))
+            for token, value in entry.top[:num_top]
+        ],
+    )
+
+
+def completion_logprobs(
+    codec: Tokenizer, logprobs: list[TokenLogprob], offsets: list[int], num_top: int
+) -> CompletionLogprobs:
+    """Completions' form. The sampled token is always among `top_logprobs`, as OpenAI has it."""
+    answer = CompletionLogprobs(text_offset=list(offsets), token_logprobs=[], tokens=[], top_logprobs=[])
+    for entry in logprobs:
+        name, value = token_text(codec, entry.token_id), _finite(entry.logprob)
+        top = {token_text(codec, token): _finite(alternative) for token, alternative in entry.top[:num_top]}
+        answer.tokens.append(name)
+        answer.token_logprobs.append(value)
+        answer.top_logprobs.append(top | {name: value})
+    return answer
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; clients know -9999 as "impossible"."""
+    return max(logprob, -9999.0)
+
+
+def echo_logprobs(
+    codec: Tokenizer, prompt: list[int], logprobs: list[TokenLogprob], num_top: int
+) -> CompletionLogprobs:
+    """The prompt's own tokens: the first has no log-probability. `logprobs` is for prompt[1:]."""
+    detokenizer, offsets, num_chars = codec.detokenizer(starts_text=True), [], 0
+    for token_id in prompt:
+        offsets.append(num_chars)
+        num_chars += len(detokenizer.push(token_id))
+    answer = completion_logprobs(codec, logprobs, offsets, num_top)
+    answer.tokens.insert(0, token_text(codec, prompt[0]))
+    answer.token_logprobs.insert(0, None)
+    answer.top_logprobs.insert(0, None)
+    if len(answer.tokens) != len(prompt):
+        raise ValueError(f"{len(logprobs)} log-probabilities for a prompt of {len(prompt)} tokens")
+    return answer
+
+
+def joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
+    """Several stretches of one choice as one."""
+    answer = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for part in parts:
+        answer.text_offset += part.text_offset
+        answer.token_logprobs += part.token_logprobs
+        answer.tokens += part.tokens
+        answer.top_logprobs += part.top_logprobs
+    return answer

@@ -17,8 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.endpoint import INGRESS, Front
-from kvrelay.serve.api.http import EventStream, check_api_key
+from kvrelay.serve.api.endpoint import INGRESS, EventStream, Front, check_api_key
 from kvrelay.serve.telemetry.live import LiveFeed, request_detail, request_row, snapshot
 from kvrelay.serve.telemetry.observer import REQUESTS_KEPT
 

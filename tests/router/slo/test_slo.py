@@ -514,7 +514,8 @@ def test_settings_that_cannot_be_are_named(slo, told):
 
 def asked(fields, slo, num_sequences=1, **own):
     fields = SloFields.model_validate(fields) if fields is not None else None
-    return slo_of(fields, SloSettings(**slo), num_sequences, **own)
+    settings = SloSettings(**slo)
+    return slo_of(fields, settings if settings.is_on else None, num_sequences, **own)
 
 
 def test_a_request_takes_its_class_and_may_override_its_times():

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvrelay.plane import messages as wire
+from kvrelay.serve.api.endpoint import MAX_BODY_BYTES
 from kvrelay.types import Role
 from tests.fakes import FakeWorker
 from tests.serve.conftest import MODEL
@@ -171,16 +172,16 @@ async def test_a_huge_body_is_refused_while_it_is_read(make_cluster):
 
     async def chunks():
         nonlocal sent
-        for _ in range(160):  # 10 MB, without a length announced
+        for _ in range(640):  # 40 MB, without a length announced
             sent += 1 << 16
             yield b" " * (1 << 16)
 
     headers = {"content-type": "application/json"}
-    error_of(await cluster.client.post("/v1/completions", content=b" " * 10_000_000, headers=headers), 413)
+    error_of(await cluster.client.post("/v1/completions", content=b" " * 40_000_000, headers=headers), 413)
     error_of(
         await cluster.client.post("/v1/completions", content=chunks(), headers=headers), 413, code="body_too_large"
     )
-    assert sent < 6 << 20
+    assert sent <= MAX_BODY_BYTES + (2 << 20)
 
 
 async def test_unknown_models_routes_and_methods(make_cluster):
