@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.engine.step.config import Reservation
-from kvrelay.engine.worker.requests import IngressLink
+from kvrelay.engine.worker.ingresses import IngressLink
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.protocol.tickets import TransferResult
 from kvrelay.plane.messages import Manifest, SequenceRequest, decode_manifest

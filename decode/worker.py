@@ -14,10 +14,9 @@ from kvrelay.decode.target import KvTarget
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
-from kvrelay.engine.worker.probe_buffers import EngineProbeBuffers
-from kvrelay.engine.worker.requests import IngressLink, RequestTable
+from kvrelay.engine.worker.ingresses import IngressLink, RequestTable
 from kvrelay.engine.worker.service import WorkerService
-from kvrelay.engine.worker.thread import EngineThread
+from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.tickets import TransferResult, TransferStats, reason_word, span_attributes

@@ -242,6 +242,10 @@ class Backend(Protocol):
         """Whether cascade attention is on and supported for this shape."""
         ...
 
+    def free_device_bytes(self) -> int | None:
+        """Bytes that are free in the device's own memory; None: it computes in the host's."""
+        ...
+
     @property
     def compiled_kernels(self) -> Any:
         """An object whose `lib` has the compiled kernels as functions, for profilers to wrap; None: there are none."""

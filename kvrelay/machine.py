@@ -1,4 +1,4 @@
-"""The machine's topology from sysfs: physical cores with their hyperthreads, and NUMA nodes.
+"""The machine's topology from sysfs (physical cores with their hyperthreads, NUMA nodes), and its free memory.
 
 Where sysfs cannot be read, every CPU counts as a core without a node. Imports nothing of ours.
 """
@@ -11,6 +11,10 @@ from pathlib import Path
 
 SYSFS = Path("/sys")
 UNKNOWN_NODE = -1
+_CGROUPS = (  # (folder, limit, use) of version 2 and of version 1
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,3 +76,22 @@ def entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that this process may still take: the kernel's estimate, or less in a container."""
+    import psutil
+
+    limits = [int(psutil.virtual_memory().available)]
+    limits += [left for folder, limit, use in _CGROUPS if (left := _cgroup_left(folder, limit, use)) is not None]
+    return max(min(limits), 0)
+
+
+def _cgroup_left(folder: Path, limit: str, use: str) -> int | None:
+    """What the control group mounted at `folder` leaves, page cache counted as free; None: no limit known."""
+    try:
+        most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return int(most) - used + int(stat.get("inactive_file", 0)) if most.isdigit() else None

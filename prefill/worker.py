@@ -15,10 +15,9 @@ from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
-from kvrelay.engine.worker.probe_buffers import EngineProbeBuffers
-from kvrelay.engine.worker.requests import IngressLink, RequestTable
+from kvrelay.engine.worker.ingresses import IngressLink, RequestTable
 from kvrelay.engine.worker.service import WorkerService
-from kvrelay.engine.worker.thread import EngineThread
+from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.tickets import TransferStats, reason_word, span_attributes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrelay.engine.worker.load_sharing import AssignedShares
+from kvrelay.engine.worker.ingresses import AssignedShares
 from kvrelay.errors import ConnectionLost
 from kvrelay.kvcache.tiers.events import PART_HASHES, parts_of
 from kvrelay.plane import connection as plane

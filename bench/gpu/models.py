@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from bench.gpu.section import Context, LeftOut
-from kvrelay.engine.checkpoints.experts import stored_name
-from kvrelay.engine.checkpoints.shapes import expected_shapes
+from kvrelay.engine.checkpoints.files import expected_shapes, stored_name
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, byte_tokenizer
 from kvrelay.engine.models.spec import ModelSpec
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
-from kvrelay.engine.models.weights import random_weights
+from kvrelay.engine.checkpoints.tiny import random_weights
 from kvrelay.settings.engine import ModelSettings
 
 QWEN: dict[str, Any] = {

@@ -127,8 +127,8 @@ def _check_backend(settings: Settings, role: Role) -> None:
 
     Raises BackendUnavailable, ConfigError.
     """
+    from kvrelay.engine.checkpoints.preflight import check_kv_layout, check_quantization
     from kvrelay.engine.speculation.draft_fit import check_draft_quantization
-    from kvrelay.engine.worker.preflight import check_kv_layout, check_quantization
 
     engine = settings.for_role(role).engine
     if engine.backend == "cuda" or engine.kv_layout != "NHD":
@@ -148,9 +148,9 @@ def _check_backend(settings: Settings, role: Role) -> None:
 def main() -> int:
     """The child."""
     from kvrelay.engine.checkpoints.checkpoint import model_name, prepare_checkpoint
+    from kvrelay.engine.checkpoints.preflight import check_fit
     from kvrelay.engine.models.spec import ModelSpec
     from kvrelay.engine.speculation.draft_fit import prepare_draft_model
-    from kvrelay.engine.worker.preflight import check_fit
     from kvrelay.errors import KvrelayError
 
     settings = Settings.model_validate_json(sys.stdin.read())

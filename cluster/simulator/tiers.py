@@ -332,7 +332,7 @@ def make_tiers(
     wake: Callable[[], None],
     message_s: float,
 ) -> SimulatedTiers | None:
-    """As engine/worker/tier_setup.py does; None where the settings give a worker no host memory."""
+    """As engine/worker/build.py does; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
     num_rows = cache.host_bytes // block_bytes
     if not num_rows:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: lookup, download, GGUF conversion, checks, and tiny ones for tests.
+"""Checkpoint folders: lookup, download, GGUF conversion, checks, tiny ones for tests, and models loaded from them.
 
-May import kvrelay, engine/models.
+May import kvrelay, engine/models, kernels.
 """

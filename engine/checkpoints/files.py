@@ -1,5 +1,8 @@
 """Checks a checkpoint folder: every tensor with its shape, complete files, a matching tokenizer.
 
+The decoder's names are those of separate experts, as Qwen and DeepSeek store them (`layers.0.mlp.experts.7.gate_proj`);
+Mixtral has other names, and some checkpoints fuse all experts of a layer.
+
 Reads headers only. Pure Python: imports no torch, so a bad folder is refused before any worker starts.
 """
 
@@ -12,9 +15,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.checkpoints.experts import parts_of
-from kvrelay.engine.checkpoints.shapes import Shapes, expected_shapes
 from kvrelay.engine.models.spec import ModelSpec, read_json
+from kvrelay.engine.models.spec_experts import ExpertSpec
+from kvrelay.engine.models.spec_mla import LatentSpec
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound
 
 _PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
@@ -25,6 +28,9 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # supported weight types
 _INDEX = "model.safetensors.index.json"
 _DIGEST_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+Shapes = dict[str, tuple[int, ...]]  # by tensor, under Hugging Face's name without prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +191,129 @@ def model_digest(folder: Path) -> str:
                 file.seek(start + (size - start) * sample // _DIGEST_SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+# ---- layouts of experts
+
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_OF_MIXTRAL = {theirs: ours for ours, theirs in _MIXTRAL.items()}
+_ONE = re.compile(r"(layers\.\d+)\.mlp\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj))\.weight")
+_THEIR_ONE = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(gate|experts\.\d+\.(w1|w2|w3))\.weight")
+_FUSED = re.compile(r"(.*layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def stored_name(name: str, architecture: str) -> str:
+    """The name of the decoder's tensor `name` in published checkpoints of this architecture."""
+    if name == "lm_head.weight":
+        return name
+    match = _ONE.fullmatch(name) if architecture == "mixtral" else None
+    if match is None:
+        return f"model.{name}"
+    of_expert = match[2].removesuffix(match[3]) + _MIXTRAL[match[3]] if match[3] else match[2]
+    return f"model.{match[1]}.block_sparse_moe.{of_expert}.weight"
+
+
+def plain_name(name: str) -> str:
+    """The decoder's name of a tensor that may have Mixtral's name."""
+    match = _THEIR_ONE.search(name)
+    if match is None:
+        return name
+    of_expert = match[2].removesuffix(match[3]) + _OF_MIXTRAL[match[3]] if match[3] else match[2]
+    return f"{name[: match.start()]}{match[1]}.mlp.{of_expert}.weight"
+
+
+def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """The tensors, in order, that a stored one holds; more than one where it is fused over all experts.
+
+    gate_up_proj is [experts, 2 ffn, hidden], gate before up; down_proj [experts, hidden, ffn]. Hugging Face writes them
+    with save_original_format=False.
+    """
+    match = _FUSED.fullmatch(name)
+    if match is None or len(shape) != 3 or shape[1] % 2:
+        return [(plain_name(name), shape)]
+    names = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    of_one = (shape[1] // len(names), shape[2])
+    return [(f"{match[1]}.{index}.{part}.weight", of_one) for index in range(shape[0]) for part in names]
+
+
+# ---- shapes
+
+
+def expected_shapes(spec: ModelSpec) -> Shapes:
+    """By name."""
+    shapes: Shapes = {
+        "embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "norm.weight": (spec.hidden_size,),
+    }
+    if not spec.is_tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    for layer in range(spec.num_layers):
+        shapes.update({f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, layer).items()})
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
+    has_experts = spec.experts is not None and layer in spec.experts.layers
+    attention = _head_attention(spec) if spec.latent is None else _latent_attention(spec, spec.latent)
+    mlp = _experts(spec, spec.experts) if spec.experts and has_experts else _mlp(spec, "mlp", spec.ffn_size)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if spec.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    return attention | mlp | {f"{name}.weight": (spec.hidden_size,) for name in norms}
+
+
+def _linear(name: str, out_size: int, in_size: int, *, has_bias: bool = False) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (out_size, in_size)}
+    return shapes | ({f"{name}.bias": (out_size,)} if has_bias else {})
+
+
+def _head_attention(spec: ModelSpec) -> Shapes:
+    hidden, dim = spec.hidden_size, spec.head_dim
+    wide, narrow = spec.num_heads * dim, spec.num_kv_heads * dim
+    shapes: Shapes = {}
+    for name, size in (("q", wide), ("k", narrow), ("v", narrow)):
+        shapes |= _linear(f"self_attn.{name}_proj", size, hidden, has_bias=spec.has_qkv_bias)
+    shapes |= _linear("self_attn.o_proj", hidden, wide, has_bias=spec.has_o_bias)
+    if spec.has_qk_norm:
+        shapes |= {f"self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")}
+    return shapes
+
+
+def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Shapes:
+    hidden, heads, bias = spec.hidden_size, spec.num_heads, latent.has_bias
+    if latent.query_rank is None:
+        shapes = _linear("self_attn.q_proj", heads * latent.query_dim, hidden)
+    else:
+        shapes = _linear("self_attn.q_a_proj", latent.query_rank, hidden, has_bias=bias)
+        shapes |= _linear("self_attn.q_b_proj", heads * latent.query_dim, latent.query_rank)
+        shapes |= {"self_attn.q_a_layernorm.weight": (latent.query_rank,)}
+    shapes |= _linear("self_attn.kv_a_proj_with_mqa", latent.width, hidden, has_bias=bias)
+    shapes |= {"self_attn.kv_a_layernorm.weight": (latent.kv_rank,)}
+    shapes |= _linear("self_attn.kv_b_proj", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    return shapes | _linear("self_attn.o_proj", hidden, heads * latent.value_dim, has_bias=bias)
+
+
+def _mlp(spec: ModelSpec, name: str, ffn: int, *, has_bias: bool | None = None) -> Shapes:
+    bias = spec.has_mlp_bias if has_bias is None else has_bias
+    shapes: Shapes = {}
+    for part in ("gate", "up"):
+        shapes |= _linear(f"{name}.{part}_proj", ffn, spec.hidden_size, has_bias=bias)
+    return shapes | _linear(f"{name}.down_proj", spec.hidden_size, ffn, has_bias=bias)
+
+
+def _experts(spec: ModelSpec, experts: ExpertSpec) -> Shapes:
+    shapes = _linear("mlp.gate", experts.choice.num_experts, spec.hidden_size)
+    if experts.choice.scoring == "sigmoid":
+        shapes["mlp.gate.e_score_correction_bias"] = (experts.choice.num_experts,)
+    for index in range(experts.choice.num_experts):
+        shapes |= _mlp(spec, f"mlp.experts.{index}", experts.ffn_size, has_bias=False)
+    if experts.shared_ffn_size:
+        shapes |= _mlp(spec, f"mlp.{shared_name(experts)}", experts.shared_ffn_size)
+    if experts.has_shared_gate:
+        shapes |= _linear("mlp.shared_expert_gate", 1, spec.hidden_size)
+    return shapes
+
+
+def shared_name(experts: ExpertSpec) -> str:
+    """Qwen has one shared expert, DeepSeek several stacked in one tensor."""
+    return "shared_expert" if experts.has_shared_gate else "shared_experts"

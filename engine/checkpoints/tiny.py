@@ -5,9 +5,12 @@ that each family's parts affect the output.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.checkpoints.files import expected_shapes, stored_name
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import UnsupportedModel
 
 _VOCAB = 320
@@ -125,13 +128,51 @@ def tiny_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
 
     Raises UnsupportedModel for a family that is not in TINY_CONFIGS.
     """
-    from kvrelay.engine.models.weights import random_weights
-
     if family not in TINY_CONFIGS:
         raise UnsupportedModel(family, f"tiny checkpoints exist for {', '.join(TINY_CONFIGS)}")
     random_weights(TINY_CONFIGS[family], folder, seed=seed)
     byte_tokenizer(folder)
     return folder
+
+
+def random_weights(config: dict[str, Any], folder: Path, *, seed: int = 0, dtype: Any = None) -> Path:
+    """Write a checkpoint folder (config.json + model.safetensors) of random weights for an HF config.
+
+    Scaled so that the next token depends on the whole context, not on the last token alone: a wrong block
+    in the cache shows. No tokenizer is written. dtype: torch's; None: float32.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    spec = ModelSpec.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        stored_name(name, spec.architecture): tensor.to(dtype or torch.float32)
+        for name, tensor in _random_tensors(spec, generator)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _random_tensors(spec: ModelSpec, generator: Any) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    embedding = 0.2 / (spec.embed_scale or 1.0)  # small compared with the layers' additions to the residual
+    louder = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 1.5, "o_proj": 1.5}  # sharp attention with an effect
+    louder |= {"q_b_proj": 2.0, "kv_b_proj": 2.0, "kv_a_proj_with_mqa": 2.0}
+    for name, shape in expected_shapes(spec).items():
+        noise = torch.randn(shape, generator=generator)
+        if name == "embed_tokens.weight":
+            yield name, noise * embedding
+        elif len(shape) == 2:
+            yield name, noise * louder.get(name.split(".")[-2], 1.0) * shape[1] ** -0.5
+        elif name.endswith("bias"):
+            yield name, noise * 0.1
+        else:
+            centre = 1.8 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+            yield name, noise * 0.1 + centre - (1.0 if spec.norm_offset else 0.0)
 
 
 def byte_tokenizer(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decoder models: model specs as data, weights, and the forward pass.
+"""Decoder models: model specs as data, and the forward pass.
 
-May import kvrelay, engine/checkpoints, kernels.
+May import kvrelay, kernels.
 """

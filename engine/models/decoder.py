@@ -3,29 +3,73 @@
 All arithmetic goes through the backend. Owns the packed weights and the rotary tables of one model.
 """
 
-import logging
-import time
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrelay.engine.models.mla import LatentAttention, attend_latents
-from kvrelay.engine.models.mlp import Mlp
-from kvrelay.engine.models.packing import Packer
-from kvrelay.engine.models.rope import cos_sin_table
-from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.models.weights import WeightReader
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, HeadInputs, KvOrder, Linear
-from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
+from kvrelay.engine.models.spec import ModelSpec, RopeSpec
+from kvrelay.errors import UnsupportedModel
+from kvrelay.kernels.backend import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    Backend,
+    Experts,
+    HeadInputs,
+    KvOrder,
+    Linear,
+)
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.common.quant_scheme import WeightError
 
-logger = logging.getLogger(__name__)
-
-_LOG_EVERY_S = 5.0  # while weights are loaded
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
+
+
+Mlp = Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
+
+
+class GatedMlp:
+    """down(act(gate) * up), gate and up stacked in one weight."""
+
+    def __init__(self, backend: Backend, activation: Activation, gate_up: Linear, down: Linear) -> None:
+        self._backend, self._activation, self._gate_up, self._down = backend, activation, gate_up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._backend.gated_activation(self._gate_up(x), self._activation))
+
+
+class ExpertMlp:
+    """The weighted sum of the experts that each token chooses, and the shared expert where there is one.
+
+    Args:
+        router: [T, hidden] float32 -> [T, num_experts].
+        correction: [num_experts] float32, added to the scores for the choice only; None: there is none.
+        shared_gate: [T, hidden] float32 -> [T, 1], whose sigmoid multiplies the shared expert's output.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        choice: ExpertChoice,
+        router: Linear,
+        correction: Tensor | None,
+        experts: Experts,
+        shared: Mlp | None,
+        shared_gate: Linear | None,
+    ) -> None:
+        self._backend, self._choice, self._router, self._correction = backend, choice, router, correction
+        self._experts, self._shared, self._shared_gate = experts, shared, shared_gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = self._backend.widened(x)
+        weights, chosen = self._backend.choose_experts(self._router(wide), self._correction, self._choice)
+        base = None if self._shared is None else self._shared(x)
+        return self._experts(x, weights, chosen, base, None if self._shared_gate is None else self._shared_gate(wide))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,85 +244,72 @@ class DecoderModel:
         return logits
 
 
-def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:
-    layers: list[Layer] = []
-    logged_s = time.monotonic()
-    for index in range(spec.num_layers):
-        layers.append(_pack_layer(packer, spec, index))
-        if time.monotonic() - logged_s > _LOG_EVERY_S:
-            logged_s = time.monotonic()
-            logger.info("%d of %d layers are loaded", index + 1, spec.num_layers)
-    return layers
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+    """([head_dim/2] float32, factor on cosines and sines). Raises UnsupportedModel.
 
-
-def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
-    at = f"layers.{index}"
-    sandwich = spec.sandwich_norms
-    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    latent = spec.latent
-    return Layer(
-        input_norm=packer.norm(f"{at}.input_layernorm.weight"),
-        attention=_pack_heads(packer, spec, at)
-        if latent is None
-        else packer.latent_attention(f"{at}.self_attn", latent),
-        post_attention_norm=packer.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
-        mlp_norm=packer.norm(f"{at}.{before_mlp}.weight"),
-        mlp=packer.mlp(f"{at}.mlp", index),
-        post_mlp_norm=packer.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
-    )
-
-
-def _pack_heads(packer: Packer, spec: ModelSpec, at: str) -> HeadAttention:
-    return HeadAttention(
-        qkv=packer.linear(*(f"{at}.self_attn.{name}_proj" for name in "qkv")),
-        head_norms=(packer.norm(f"{at}.self_attn.q_norm.weight"), packer.norm(f"{at}.self_attn.k_norm.weight"))
-        if spec.has_qk_norm
-        else None,
-        o=packer.linear(f"{at}.self_attn.o_proj"),
-    )
-
-
-def load_model(
-    folder: Path,
-    backend: Backend,
-    dtype: torch.dtype,
-    *,
-    block_size: int = 16,
-    kv_layout: KvOrder = "NHD",
-    kv_dtype: torch.dtype | None = None,
-    quantization: Scheme | None = None,
-) -> DecoderModel:
-    """The model of a checkpoint folder, packed for `backend`, with weights quantised by `quantization`, if given.
-
-    `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's.
-
-    Raises:
-        UnsupportedModel, CheckpointCorrupt, ModelNotFound: see ModelSpec.from_folder and WeightReader.
+    Source: RoPE (Su et al., 2021); linear: kaiokendev; llama3: Llama 3.1; yarn: Peng et al., 2023.
     """
-    spec = ModelSpec.from_folder(folder)
-    with torch.no_grad(), WeightReader(folder, spec) as reader:
-        start_s, packer = time.monotonic(), Packer(reader, spec, backend, dtype, quantization)
-        embedding = packer.tensor("embed_tokens.weight")
-        model = DecoderModel(
-            spec,
-            backend,
-            dtype,
-            embedding=embedding,
-            layers=_pack_layers(packer, spec),
-            final_norm=packer.norm("norm.weight"),
-            lm_head=packer.head(embedding),
-            block_size=block_size,
-            kv_layout=kv_layout,
-            kv_dtype=kv_dtype,
-        )
-    if quantization is not None:
-        model.weight_error = packer.error
-        logger.info(
-            "weights are %s: relative RMS error %.3f%%, %.0f MiB instead of %.0f; took %.1f s",
-            quantization,
-            100 * packer.error.relative,
-            packer.error.num_bytes / 2**20,
-            packer.error.num_weights * dtype.itemsize / 2**20,
-            time.monotonic() - start_s,
-        )
-    return model
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    wavelengths = rope.theta**exponents
+    plain = 1.0 / wavelengths
+    match rope.kind:
+        case "default" | "dynamic":
+            return plain, 1.0
+        case "linear":
+            return plain / rope.factor, 1.0
+        case "llama3":
+            return _llama3(rope, plain), 1.0
+        case "yarn":
+            return _yarn(rope, wavelengths, head_dim), _yarn_attention_factor(rope)
+    raise UnsupportedModel("rope", f"type {rope.kind!r}")
+
+
+def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
+    """[num_positions, head_dim] float32: head_dim/2 cosines, then as many sines."""
+    frequencies, factor = inverse_frequencies(rope, head_dim)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+
+def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
+    share = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - share) * stretched / rope.factor + share * stretched
+    is_between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(is_between, blended, stretched)
+
+
+def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
+    """Interpolate low-frequency dimensions, keep high-frequency ones, ramp between."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = math.log(rope.original_max_position / (rotations * 2 * math.pi))
+        return head_dim * turns / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    keep = 1 - ramp
+    return (1.0 / (rope.factor * wavelengths)) * (1 - keep) + (1.0 / wavelengths) * keep
+
+
+def _yarn_attention_factor(rope: RopeSpec) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -8,11 +8,10 @@ from typing import Any
 
 from kvrelay.config import Settings
 from kvrelay.engine.checkpoints.checkpoint import Progress, prepare_checkpoint
-from kvrelay.engine.checkpoints.shapes import expected_shapes
+from kvrelay.engine.checkpoints.files import expected_shapes
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.worker.preflight import scheme_of
 from kvrelay.errors import ConfigError
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import Scheme, scheme_of
 from kvrelay.settings.engine import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 def draft_scheme_of(settings: Settings) -> Scheme | None:
     """The quantisation of the draft model's weights in the settings."""
-    return scheme_of(settings.model.model_copy(update={"quantization": settings.engine.draft_quantization}))
+    return scheme_of(settings.engine.draft_quantization)
 
 
 def check_draft_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 
 from kvrelay.config import Settings
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.checkpoints.preflight import num_blocks_for
 from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.execution.sampler import Sampler
-from kvrelay.engine.models.decoder import DecoderModel, load_model
+from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
@@ -30,7 +32,6 @@ from kvrelay.engine.speculation.draft_fit import (
     prepare_draft_model,
     weight_share,
 )
-from kvrelay.engine.worker.preflight import num_blocks_for
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.memory.storage import DTYPES, KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool

@@ -10,12 +10,14 @@ import torch
 
 from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.checkpoints.preflight import num_blocks_for
 from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepLauncher, StepLoads
 from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.execution.sampler import Sampler
 from kvrelay.engine.execution.sampling import OutputProcessor, StepSampling
 from kvrelay.engine.groups.group_steps import GroupSteps
-from kvrelay.engine.models.decoder import DecoderModel, load_model
+from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.fair_share import FairShare
 from kvrelay.engine.scheduling.headroom import Headroom
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
@@ -28,14 +30,13 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.kv_cache import KvCache
 from kvrelay.engine.step.reports import EngineMonitor, StepRecorder, StepTiming
 from kvrelay.engine.step.requests import Batch, Requests
-from kvrelay.engine.worker.memory import pool_bytes
-from kvrelay.engine.worker.preflight import num_blocks_for
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.memory.storage import DTYPES, KV_DTYPES, KvStorage
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.machine import free_host_bytes
 from kvrelay.plane.messages import PROTOCOL_VERSION
 from kvrelay.types import Fingerprint, KvLayout
 
@@ -71,13 +72,24 @@ def load_engine(
         quantization=config.quantization,
     )  # fmt: skip
     if config.kv_memory_share is not None:
-        budget = pool_bytes(config.kv_memory_share, backend.device, config.num_workers)
+        budget = pool_bytes(config.kv_memory_share, backend, config.num_workers)
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
         config = replace(config, kv_memory_bytes=budget)
     engine = make_engine(model, backend, config, extensions, digest=model_digest(folder))
     if config.warm_up:
         engine.runner.warm_up()
     return engine
+
+
+def pool_bytes(share: float, backend: Backend, num_workers: int) -> int:
+    """Bytes for one worker's pool: `share` of what is free on its device now.
+
+    Args:
+        num_workers: of this machine, which share its memory. Of no account on a GPU: what others took is not free.
+    """
+    if (free_bytes := backend.free_device_bytes()) is not None:
+        return int(share * free_bytes)
+    return int(share * free_host_bytes() / max(num_workers, 1))
 
 
 def make_engine(

@@ -1,5 +1,5 @@
-"""A prompt's KV out of an engine and into one, in the formats of kvcache/memory/formats.py; and in files that others
-read.
+"""A prompt's KV out of an engine and into one, in the formats of kvcache/memory/formats.py; in files that others read;
+and from the stores into host memory before its request comes. On the engine's thread, between two steps.
 
 Out: the prompt is computed (or found cached) as a prefill worker does it, its blocks are held, copied and let go. In:
 blocks are reserved and filled as a decode worker does it, and its full blocks stay in the prefix cache. A file is
@@ -7,17 +7,20 @@ safetensors: `kv` or `kv.<layer>`, `token_ids`, and what the KV is of as metadat
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvrelay.engine.scheduling.sequence import Sequence as TokenSequence
 from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.requests import request_fault
 from kvrelay.errors import CheckpointCorrupt, InvalidRequest, LayoutMismatch
 from kvrelay.kvcache.memory.formats import KvFormat, export_kv, import_kv, shape_of
-from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.plane.messages import Prefetch, Prefetched, Sampling, SequenceRequest
 
 _REQUEST_ID = "kv-exchange"
 _SAME = ("model", "num_layers", "num_kv_heads", "head_dim", "quantization")
@@ -134,3 +137,39 @@ def _request(engine: Engine, token_ids: Sequence[int], salt: str) -> SequenceReq
     if (refusal := engine.refusal(request)) is not None:
         raise InvalidRequest(refusal[1])
     return request
+
+
+def prefetch(engine: Engine, message: Prefetch, answer: Callable[[Prefetched], None]) -> None:
+    """Have the prompt's blocks brought from the stores into the host tier, and keep them for `message.hold_s`.
+
+    `answer` is called once, when it is known where they are. Nothing is held that does not end by itself.
+    """
+    request = message.request
+    fault = request_fault(request, engine.config.block_size, engine.model.spec.vocab_size)
+    if not 0 < message.hold_s < math.inf:
+        fault = "hold_s must be positive and finite"
+    if fault is not None:
+        answer(Prefetched(query_id=message.query_id, problem="invalid", message=fault))
+        return
+    size = engine.config.block_size
+    seq = TokenSequence(request, size, arrival=0)
+    num_in_pool = len(engine.pool.match(seq.block_chain()))
+    num_in_host = 0
+    engine.requests.pin_ahead(seq, num_in_pool, message.hold_s)
+
+    def answer_coming(num_coming: int) -> None:
+        answer(
+            Prefetched(
+                query_id=message.query_id,
+                pool_tokens=num_in_pool * size,
+                host_tokens=num_in_host * size,
+                coming_tokens=num_coming * size,
+            )
+        )
+
+    if engine.tiers is None:
+        answer_coming(0)
+        return
+    num_in_host = engine.tiers.keep_ahead(seq, num_in_pool, message.hold_s)
+    if not engine.tiers.prefetch(seq, num_in_pool + num_in_host, message.hold_s, answer_coming):
+        answer(Prefetched(query_id=message.query_id, problem="full", message="too many prefetches are under way"))

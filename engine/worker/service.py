@@ -5,88 +5,59 @@ Imports no transport: the roles add those.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import uuid
-from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.speculation.draft_model import DraftModel
-from kvrelay.engine.step.config import Reservation, StepResult
+from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions, build_engine
-from kvrelay.engine.worker.reports import EngineReports
-from kvrelay.engine.worker.requests import RequestTable
-from kvrelay.engine.worker.server import RequestHandler, WorkerServer
+from kvrelay.engine.worker.ingresses import EngineReports, IngressLink, RequestTable
+from kvrelay.engine.worker.kv_exchange import prefetch
+from kvrelay.engine.worker.role import WorkerRole
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import WorkerError
 from kvrelay.kvcache.stores.remote import ClusterStore
+from kvrelay.plane.connection import Server
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import (
     PREEMPTED,
-    KvPathLoad,
+    PROTOCOL_VERSION,
+    Abort,
+    Assigned,
+    Audit,
+    Audited,
+    CacheReset,
+    EndPins,
+    Generate,
     LoadReport,
+    Pair,
     PairReport,
+    Prefetch,
+    Prefetched,
+    Prefill,
+    Reserve,
+    Status,
+    StatusQuery,
+    Subscribe,
     TokenOutput,
     Tokens,
+    ToWorker,
+    Welcome,
     WorkerInfo,
+    decode_to_worker,
 )
-from kvrelay.plane.tls import cluster_tls
+from kvrelay.plane.tls import ClusterTls, cluster_tls
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
-
-
-class TransferCounters(Protocol):
-    """What is used of kvtransfer's TransferStats, which this folder may not import."""
-
-    transport: str
-    num_bytes: int
-    seconds: float
-    check_s: float
-    refusals: int
-    refusals_by_reason: Counter[str]
-    open_transfers: int
-    expired_leases: int
-
-    def path_loads(self) -> list[KvPathLoad]: ...
-
-
-class WorkerRole(RequestHandler, Protocol):
-    """What a prefill or a decode worker adds: its end of the KV plane and the requests that are for it alone.
-
-    Lives on the worker's loop.
-    """
-
-    watches_outputs: bool  # whether on_output is called for every output, not only for the last ones
-
-    @property
-    def transports(self) -> list[str]:
-        """KV transports on offer, best first."""
-
-    @property
-    def kv_port(self) -> int:
-        """Where prefill workers connect; 0: nowhere."""
-
-    def pairs(self) -> list[PairReport]:
-        """The workers of the other role that this one is connected to, and the paths to each."""
-
-    def stats(self) -> TransferCounters:
-        """Counters of its KV transfers."""
-
-    def changes(self) -> msgspec.Struct | None:
-        """What subscribers receive with this heartbeat, besides the load."""
-
-    def on_output(self, output: TokenOutput) -> None:
-        """An output has been sent to its ingress."""
-
-    def on_reservations(self, reservations: list[Reservation]) -> None:
-        """The engine reserved blocks for these sequences."""
-
-    async def aclose(self) -> None:
-        """End every transfer."""
 
 
 class WorkerService:
@@ -299,3 +270,108 @@ class WorkerService:
 def _plain(pair: PairReport) -> dict[str, Any]:
     """As plain data, zeros and empty fields included."""
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
+
+
+logger = logging.getLogger(__name__)
+
+MAX_AUDITED = 1024  # hashes of one Audit that are answered
+
+
+class WorkerServer:
+    """Listens from start() to aclose(). An ingress that disconnects takes its requests with it."""
+
+    def __init__(
+        self,
+        role: WorkerRole,
+        thread: EngineThread,
+        requests: RequestTable,
+        reports: EngineReports,
+        status: Callable[[], dict[str, Any]],
+        *,
+        secret: bytes,
+        tls: ClusterTls | None,
+    ) -> None:
+        self._role, self._thread, self._requests, self._reports = role, thread, requests, reports
+        self._status = status
+        self._server = Server(self._serve, secret, tls=tls)
+        self._info: WorkerInfo | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self, host: str, describe: Callable[[int], WorkerInfo]) -> WorkerInfo:
+        """Listen at a free port of `host`. `describe(port)`: what every ingress is sent first."""
+        self._info = describe(await self._server.start(host))
+        return self._info
+
+    async def aclose(self) -> None:
+        await self._server.aclose()
+
+    async def _serve(self, connection: Connection) -> None:
+        assert self._info is not None
+        link = IngressLink(connection)
+        self._reports.connect(link)
+        link.send(Welcome(protocol=PROTOCOL_VERSION, info=self._info))
+        try:
+            while True:
+                frame = await link.receive()
+                try:
+                    message = decode_to_worker(frame)
+                except msgspec.DecodeError as error:
+                    logger.warning("dropping %s: malformed message: %s", link.peer, error)
+                    return
+                self._dispatch(link, message)
+        finally:
+            self._reports.disconnect(link)
+            for request_id in list(link.requests):
+                self._requests.remove(request_id)
+                self._role.release(request_id, "the ingress disconnected")
+
+    def _dispatch(self, link: IngressLink, message: ToWorker) -> None:
+        match message:
+            case Prefill() | Reserve() | Pair():
+                self._role.handle(link, message)
+            case Generate(request=request):
+                if self._requests.admit(link, request, lambda engine: engine.add(request), self._role.drop):
+                    self._requests.begin_span(request.request_id, "prefill")
+            case Abort(request_id=request_id, choice=int(choice)):
+                if request_id in link.requests:
+                    self._thread.post(lambda engine: engine.requests.abort_choice(request_id, choice))
+            case Abort(request_id=request_id, reason=reason):
+                if request_id in link.requests:
+                    self._requests.remove(request_id)
+                    self._role.release(request_id, reason)
+            case Subscribe():
+                self._role.subscribed()
+                self._reports.subscribe(link)
+            case Assigned():
+                self._reports.assign(link, message)
+            case StatusQuery(query_id=query_id):
+                link.send(Status(query_id=query_id, json=json.dumps(self._status()).encode()))
+            case Prefetch():
+                self._prefetch(link, message)
+            case Audit():
+                self._audit(link, message)
+            case EndPins(session=session):
+                self._thread.post(lambda engine: engine.requests.end_pins(session))
+            case CacheReset(query_id=query_id):
+                self._thread.post(lambda engine: engine.reset_cache())
+                link.send(Status(query_id=query_id, json=b"{}"))
+
+    def _prefetch(self, link: IngressLink, message: Prefetch) -> None:
+        if self._requests.is_draining:
+            link.send(Prefetched(query_id=message.query_id, problem="draining"))
+            return
+        self._thread.post(lambda engine: prefetch(engine, message, lambda answer: self._send_soon(link, answer)))
+
+    def _audit(self, link: IngressLink, message: Audit) -> None:
+        hashes = message.hashes[:MAX_AUDITED]
+
+        def look_up(engine: Engine) -> None:
+            seq, tiers = engine.reports.audit(hashes)
+            self._send_soon(link, Audited(query_id=message.query_id, seq=seq, tiers=tiers))
+
+        self._thread.post(look_up)
+
+    def _send_soon(self, link: IngressLink, answer: msgspec.Struct) -> None:
+        """Send from the engine's thread, behind what it has sent before."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(link.send, answer)

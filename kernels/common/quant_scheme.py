@@ -15,6 +15,11 @@ class Scheme:
         return f"int{self.bits} in groups of {self.group}"
 
 
+def scheme_of(quantization: str) -> Scheme | None:
+    """The scheme that a setting (none, int8, int4) names."""
+    return {"int8": Scheme(8), "int4": Scheme(4)}.get(quantization)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightError:
     """Error of one or more weights: sums of squared errors and of squares, and sizes before and after."""

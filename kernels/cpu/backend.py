@@ -106,6 +106,9 @@ class CpuBackend:
     def cascade_saved_tokens(self) -> int:
         return 0 if self._native is None else self._native.spared_tokens
 
+    def free_device_bytes(self) -> int | None:
+        return None
+
     def share_prefixes(self, *, enabled: bool) -> None:
         if self._native is not None:
             self._native.shares_prefixes = enabled

@@ -126,6 +126,9 @@ class CudaBackend:
     def cascade_saved_tokens(self) -> int:
         return self.paged.saved_tokens
 
+    def free_device_bytes(self) -> int | None:
+        return self._plain.free_device_bytes()
+
     def share_prefixes(self, *, enabled: bool) -> None:
         self.paged.shares_prefixes = enabled
 

@@ -141,6 +141,12 @@ class ReferenceBackend:
     def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
         return None
 
+    def free_device_bytes(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.empty_cache()  # what loading the weights left behind
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def share_prefixes(self, *, enabled: bool) -> None:
         """No effect: every row reads its own KV here."""
 

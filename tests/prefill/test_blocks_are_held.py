@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.decode.target_link import SourceLink
-from kvrelay.engine.worker.requests import RequestTable
+from kvrelay.engine.worker.ingresses import RequestTable
 from kvrelay.plane import messages as wire
 from kvrelay.prefill.announcements import Announcements
 from kvrelay.prefill.worker import PrefillRole

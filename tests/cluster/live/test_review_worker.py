@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.worker.requests import IngressLink
+from kvrelay.engine.worker.ingresses import IngressLink
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.protocol.tickets import TransferResult
 from kvrelay.plane import messages as wire

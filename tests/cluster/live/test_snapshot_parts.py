@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.worker import reports
+from kvrelay.engine.worker import ingresses
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.tiers.events import parts_of
 from kvrelay.plane import messages as wire
@@ -47,7 +47,7 @@ async def served(connection, hashes):
 
 
 async def test_parts_come_in_order_after_the_first_one_and_add_up(folder, monkeypatch):
-    monkeypatch.setattr(reports, "parts_of", partial(parts_of, max_hashes=1))
+    monkeypatch.setattr(ingresses, "parts_of", partial(parts_of, max_hashes=1))
     async with worker_and_peers(folder, 2) as (_worker, (one, other)):
         hashes = list(block_hashes(PROMPT, BLOCK))
         await served(one, hashes)
@@ -61,7 +61,7 @@ async def test_parts_come_in_order_after_the_first_one_and_add_up(folder, monkey
 
 
 async def test_who_asks_twice_hears_the_second_snapshot_whole(folder, monkeypatch):
-    monkeypatch.setattr(reports, "parts_of", partial(parts_of, max_hashes=1))
+    monkeypatch.setattr(ingresses, "parts_of", partial(parts_of, max_hashes=1))
     async with worker_and_peers(folder, 2) as (_worker, (one, other)):
         await served(one, list(block_hashes(PROMPT, BLOCK)))
         for _ in range(2):

@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.gguf_convert import hf_name
 from kvrelay.engine.checkpoints.gguf_file import GgufFile
-from kvrelay.engine.models.decoder import load_model
+from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.errors import CheckpointCorrupt, ModelError, UnsupportedModel
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.oracle.reference import ReferenceBackend

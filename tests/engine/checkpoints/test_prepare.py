@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from kvrelay.engine.checkpoints import checkpoint
 from kvrelay.engine.checkpoints.checkpoint import model_digest, model_name, prepare_checkpoint
-from kvrelay.engine.models.weights import random_weights
+from kvrelay.engine.checkpoints.tiny import random_weights
 from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound, UnsupportedModel
 from kvrelay.settings.engine import DEFAULT_MODEL, ModelSettings
 
@@ -274,7 +274,7 @@ def test_smollm2_text_comes_back_whole(smollm2: Path) -> None:
 
 @pytest.mark.slow
 def test_smollm2_logits_equal_hugging_faces(smollm2: Path) -> None:
-    from kvrelay.engine.models.decoder import load_model
+    from kvrelay.engine.checkpoints.loading import load_model
     from kvrelay.kernels.backend import AttentionBatch
     from kvrelay.kernels.oracle.reference import ReferenceBackend
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.checkpoints.experts import parts_of, plain_name, stored_name
-from kvrelay.engine.checkpoints.shapes import expected_shapes
+from kvrelay.engine.checkpoints.files import expected_shapes, parts_of, plain_name, stored_name
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.step.build import load_engine

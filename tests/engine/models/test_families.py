@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
-from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
-from kvrelay.engine.models.decoder import DecoderModel, load_model
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, random_weights, tiny_checkpoint
+from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.models.weights import random_weights
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.oracle.reference import ReferenceBackend

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.checkpoints.shapes import expected_shapes
+from kvrelay.engine.checkpoints.files import expected_shapes
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import UnsupportedModel
 

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.config import settings_from
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.checkpoints.preflight import check_fit
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
-from kvrelay.engine.models.decoder import load_model
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.kv_exchange import export_prompt, import_prompt
-from kvrelay.engine.worker.preflight import check_fit
 from kvrelay.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, UnsupportedModel
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend

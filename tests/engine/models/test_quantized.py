@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from kvrelay.config import settings_from
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.checkpoints.preflight import check_quantization
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.models.decoder import load_model
-from kvrelay.engine.models.mlp import ExpertMlp
+from kvrelay.engine.models.decoder import ExpertMlp
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.kv_exchange import export_prompt, import_prompt
-from kvrelay.engine.worker.preflight import check_quantization, scheme_of
 from kvrelay.errors import BackendUnavailable, ConfigError, LayoutMismatch
 from kvrelay.kernels.backend import AttentionBatch
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import Scheme, scheme_of
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.select import quantizes, select_backend
@@ -141,7 +141,7 @@ def test_without_compiled_kernels_torch_serves(make, monkeypatch):
 
 
 def test_the_error_is_logged_at_start(make, caplog):
-    with caplog.at_level(logging.INFO, "kvrelay.engine.models.decoder"):
+    with caplog.at_level(logging.INFO, "kvrelay.engine.checkpoints.loading"):
         engine = make()
         make(quantization=None)
     [told] = [record.getMessage() for record in caplog.records]
@@ -170,9 +170,9 @@ def test_kv_of_other_weights_is_refused_everywhere(make):
 
 
 def test_settings_choose_the_scheme_and_a_backend_without_it_is_refused_by_name():
-    assert scheme_of(settings_from({}).model) is None
+    assert scheme_of(settings_from({}).model.quantization) is None
     settings = settings_from({"model": {"quantization": "int8"}})
-    assert scheme_of(settings.model) == INT8
+    assert scheme_of(settings.model.quantization) == INT8
     assert quantizes("cpu") == ("cpu", True) and quantizes("reference") == ("reference", True)
     check_quantization("cpu", settings, quantizes=True)
     check_quantization("cuda", settings_from({}), quantizes=CudaBackend.quantizes)

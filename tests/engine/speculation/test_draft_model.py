@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
+from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.execution.sampling import StepSampling
-from kvrelay.engine.models.decoder import load_model
 from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
 from kvrelay.engine.speculation.speculation import Speculation
 from kvrelay.engine.speculation.speculation_model import ModelSpeculation
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.worker.tier_setup import make_swap_area
+from kvrelay.engine.worker.build import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest

@@ -10,7 +10,7 @@ from kvrelay.engine.speculation.speculation import PromptLookup, Speculation
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.worker.tier_setup import make_swap_area
+from kvrelay.engine.worker.build import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Group, Sampling, SequenceRequest

@@ -8,7 +8,7 @@ import torch
 
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
-from kvrelay.engine.worker.tier_setup import make_lower_tiers
+from kvrelay.engine.worker.build import make_lower_tiers
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.stores.namespace import namespace_of

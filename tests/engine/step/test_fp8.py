@@ -5,17 +5,18 @@ share.
 import dataclasses
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from kvrelay import fp8
+from kvrelay import fp8, machine
 from kvrelay.config import settings_from
+from kvrelay.engine.checkpoints.preflight import check_fit
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.step import build
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
-from kvrelay.engine.worker import memory
-from kvrelay.engine.worker.preflight import check_fit
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.storage import KvStorage
@@ -133,15 +134,15 @@ def test_noise_is_finite_and_no_two_regions_are_alike():
 
 
 def test_a_share_is_of_what_is_free_among_the_machines_workers(make, monkeypatch):
-    monkeypatch.setattr(memory, "host_bytes", lambda: 48 << 20)
-    assert memory.pool_bytes(0.5, torch.device("cpu"), 3) == 8 << 20
+    monkeypatch.setattr(build, "free_host_bytes", lambda: 48 << 20)
+    assert build.pool_bytes(0.5, select_backend("cpu"), 3) == 8 << 20
     engine = make(kv_memory_share=0.5, num_workers=3)
     assert engine.config.kv_memory_bytes == 8 << 20
     assert engine.cache.memory.layout.num_bytes == pytest.approx(8 << 20, rel=0.01)
 
 
 def test_too_small_a_share_is_told(make, monkeypatch):
-    monkeypatch.setattr(memory, "host_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(build, "free_host_bytes", lambda: 1 << 10)
     with pytest.raises(ConfigError, match=r"engine\.kv_memory: .* at least 2 are needed"):
         make(kv_memory_share=0.5)
 
@@ -151,16 +152,16 @@ def test_a_container_has_what_its_group_leaves_with_the_page_cache(tmp_path, lim
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    assert memory._cgroup_left(tmp_path, "memory.max", "memory.current") == left
-    assert memory._cgroup_left(tmp_path / "none", "memory.max", "memory.current") is None
+    assert machine._cgroup_left(tmp_path, "memory.max", "memory.current") == left
+    assert machine._cgroup_left(tmp_path / "none", "memory.max", "memory.current") is None
 
 
 def test_host_memory_is_the_least_of_what_is_told(monkeypatch):
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=500))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500))
     for lefts, expected in (((None, None), 500), ((300, None), 300), ((-5, 600), 0)):
         turn = iter(lefts)
-        monkeypatch.setattr(memory, "_cgroup_left", lambda *names, turn=turn: next(turn))
-        assert memory.host_bytes() == expected
+        monkeypatch.setattr(machine, "_cgroup_left", lambda *names, turn=turn: next(turn))
+        assert machine.free_host_bytes() == expected
 
 
 def test_a_share_and_a_kv_dtype_count_in_the_check_before_anything_is_loaded(folder):

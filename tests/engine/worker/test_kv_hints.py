@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.engine.worker.prefetch import prefetch
+from kvrelay.engine.worker.kv_exchange import prefetch
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import KvHints, Prefetch, Sampling, SequenceRequest
 from tests.engine.step.test_engine_tiers import BLOCK, Driven, drive, folder, oracle, prompt_of  # noqa: F401

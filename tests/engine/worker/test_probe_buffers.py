@@ -9,9 +9,8 @@ import torch
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
-from kvrelay.engine.worker import probe_buffers as lending
-from kvrelay.engine.worker.probe_buffers import EngineProbeBuffers
-from kvrelay.engine.worker.thread import EngineThread
+from kvrelay.engine.worker import thread as lending
+from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.types import BlockId, KvLayout

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrelay.config import settings_from
-from kvrelay.engine.worker.preflight import check_kv_layout
+from kvrelay.engine.checkpoints.preflight import check_kv_layout
 from kvrelay.errors import BackendUnavailable, ConfigError
 from kvrelay.kernels import select
 from kvrelay.kernels.cpu import native_kernels as native_cpu

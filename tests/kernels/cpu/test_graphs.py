@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
-from kvrelay.engine.models.decoder import load_model
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.hashing import block_hashes

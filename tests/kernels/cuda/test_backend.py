@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
-from kvrelay.engine.models.decoder import load_model
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
 from kvrelay.kernels.cuda.capturing import CapturingCudaBackend

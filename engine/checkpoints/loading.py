@@ -1,20 +1,71 @@
-"""Packs a checkpoint's tensors by the backend; each original is freed once it is packed."""
+"""Loads a model: reads a checkpoint's tensors and packs them by the backend; each original is freed once packed."""
 
+import contextlib
+import logging
+import time
 from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrelay.engine.checkpoints.shapes import shared_name
+from kvrelay.engine.checkpoints.files import locate_tensors, shared_name
+from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, Layer, Mlp
 from kvrelay.engine.models.mla import LatentAttention, halves_of_pairs
-from kvrelay.engine.models.mlp import ExpertMlp, GatedMlp, Mlp
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_experts import ExpertSpec
 from kvrelay.engine.models.spec_mla import LatentSpec
-from kvrelay.engine.models.weights import WeightReader
-from kvrelay.kernels.backend import Backend, HeadLinears, Linear
+from kvrelay.errors import CheckpointCorrupt
+from kvrelay.kernels.backend import Backend, HeadLinears, KvOrder, Linear
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import HeadByHead
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 5.0  # while weights are loaded
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class WeightReader(contextlib.ExitStack):
+    """The tensors of one checkpoint folder, read one at a time, so that loading never holds the checkpoint twice.
+
+    A context manager that holds the files open.
+
+    Raises: see `locate_tensors`, before any weight is read.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        super().__init__()
+        self._where = locate_tensors(folder, spec)
+        self._files: dict[Path, BufferedReader] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        """A copy of one tensor, in its stored dtype if `dtype` is None. Read, not mapped: mapped files count as
+        resident.
+        """
+        stored = self._where[name]
+        tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
+        flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        view = memoryview(flat)
+        try:
+            file = self._file(stored.path)
+            file.seek(stored.begin)
+            count = file.readinto(view)
+        except OSError as error:
+            raise CheckpointCorrupt(str(stored.path), f"tensor {stored.name} cannot be read: {error}") from error
+        if count != len(view):
+            raise CheckpointCorrupt(str(stored.path), f"tensor {stored.name} ends early")
+        return tensor.to(device=device, dtype=dtype)
+
+    def _file(self, path: Path) -> BufferedReader:
+        if path not in self._files:
+            self._files[path] = self.enter_context(path.open("rb"))
+        return self._files[path]
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
@@ -132,3 +183,87 @@ class Packer:
         if not spec.is_interleaved:
             return rows
         return halves_of_pairs(rows.unflatten(0, (heads, -1)), spec.rope_dim).flatten(0, 1)
+
+
+def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:
+    layers: list[Layer] = []
+    logged_s = time.monotonic()
+    for index in range(spec.num_layers):
+        layers.append(_pack_layer(packer, spec, index))
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
+            logger.info("%d of %d layers are loaded", index + 1, spec.num_layers)
+    return layers
+
+
+def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
+    at = f"layers.{index}"
+    sandwich = spec.sandwich_norms
+    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    latent = spec.latent
+    return Layer(
+        input_norm=packer.norm(f"{at}.input_layernorm.weight"),
+        attention=_pack_heads(packer, spec, at)
+        if latent is None
+        else packer.latent_attention(f"{at}.self_attn", latent),
+        post_attention_norm=packer.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
+        mlp_norm=packer.norm(f"{at}.{before_mlp}.weight"),
+        mlp=packer.mlp(f"{at}.mlp", index),
+        post_mlp_norm=packer.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
+    )
+
+
+def _pack_heads(packer: Packer, spec: ModelSpec, at: str) -> HeadAttention:
+    return HeadAttention(
+        qkv=packer.linear(*(f"{at}.self_attn.{name}_proj" for name in "qkv")),
+        head_norms=(packer.norm(f"{at}.self_attn.q_norm.weight"), packer.norm(f"{at}.self_attn.k_norm.weight"))
+        if spec.has_qk_norm
+        else None,
+        o=packer.linear(f"{at}.self_attn.o_proj"),
+    )
+
+
+def load_model(
+    folder: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    kv_layout: KvOrder = "NHD",
+    kv_dtype: torch.dtype | None = None,
+    quantization: Scheme | None = None,
+) -> DecoderModel:
+    """The model of a checkpoint folder, packed for `backend`, with weights quantised by `quantization`, if given.
+
+    `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's.
+
+    Raises:
+        UnsupportedModel, CheckpointCorrupt, ModelNotFound: see ModelSpec.from_folder and WeightReader.
+    """
+    spec = ModelSpec.from_folder(folder)
+    with torch.no_grad(), WeightReader(folder, spec) as reader:
+        start_s, packer = time.monotonic(), Packer(reader, spec, backend, dtype, quantization)
+        embedding = packer.tensor("embed_tokens.weight")
+        model = DecoderModel(
+            spec,
+            backend,
+            dtype,
+            embedding=embedding,
+            layers=_pack_layers(packer, spec),
+            final_norm=packer.norm("norm.weight"),
+            lm_head=packer.head(embedding),
+            block_size=block_size,
+            kv_layout=kv_layout,
+            kv_dtype=kv_dtype,
+        )
+    if quantization is not None:
+        model.weight_error = packer.error
+        logger.info(
+            "weights are %s: relative RMS error %.3f%%, %.0f MiB instead of %.0f; took %.1f s",
+            quantization,
+            100 * packer.error.relative,
+            packer.error.num_bytes / 2**20,
+            packer.error.num_weights * dtype.itemsize / 2**20,
+            time.monotonic() - start_s,
+        )
+    return model

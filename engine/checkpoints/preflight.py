@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import ConfigError
-from kvrelay.kernels.common.quant_scheme import Scheme
-from kvrelay.settings.engine import ModelSettings
 from kvrelay.types import KvLayout, Role
 
 
@@ -38,13 +36,6 @@ def num_blocks_for(budget_bytes: int, block_bytes: int, *, key: str = "engine.kv
             f"{key}: {budget_bytes} bytes hold {blocks} blocks of {block_bytes} bytes; at least 2 are needed"
         )
     return blocks
-
-
-def scheme_of(model: ModelSettings) -> Scheme | None:
-    """How the settings want weights quantised."""
-    if model.quantization == "none":
-        return None
-    return Scheme(8 if model.quantization == "int8" else 4)
 
 
 def check_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
