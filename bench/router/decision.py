@@ -122,7 +122,7 @@ def cuts(times: list[float]) -> str:
 def lookups(made: Contents, router: Router, count: int, clock: Clock) -> None:
     """One line of the first table."""
     prompts = [hashes(prompt) for prompt in made.prompts]
-    depths = router.index.depths
+    depths = router.index.table
     first = timed_us(lambda i: depths(prompts[i]), len(prompts), clock)
     again = []
     timed_us(lambda i: depths(prompts[i % len(prompts)]), 10 * len(prompts))  # until all scattered blocks have moved

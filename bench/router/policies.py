@@ -32,6 +32,7 @@ from kvrelay.cluster.commands.simulate import simulated
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.workloads.choose import make_workload
+from kvrelay.router.decision import deferral
 from kvrelay.router.planning.speed_curve import SpeedCurve
 
 PROFILE = Path(__file__).resolve().parents[2] / "configs" / "profiles" / "llama-3.1-70b-h100x8-bf16.json"
@@ -40,7 +41,7 @@ PREFILL_POOL_TOKENS, DECODE_POOL_TOKENS = 500_000, 1_500_000
 LOADS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0)
 OVERLOAD = 1.25
 NO_LIMITS = {
-    "router": {"max_inflight": 1_000_000, "max_deferred": 1_000_000, "reserve_timeout_s": 3600.0},
+    "router": {"max_inflight": 1_000_000, "reserve_timeout_s": 3600.0},
     "engine": {"max_waiting": 1_000_000},
 }
 PROMISES = {"slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}}
@@ -118,7 +119,7 @@ class Lab:
         own = CONTENDERS[task.contender]
         settings = {section: {**NO_LIMITS.get(section, {}), **own.get(section, {})} for section in {**NO_LIMITS, **own}}
         settings = with_pairs(settings, list(task.pairs))
-        settings["router"]["seed"] = task.seed
+        deferral.MAX_DEFERRED = 1_000_000  # no limits: see NO_LIMITS
         self._scenario = scenario_from(
             {
                 "prefill": task.prefill,

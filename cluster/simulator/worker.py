@@ -92,7 +92,6 @@ class SimulatedWorker:
             clock,
             message_s=delays.message_s,
             report_s=delays.report_s,
-            share_load_s=settings.router.share_load_s,
             measure=self._measure,
             on_heartbeat=self._heartbeat,
         )

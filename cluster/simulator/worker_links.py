@@ -7,7 +7,7 @@ from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.config import Settings
 from kvrelay.pacing import Paced
-from kvrelay.plane.messages import AssignedByOthers, KvEvents, KvSnapshot, LoadReport
+from kvrelay.plane.messages import SHARE_LOAD_S, AssignedByOthers, KvEvents, KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
 
 
@@ -33,7 +33,7 @@ class WorkerLinks:
         self.router = self._new_router()
         self.members: dict[str, SimulatedWorker] = {}
         self._has_others = False
-        self._sharing = Paced(self._share_assigned, settings.router.share_load_s, now=clock.time, after=clock.after)
+        self._sharing = Paced(self._share_assigned, SHARE_LOAD_S, now=clock.time, after=clock.after)
 
     def _new_router(self) -> Router:
         settings = self._settings
@@ -97,14 +97,14 @@ class WorkerLinks:
 
     def receive_others(self, worker: SimulatedWorker, others: AssignedByOthers) -> None:
         """Apply what other ingresses have assigned to a worker."""
-        if self._settings.router.share_load_s and self.is_connected(worker):
+        if self.is_connected(worker):
             self._has_others |= others.num_others > 0
             self.router.apply_others(worker.worker_id, others)
             self.assigned_changed()
 
     def assigned_changed(self) -> None:
         """Report this ingress's assignments soon, where there are other ingresses."""
-        if self._has_others and self._settings.router.share_load_s:
+        if self._has_others:
             self._sharing.request()
 
     def _share_assigned(self) -> None:

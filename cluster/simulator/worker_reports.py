@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.pacing import Paced
-from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, LoadReport
+from kvrelay.plane.messages import SHARE_LOAD_S, Assigned, AssignedByOthers, KvEvents, LoadReport
 
 HEARTBEAT_S = 2.0
 
@@ -28,7 +28,6 @@ class WorkerReports:
     Args:
         worker: what subscribers know the worker by.
         message_s: how long a message takes. report_s: time between load reports of a busy worker, at least.
-        share_load_s: between reports of what other ingresses have assigned, at least.
         measure: makes a load report.
         on_heartbeat: called with each heartbeat.
     """
@@ -40,7 +39,6 @@ class WorkerReports:
         *,
         message_s: float,
         report_s: float,
-        share_load_s: float,
         measure: Callable[[], LoadReport],
         on_heartbeat: Callable[[], object],
     ) -> None:
@@ -48,7 +46,7 @@ class WorkerReports:
         self._measure, self._on_heartbeat = measure, on_heartbeat
         self.subscribers: dict[LoadSubscriber, None] = {}
         self._assigned: AssignedShares[LoadSubscriber] = AssignedShares()
-        self._sharing = Paced(self._send_others, share_load_s, now=clock.time, after=clock.after)
+        self._sharing = Paced(self._send_others, SHARE_LOAD_S, now=clock.time, after=clock.after)
         self._load: LoadReport | None = None
         self._reported_s = -math.inf
         self._is_open = self._is_running = True

@@ -19,6 +19,7 @@ from kvrelay.kvcache.tiers.events import parts_of
 from kvrelay.pacing import Paced
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import (
+    SHARE_LOAD_S,
     Assigned,
     Failed,
     KvSnapshot,
@@ -219,7 +220,6 @@ class EngineReports:
         load: the first load report.
         completed: adds to a load report what the engine does not know.
         changes: what else subscribers receive with a heartbeat; None: nothing changed.
-        share_load_s: least time between two reports of what other ingresses assigned.
     """
 
     def __init__(
@@ -229,14 +229,13 @@ class EngineReports:
         *,
         completed: Callable[[LoadReport], LoadReport],
         changes: Callable[[], msgspec.Struct | None],
-        share_load_s: float,
     ) -> None:
         self._thread, self._load, self._completed, self._changes = thread, load, completed, changes
         self._loop = loop = asyncio.get_running_loop()
         self._links: set[IngressLink] = set()  # connected
         self._subscribers: set[IngressLink] = set()
         self._assigned: AssignedShares[IngressLink] = AssignedShares()
-        self._share = Paced(self._send_assigned, share_load_s, now=loop.time, after=loop.call_later)
+        self._share = Paced(self._send_assigned, SHARE_LOAD_S, now=loop.time, after=loop.call_later)
         self._heartbeat = asyncio.create_task(self._beat(), name="heartbeat")
 
     async def aclose(self) -> None:

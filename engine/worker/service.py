@@ -95,10 +95,7 @@ class WorkerService:
         options = self.options
         engine = await self.thread.start()
         self._role = role = await self._start_role(engine)
-        self._reports = EngineReports(
-            self.thread, engine.load(), completed=self._completed, changes=role.changes,
-            share_load_s=options.settings.router.share_load_s,
-        )  # fmt: skip
+        self._reports = EngineReports(self.thread, engine.load(), completed=self._completed, changes=role.changes)
         self._server = WorkerServer(
             role, self.thread, self.requests, self._reports, self.status, secret=options.secret, tls=self.tls
         )

@@ -351,6 +351,10 @@ class EndPins(_Message, frozen=True, tag="end-pins"):
     session: str
 
 
+SHARE_LOAD_S = 0.002
+"""Shortest time between two Assigned, or two AssignedByOthers, of a sender: a decision's time, far below a step's."""
+
+
 class Assigned(_Message, frozen=True, tag="assigned"):
     """The load that this ingress has assigned to the worker and that has not ended, counted from the routing decision
     on.

@@ -5,7 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvrelay.plane.messages import MAX_PRIORITY
-from kvrelay.settings.choices import IndexMode, OnMiss, TenantBy
+from kvrelay.settings.choices import OnMiss, TenantBy
 from kvrelay.settings.section import Section, setting
 
 
@@ -57,7 +57,6 @@ class RouterSettings(Section):
         "your own; docs/design/routing.md.",
     )
     policy_options: dict[str, bool | int | float | str] = setting({}, "The policy's own options, by name.")
-    seed: int = setting(0, "Seed of the policies that draw at random; a request's id is part of each draw.")
     local_prefill_tokens: int = setting(
         32, "Prompts with at most this many uncached tokens are prefilled on the decode worker.", unit="tokens", ge=0
     )
@@ -67,35 +66,10 @@ class RouterSettings(Section):
         unit="sequences",
         ge=1,
     )
-    max_deferred: int = setting(
-        256,
-        "Of those, most requests that wait at the ingress because their first token will miss its target anyway, so "
-        "that "
-        "they delay no other (policy joint); more get 429. 0: none waits there.",
-        unit="requests",
-        ge=0,
-    )
     reserve_timeout_s: float = setting(
         10.0, "Longest wait for one decode worker's blocks; then another is tried, or 429.", unit="s", gt=0
     )
     retry_budget: int = setting(2, "Retries of a request after a worker's fault.", unit="retries", ge=0)
-    index: IndexMode = setting(
-        "auto",
-        "How the prefix index learns which worker holds a block: from KV events (exact), from past routing decisions "
-        "(approximate), or approximate only for workers that send no events (auto).",
-    )
-    learned_s: float = setting(120.0, "Approximate index: how long a routed prompt counts as cached.", unit="s", gt=0)
-    audit_s: float = setting(
-        60.0, "Interval at which a sample of the index is compared with each worker; 0: never.", unit="s", ge=0
-    )
-    share_load_s: float = setting(
-        0.002,
-        "With several ingresses: shortest interval at which each shares its assignments with the others, through the "
-        "workers; 0: never, they see each other's requests only in load reports.",
-        unit="s",
-        ge=0,
-        le=1,
-    )
 
 
 class SloClass(Section):
@@ -132,12 +106,6 @@ class SloSettings(Section):
         "refuse",
         "A request whose targets are out of reach: refuse (429 with Retry-After, before anything is computed) or queue "
         "(served without a promise; the response says so).",
-    )
-    confidence: float = setting(
-        0.7,
-        "Share of requests that must stay within their predicted times; a higher share refuses earlier.",
-        gt=0,
-        lt=1,
     )
 
     @model_validator(mode="after")

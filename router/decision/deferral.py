@@ -6,24 +6,22 @@ busy, an overdue request has its turn after `OLDEST_EVERY` other requests, or pr
 longer than theirs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from kvrelay.router.decision.chooser import Chooser
 from kvrelay.router.decision.snapshot import MAX_RETRY_S, MIN_RETRY_S
-from kvrelay.router.fleet.columns import NUM_BLOCKS
-from kvrelay.router.fleet.ledger import Ledger, LiveWorkers
+from kvrelay.router.fleet.account import NUM_BLOCKS
+from kvrelay.router.fleet.ledger import OVERDUE_EVERY, Ledger, LiveWorkers
 from kvrelay.router.policies.base import Floats
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
 
-OLDEST_EVERY = 16
-MAX_PENALTY = 16.0
-"""Upper bound of an overdue prompt's length, in average prompts, by which its successor's turn is delayed."""
-_SMOOTHING = 0.05
+MAX_DEFERRED = 256
+"""Requests that may wait here at a time: minutes of work for a worker; more get 429."""
+OLDEST_EVERY = OVERDUE_EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,89 +35,50 @@ class _Entry:
 class Deferral:
     """Deferred requests, and those that were called and have not come back yet."""
 
-    def __init__(self, max_deferred: int) -> None:
-        """`max_deferred`: requests that may wait at a time; 0: none is deferred."""
-        self._max_deferred = max_deferred
-        self._entries: dict[str, _Entry] = {}  # in order of arrival
+    def __init__(self, max_deferred: int | None = None) -> None:
+        """`max_deferred`: requests that may wait at a time; None: MAX_DEFERRED."""
+        self._max_deferred = MAX_DEFERRED if max_deferred is None else max_deferred
+        self.waiting: dict[str, _Entry] = {}  # in order of arrival
+        self.called: set[str] = set()  # have neither come back nor ended
         self._queues: dict[tuple[int, str], dict[str, _Entry]] = {}  # by priority and tenant
         self._counters: dict[str, float] = {}  # tokens called, by waiting tenant; a new tenant starts at `_level`
         self._level = 0.0  # the counter of the tenant that was called last
-        self._called: set[str] = set()
         self._num_calls = 0
-        self._num_placed = 0  # requests placed in time since the last overdue one
-        self._num_required = 0.0  # of those, before the next overdue one has its turn
-        self._mean_tokens = 0.0  # uncached prompt tokens of requests placed in time
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    @property
-    def is_enabled(self) -> bool:
-        return self._max_deferred > 0
-
-    @property
-    def num_called(self) -> int:
-        """Requests that were called and have neither come back nor ended."""
-        return len(self._called)
-
-    @property
-    def has_turn(self) -> bool:
-        """Whether a deferred request is to be placed although workers are busy."""
-        return self._num_placed >= self._num_required
-
-    def placed(self, num_tokens: int, *, is_overdue: bool) -> None:
-        """A request with so many prompt tokens to compute was placed on workers."""
-        if not is_overdue:
-            self._num_placed += 1
-            self._mean_tokens += _SMOOTHING * (num_tokens - self._mean_tokens)
-            return
-        length = num_tokens / self._mean_tokens if self._mean_tokens else 1.0
-        self._num_placed, self._num_required = 0, OLDEST_EVERY * min(max(length, 1.0), MAX_PENALTY)
 
     def defer(self, request: RouteRequest) -> bool:
         """Queue it. False: too many wait."""
-        if len(self._entries) >= self._max_deferred:
+        if len(self.waiting) >= self._max_deferred:
             return False
         entry = _Entry(request.request_id, request.priority, request.tenant, request.num_tokens)
-        self._entries[entry.request_id] = entry
+        self.waiting[entry.request_id] = entry
         self._queues.setdefault((entry.priority, entry.tenant), {})[entry.request_id] = entry
         self._counters.setdefault(entry.tenant, self._level)
         return True
 
     def call(self) -> str | None:
-        """The next request; it must come back (`take_called`) or be removed. None: none waits."""
-        if not self._entries:
+        """The next request, which counts as called until it is removed. None: none waits."""
+        if not self.waiting:
             return None
         self._num_calls += 1
         if self._num_calls % OLDEST_EVERY:
             queue = self._queues[min(self._queues, key=self._rank)]
             entry = next(iter(queue.values()))
         else:
-            entry = next(iter(self._entries.values()))
+            entry = next(iter(self.waiting.values()))
         self._level = self._counters[entry.tenant]
         self._counters[entry.tenant] += entry.num_tokens
         self.remove(entry.request_id)
-        self._called.add(entry.request_id)
+        self.called.add(entry.request_id)
         return entry.request_id
 
     def _rank(self, key: tuple[int, str]) -> tuple[int, float]:
         priority, tenant = key
         return priority, self._counters[tenant]
 
-    def take_called(self, request_id: str) -> bool:
-        """The request is back; whether it had been called."""
-        if request_id not in self._called:
-            return False
-        self._called.remove(request_id)
-        return True
-
     def remove(self, request_id: str) -> None:
         """It waits no longer, and is not expected back. Idempotent."""
-        self._called.discard(request_id)
-        entry = self._entries.pop(request_id, None)
+        self.called.discard(request_id)
+        entry = self.waiting.pop(request_id, None)
         if entry is None:
             return
         queue = self._queues[entry.priority, entry.tenant]
@@ -141,22 +100,27 @@ IDLE_S = 0.5
 class OverduePlacement:
     """Decides whether an overdue request is placed now or deferred."""
 
-    def __init__(self, deferral: Deferral, chooser: Chooser, workers: LiveWorkers, ledger: Ledger) -> None:
-        self._deferral, self._chooser, self._workers, self._ledger = deferral, chooser, workers, ledger
+    def __init__(
+        self,
+        deferral: Deferral,
+        choose: Callable[[RouteRequest, float], Decision | RoutingRefusal],
+        workers: LiveWorkers,
+        ledger: Ledger,
+    ) -> None:
+        """`choose`: the decision on a request at a time, which counts nothing."""
+        self._deferral, self._choose, self._workers, self._ledger = deferral, choose, workers, ledger
 
     def is_overdue(self, request: RouteRequest, decision: Decision) -> bool:
-        """Whether the request misses its TTFT target in any case. Only policies that set latency targets have overdue
-        requests.
+        """Whether a request that may wait and has a TTFT target misses it in any case.
 
         The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where
         blocks are scarce.
         """
-        if decision.ttft_target_s is None or not request.may_wait or not self._deferral.is_enabled:
-            return False
+        assert decision.ttft_target_s is not None and request.may_wait
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
-        compute = self._chooser.accounts_of(decision)[0]
+        compute = self._workers.accounts_of(decision)[0]
         speed = self._workers.prefill_tokens_per_s(compute.info.worker_id)
         overtaken_s = compute.unreported_overdue_tokens / speed
         queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
@@ -169,7 +133,7 @@ class OverduePlacement:
 
         `is_called`: its turn has come; then it is placed.
         """
-        if self._has_room() and (is_called or not self._deferral):
+        if self._has_room() and (is_called or not self._deferral.waiting):
             return decision
         role = self._compute_role()
         queued_s = self._queued_s(role)
@@ -178,31 +142,29 @@ class OverduePlacement:
             rows = np.flatnonzero(queued_s < np.inf)
         names = self._workers.columns(role).names
         takers = {names[row] for row in rows}
-        if self._chooser.accounts_of(decision)[0].info.worker_id in takers:
+        if self._workers.accounts_of(decision)[0].info.worker_id in takers:
             return decision
         if takers:
             force: Literal["remote"] | None = "remote" if role is Role.PREFILL else None
             elsewhere = replace(request, excluded=request.excluded.union(names) - takers, force=force)
-            if isinstance(choice := self._chooser.choose(elsewhere, now_s), Decision):
+            if isinstance(choice := self._choose(elsewhere, now_s), Decision):
                 return choice
         if is_called:
             return decision
         if self._deferral.defer(request):
             return Deferred(decision.predicted_ttft_s)
         overdue_s = decision.predicted_ttft_s - (decision.ttft_target_s or 0.0)
-        message = f"the queue of requests that will miss their TTFT target is full ({len(self._deferral)})"
+        message = f"the queue of requests that will miss their TTFT target is full ({len(self._deferral.waiting)})"
         return RoutingRefusal("full", message, min(max(overdue_s, MIN_RETRY_S), MAX_RETRY_S))
 
     def take_ready(self) -> str | None:
-        """A deferred request whose turn has come; None: none may be placed now."""
-        if not self._deferral:
-            return None
+        """A deferred request whose turn has come, while any waits; None: none may be placed now."""
         role = self._compute_role()
         if len(self._workers.columns(role)):  # without workers every deferred request may come, to be refused
             queued_s = self._queued_s(role)
-            has_turn = self._deferral.has_turn and bool((queued_s < np.inf).any())
+            has_turn = self._ledger.is_overdue_due and bool((queued_s < np.inf).any())
             num_open = np.count_nonzero(queued_s < IDLE_S) or int(has_turn or self._has_room())
-            if self._deferral.num_called >= num_open:
+            if len(self._deferral.called) >= num_open:
                 return None
         return self._deferral.call()
 

@@ -1,26 +1,31 @@
 """The router: one synchronous call chooses workers for a request and counts it as their load.
 
-Owns the prefix index and the ledger of assigned requests; the choice is the policy's (see policies/) and, under an SLO,
-admission's (see slo/). Pure: the caller passes the time. Never imports torch, Ray, sockets, a clock or a random source.
-Not thread-safe. The caller limits how many requests are in flight (settings.max_inflight).
+Owns the prefix index and the ledger of assigned requests. The choice is the policy's best candidate (see policies/) or,
+under an SLO, the cheapest that is predicted to meet it (see slo/). Pure: the caller passes the time. Never imports
+torch, Ray, sockets, a clock or a random source. Not thread-safe. The caller limits how many requests are in flight
+(settings.max_inflight).
 """
 
 from dataclasses import replace
 
+import numpy as np
+
 from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
-from kvrelay.router.decision.chooser import Chooser
 from kvrelay.router.decision.deferral import Deferral, OverduePlacement
-from kvrelay.router.decision.snapshot import SnapshotTaker
+from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker
 from kvrelay.router.fleet.compatibility import IncompatiblePairs
 from kvrelay.router.fleet.ledger import Assignment, Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.prefix_popularity import PrefixPopularity
-from kvrelay.router.policies.base import RoutingPolicy
+from kvrelay.router.objectives import Prediction
+from kvrelay.router.policies.base import RoutingPolicy, WorkerTable
 from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.registry import build_policy
+from kvrelay.router.slo.admission import refusal_message
+from kvrelay.router.slo.candidate_choice import choose_candidate
 from kvrelay.router.slo.forecast import Forecast
-from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, WorkerView
+from kvrelay.router.types import Decision, Deferred, Ranking, RouteRequest, RoutingRefusal, WorkerView
 from kvrelay.settings.router import RouterSettings, SloSettings
+from kvrelay.types import Role
 
 HASHES_PER_BLOCK = 16
 """Hashes per block of its pool (lower tiers included) that a worker may announce before its index is DEGRADED."""
@@ -55,25 +60,23 @@ class Router:
         """
         self._tokens_per_hash = tokens_per_hash
         model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
-        self._index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
+        self._index = PrefixIndex()
         self._popularity = PrefixPopularity()
         self._workers, self._ledger = LiveWorkers(model, self._index.row), Ledger()
-        self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
-        snapshots = SnapshotTaker(
+        self.forecast = Forecast() if slo is not None and slo.is_on else None
+        self._snapshots = SnapshotTaker(
             self._workers,
             self._index,
             self._ledger,
             self._popularity,
             policy or build_policy(settings, model),
             model,
-            seed=settings.seed,
             tokens_per_hash=tokens_per_hash,
             max_waiting=max_waiting,
             has_store=has_store,
         )
-        self._chooser = Chooser(snapshots, self._workers, self.forecast)
-        self._deferral = Deferral(settings.max_deferred)
-        self._overdue = OverduePlacement(self._deferral, self._chooser, self._workers, self._ledger)
+        self._deferral = Deferral()
+        self._overdue = OverduePlacement(self._deferral, self._choose, self._workers, self._ledger)
         self._prediction_error_s = 0.0
 
     @property
@@ -89,7 +92,7 @@ class Router:
     @property
     def num_deferred(self) -> int:
         """Requests that wait at the router."""
-        return len(self._deferral)
+        return len(self._deferral.waiting)
 
     # ---- messages of workers
 
@@ -152,28 +155,76 @@ class Router:
 
         Deferred: it waits, where the request allows it, until `take_ready` returns it, or until its `on_end`.
         """
-        is_called = self._deferral.take_called(request.request_id)
+        is_called = request.request_id in self._deferral.called
         self.on_end(request.request_id)
         self._index.expire(now_s)
-        choice: Decision | RoutingRefusal | Deferred = self._chooser.choose(request, now_s)
+        choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
         if not is_called:
             self._popularity.observe(request.block_hashes, now_s)
-        is_overdue = isinstance(choice, Decision) and self._overdue.is_overdue(request, choice)
+        is_overdue = isinstance(choice, Decision) and _may_be_overdue(request, choice)
         if is_overdue and isinstance(choice, Decision):
-            choice = self._overdue.place(request, choice, now_s, is_called=is_called)
+            is_overdue = self._overdue.is_overdue(request, choice)
+            if is_overdue:
+                choice = self._overdue.place(request, choice, now_s, is_called=is_called)
         if isinstance(choice, Decision):
             self._account(request, choice, now_s, is_overdue=is_overdue)
         return choice
+
+    def _choose(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal:
+        """Candidates, their cost, and the choice; counts nothing."""
+        workers = self._workers
+        if workers.unpaired and workers.unpaired.issuperset(workers.columns(Role.DECODE).names):
+            return RoutingRefusal("incompatible", "; ".join(sorted(workers.incompatible.values())), MIN_RETRY_S)
+        snapshot = self._snapshots.take(request, now_s)
+        ranking = snapshot.ranking()
+        if not ranking.candidates:
+            return self._snapshots.refusal(snapshot)
+        if self.forecast is None:
+            return snapshot.decision(ranking)
+        return self._admit(self.forecast, snapshot, ranking, now_s)
+
+    def _admit(
+        self, forecast: Forecast, snapshot: RoutingSnapshot, ranking: Ranking, now_s: float
+    ) -> Decision | RoutingRefusal:
+        """The decision with its prediction, or the refusal of a request whose SLO would be missed."""
+        request = snapshot.request
+        decisions: dict[int, Decision] = {}
+        pairs = [ranking.workers(candidate) for candidate in ranking.candidates]
+
+        def decision_at(index: int) -> Decision:
+            if index not in decisions:
+                decisions[index] = snapshot.decision(ranking, index)
+            return decisions[index]
+
+        def predict(index: int) -> Prediction:
+            decision = decision_at(index)
+            return forecast.predict(request, decision, *self._workers.accounts_of(decision), now_s)
+
+        def clears_in_s(index: int, prediction: Prediction) -> float | None:
+            """Seconds until the decode worker's batch meets the loosest target; None: not soon, or it meets it now."""
+            assert request.slo is not None
+            decode = pairs[index][1]
+            loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
+            if decode is None or loosest is None or prediction.safe_tpot_s <= loosest:
+                return None
+            return forecast.clears_in(self._workers.accounts[decode], request, loosest, now_s)
+
+        if request.slo is None:
+            return replace(decision_at(0), forecast=predict(0))
+        spare = _spare_candidate(ranking, snapshot.prefills)
+        chosen, verdict = choose_candidate(request.slo, pairs, predict, clears_in_s, spare)
+        if verdict.kind == "refused":
+            return RoutingRefusal("slo", refusal_message(verdict), verdict.retry_after_s, verdict)
+        return replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
 
     def _account(self, request: RouteRequest, decision: Decision, now_s: float, *, is_overdue: bool) -> None:
         """Count the request as its workers' load."""
         if self.forecast is not None:
             self.forecast.assign(request, decision, now_s)
-        compute, decode = self._chooser.accounts_of(decision)
+        compute, decode = self._workers.accounts_of(decision)
         size = decode.info.block_size if decode is not None else 1
         held = decision.cached_tokens_decode // size
         compute_tokens = request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill
-        self._deferral.placed(compute_tokens, is_overdue=is_overdue)
         self._ledger.assign(
             Assignment(
                 request_id=request.request_id,
@@ -197,7 +248,7 @@ class Router:
         Poll it whenever a request was placed, got its first token, or ended, and when a worker reports, connects or
         leaves.
         """
-        return self._overdue.take_ready()
+        return self._overdue.take_ready() if self._deferral.waiting else None
 
     def on_first_token(
         self, request_id: str, now_s: float, *, timings: Timings | None = None, cached_tokens: int = 0
@@ -229,7 +280,8 @@ class Router:
 
     def on_end(self, request_id: str) -> None:
         """The request ended, however it did: it counts nowhere any more, and is not deferred. Idempotent."""
-        self._deferral.remove(request_id)
+        if self._deferral.waiting or self._deferral.called:
+            self._deferral.remove(request_id)
         self._ledger.end(request_id)
         if self.forecast is not None:
             self.forecast.end(request_id)
@@ -262,3 +314,20 @@ class Router:
             reported_at_s=account.reported_at_s,
             load=account.load(),
         )
+
+
+def _may_be_overdue(request: RouteRequest, decision: Decision) -> bool:
+    """Whether OverduePlacement has to look at it; almost never in a cluster that keeps up."""
+    target_s = decision.ttft_target_s
+    if target_s is None or not request.may_wait:
+        return False
+    return decision.verdict is not None or decision.predicted_ttft_s > target_s
+
+
+def _spare_candidate(ranking: Ranking, prefills: WorkerTable) -> int | None:
+    """Index of the best candidate with an idle prefill worker, if another one stays idle; None: there is none."""
+    is_idle = prefills.queued_requests == 0
+    if np.count_nonzero(is_idle) < 2:
+        return None
+    candidates = enumerate(ranking.candidates)
+    return next((index for index, one in candidates if one.prefill is not None and is_idle[one.prefill]), None)

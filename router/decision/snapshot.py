@@ -7,17 +7,17 @@ Never imports torch, Ray, sockets, a clock or a random source. Rules, whatever t
 - The terms of a decision are those of the common cost, so that decisions of different policies can be compared.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
-from kvrelay.router.fleet.columns import LONGEST, ROOM, Columns, PrefixHits
+from kvrelay.router.fleet.account import LONGEST, ROOM, Columns, PrefixHits
 from kvrelay.router.fleet.compatibility import IncompatiblePairs, compatible_sets
 from kvrelay.router.fleet.ledger import Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.prefix_popularity import PrefixPopularity
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
     Floats,
@@ -86,7 +86,8 @@ class RoutingSnapshot:
     def decision(self, ranking: Ranking, index: int = 0) -> Decision:
         """The decision for one of the candidates."""
         candidate, request = ranking.candidates[index], self.request
-        prefill, decode = ranking.workers(candidate)
+        prefill = None if candidate.prefill is None else ranking.prefills[candidate.prefill]
+        decode = None if candidate.decode is None else ranking.decodes[candidate.decode]
         common = self._common_terms(candidate)
         compute, row = (
             (self.prefills, candidate.prefill) if candidate.prefill is not None else (self.decodes, candidate.decode)
@@ -98,7 +99,7 @@ class RoutingSnapshot:
             request_id=request.request_id,
             prefill=prefill,
             decode=decode,
-            path=candidate.path,
+            path="prefill_only" if decode is None else "local" if prefill is None else "disaggregated",
             predicted_ttft_s=sum(common[name] for name in TTFT_TERMS),
             cached_tokens_prefill=cached,
             loaded_tokens_prefill=loaded,
@@ -185,6 +186,50 @@ def _renumbered(candidate: Candidate, prefills: Ints, decodes: Ints) -> Candidat
     return candidate._replace(prefill=prefill, decode=decode)
 
 
+FADE_S = 10.0
+"""Age at which an arrival counts 1/e."""
+MAX_COUNTED = 65_536
+"""Prefixes that are counted; the oldest are dropped."""
+
+
+class PrefixPopularity:
+    """Arrival rate of prompts by shared prefix: the caller passes the time.
+
+    Counted by the hashes at a few depths of each prompt's chain, which distinguishes a system prompt that all requests
+    share from one client's conversation. Counts fade; memory is bounded.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, tuple[float, float]] = {}  # (faded count, time of the last update); the oldest first
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def observe(self, hashes: Sequence[bytes], now_s: float) -> None:
+        """A prompt arrived."""
+        for depth in _depths(len(hashes)):
+            name = hashes[depth - 1]
+            count, then_s = self._counts.pop(name, (0.0, now_s))
+            self._counts[name] = count * math.exp((then_s - now_s) / FADE_S) + 1.0, now_s
+        while len(self._counts) > MAX_COUNTED:
+            del self._counts[next(iter(self._counts))]
+
+    def arrivals_per_s(self, hashes: Sequence[bytes], depth: int, now_s: float) -> float:
+        """Arrival rate of prompts that share the first `depth` hashes with this one (or a power of two of them)."""
+        depths = _depths(min(depth, len(hashes)))
+        if not depths:
+            return 0.0
+        count, then_s = self._counts.get(hashes[depths[-1] - 1], (0.0, now_s))
+        return count * math.exp((then_s - now_s) / FADE_S) / FADE_S
+
+
+def _depths(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
+
+
 class SnapshotTaker:
     """Reads live workers, the prefix index and the ledger; changes none of them."""
 
@@ -197,14 +242,13 @@ class SnapshotTaker:
         policy: RoutingPolicy,
         model: CostModel,
         *,
-        seed: int,
         tokens_per_hash: int,
         max_waiting: int,
         has_store: bool,
     ) -> None:
         """See Router for the arguments."""
         self._workers, self._index, self._ledger, self._popularity = workers, index, ledger, popularity
-        self._policy, self._model, self._seed = policy, model, seed
+        self._policy, self._model = policy, model
         self._tokens_per_hash, self._max_waiting, self._has_store = tokens_per_hash, max_waiting, has_store
 
     def take(self, request: RouteRequest, now_s: float) -> RoutingSnapshot:
@@ -235,7 +279,7 @@ class SnapshotTaker:
         stored = max((int(one.in_any_tier.max(initial=0)) for one in held.values()), default=0)
         return RoutingContext(
             request,
-            _draw(request.request_id, self._seed),
+            _draw(request.request_id),
             now_s,
             unreported_share=self._workers.unreported_share(),
             arrivals_per_s=self._popularity.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s),
@@ -284,7 +328,7 @@ class SnapshotTaker:
         return found
 
 
-def _draw(request_id: str, seed: int) -> float:
-    """In [0, 1), the same for the same request and seed."""
-    digest = blake2b(f"{seed}:{request_id}".encode(), digest_size=8).digest()
+def _draw(request_id: str) -> float:
+    """In [0, 1), the same for the same request, on every ingress: policies that draw at random are reproducible."""
+    digest = blake2b(f"0:{request_id}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53

@@ -1,19 +1,199 @@
-"""One worker's load: its last report, and what this router has assigned since.
+"""The loads of one role's workers as columns, and the accounts that write them: a worker's last report, and what this
+router has assigned since.
 
-Never imports torch, Ray, sockets or a clock. What a report shows beyond our own assignments is other routers' work
-("foreign"): own and foreign work are added, so nothing counts twice. Where the other routers report their assignments
-(messages.Assigned), foreign work is what they report, without a load report's delay. Each change is written into the
-worker's row of its role's columns at once.
+Row i is the worker `names[i]`, in the order of their ids. An account writes its row whenever it changes, so that a
+decision reads all workers in a few numpy calls. A column that never changes and has one value is stored once (see
+`only`), so that arithmetic on it is done once. Rows are laid out anew when a worker comes or goes.
+
+What a report shows beyond our own assignments is other routers' work ("foreign"): own and foreign work are added, so
+nothing counts twice. Where the other routers report their assignments (messages.Assigned), foreign work is what they
+report, without a load report's delay. Never imports torch, Ray, sockets, a clock or a random source.
 """
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
-from kvrelay.router.fleet.columns import Columns, RowLoad, RowReport
+from kvrelay.router.policies.base import Floats, Ints, WorkerTable, any_of, only
 from kvrelay.router.policies.cost_model import CostModel
-from kvrelay.router.types import WorkerLoad
+from kvrelay.router.types import RouteRequest, WorkerLoad
 from kvrelay.types import Role
+
+# rows of `Columns.ints`: first those of a worker's load, then constants
+QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
+NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
+# rows of `Columns.floats`; PREFILL_RATE is 0 while it is not measured
+PREFILL_RATE, DECODE_STEP, RECENT_STEP, KV_RATE, REPORTED_AT, OUTPUT = range(6)
+
+
+class PrefixHits(NamedTuple):
+    """Tokens of one prompt that each worker holds, by row of a `Columns`; see WorkerTable."""
+
+    held: Ints
+    expected: Ints
+    in_any_tier: Ints
+
+
+class Columns:
+    """All live workers of one role. Written by their accounts.
+
+    It has more than 12 attributes, because decisions read views that are made once per layout.
+    """
+
+    __slots__ = (
+        "_assumed_rate",
+        "_fixed",
+        "_float_rows",
+        "_int_rows",
+        "_least_longest",
+        "_least_room",
+        "_sequences",
+        "_speeds",
+        "_unreported",
+        "floats",
+        "index_rows",
+        "ints",
+        "names",
+        "num_sequences",
+        "num_unreported",
+        "row_of",
+    )
+
+    def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int], index_rows: Sequence[int]) -> None:
+        """`infos` in the order of their ids; each has the machine of that number in `nodes` and that row of the prefix
+        index.
+        """
+        self.num_unreported = 0  # sequences that other routers assigned without reporting them
+        self.num_sequences = 0  # all
+        self._unreported, self._sequences = [0] * len(infos), [0] * len(infos)  # by row, as counted in those two
+        self.index_rows: Ints = np.array(index_rows, np.int64)
+        self.names = tuple(info.worker_id for info in infos)
+        self.row_of = {name: row for row, name in enumerate(self.names)}
+        self.ints: Ints = np.zeros((ROOM + 1, len(infos)), np.int64)
+        self.floats: Floats = np.zeros((OUTPUT + 1, len(infos)))
+        self.floats[REPORTED_AT] = -np.inf
+        self.ints[NODE] = nodes
+        self.ints[NUM_BLOCKS] = [info.num_blocks for info in infos]
+        self.ints[BLOCK_SIZE] = [info.block_size for info in infos]
+        self.ints[KV_BYTES_PER_TOKEN] = [info.kv_bytes_per_token for info in infos]
+        self.ints[LONGEST] = [info.max_model_len for info in infos]
+        self.ints[ROOM] = self.ints[NUM_BLOCKS] * self.ints[BLOCK_SIZE]
+        self._least_longest, self._least_room = (
+            int(self.ints[which].min(initial=1 << 62)) for which in (LONGEST, ROOM)
+        )
+        self._int_rows, self._float_rows = tuple(self.ints[:NODE]), tuple(self.floats)
+        self._fixed = [_shared(self.ints[which]) for which in (NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN)]
+        self._speeds: Floats | None = None  # prefill rates, with `_assumed_rate` for unmeasured workers; None: outdated
+        self._assumed_rate = 0.0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def write_load(self, row: int, load: tuple[int, int, int, int, int], turn: int, num_unreported: int) -> None:
+        """`load`: as WorkerAccount.counts; `num_unreported`: of its sequences, those that other routers assigned
+        without reporting them.
+        """
+        ints, sequences = self.ints, load[SEQUENCES]
+        ints[QUEUED_TOKENS, row], ints[QUEUED_REQUESTS, row], ints[SEQUENCES, row] = load[:3]
+        ints[WAITING, row], ints[FREE_BLOCKS, row], ints[TURN, row] = load[WAITING], load[FREE_BLOCKS], turn
+        self.num_unreported += num_unreported - self._unreported[row]
+        self.num_sequences += sequences - self._sequences[row]
+        self._unreported[row], self._sequences[row] = num_unreported, sequences
+
+    def write_rate(self, row: int, prefill_rate: float) -> None:
+        """0: not measured."""
+        if self.floats[PREFILL_RATE, row] != prefill_rate:
+            self.floats[PREFILL_RATE, row], self._speeds = prefill_rate, None
+
+    def _rates(self, assumed: float) -> Floats:
+        """Prompt tokens/s of all workers; `assumed` for those that have not measured."""
+        if self._speeds is None or assumed != self._assumed_rate:
+            rate = self.floats[PREFILL_RATE]
+            self._speeds, self._assumed_rate = np.where(rate, rate, assumed), assumed
+        return self._speeds
+
+    def queued_s(self, assumed: float) -> Floats:
+        """Seconds of queued prompts at each worker, overdue ones left out; `assumed`: prompt tokens/s of workers that
+        have not measured.
+        """
+        seconds: Floats = self.ints[QUEUED_TOKENS] / self._rates(assumed)
+        return seconds
+
+    def fitting(self, request: RouteRequest, *, needs_output: bool) -> Ints | None:
+        """Rows of the workers that could hold the request if they were empty; None: all. Workers cut output beyond
+        their context.
+        """
+        least = request.num_tokens + (request.max_tokens > 1)
+        most = request.num_tokens + (request.max_tokens if needs_output and request.needs_decode else 1)
+        if least <= self._least_longest and most <= self._least_room:
+            return None
+        longest, room = self.ints[LONGEST], self.ints[ROOM]
+        return np.flatnonzero((longest >= least) & (np.minimum(longest, most) <= room))
+
+    def usable(
+        self, request: RouteRequest, *, max_waiting: int, needs_output: bool, excluded: Collection[str]
+    ) -> Ints | None:
+        """Rows of the workers that can take the request now: large enough, not excluded, queue not full. None: all."""
+        rows = self.fitting(request, needs_output=needs_output)
+        without = [row for name in excluded if (row := self.row_of.get(name)) is not None] if excluded else None
+        is_full = self._int_rows[WAITING] >= max_waiting
+        if rows is None and not without and not any_of(is_full):
+            return None
+        is_free = ~is_full
+        if without:
+            is_free[without] = False
+        return np.flatnonzero(is_free) if rows is None else rows[is_free[rows]]
+
+    def table(self, rows: Ints | None, held: PrefixHits, prefill_rate: float, now_s: float) -> WorkerTable:
+        """The table that policies read, of these rows (None: all). `held` has a value for each row of these columns.
+
+        `prefill_rate`: prompt tokens/s assumed of a worker that has not measured.
+        """
+        names, ints, fixed, rates = self.names, self._int_rows, self._fixed, self._rates(prefill_rate)
+        _, step_s, recent_step_s, kv_rate, reported_at_s, output_tokens = self._float_rows
+        if rows is not None:
+            names = tuple(map(names.__getitem__, rows.tolist()))
+            ints, rates, held = (
+                tuple(self.ints[:NODE, rows]),
+                rates[rows],
+                PrefixHits(*(column[rows] for column in held)),
+            )
+            _, step_s, recent_step_s, kv_rate, reported_at_s, output_tokens = self.floats[:, rows]
+            fixed = [column[: len(rows)] if only(column) is not None else column[rows] for column in fixed]
+        tokens, requests, sequences, waiting, free, turn = ints
+        nodes, blocks, size, per_token = fixed
+        return WorkerTable(
+            names,
+            nodes,
+            *held,
+            tokens,
+            requests,
+            sequences,
+            waiting,
+            free,
+            blocks,
+            size,
+            rates,
+            step_s,
+            recent_step_s,
+            kv_rate,
+            per_token,
+            turn,
+            now_s - reported_at_s,
+            output_tokens,
+        )
+
+
+def _shared(column: Ints) -> Ints:
+    """The column; stored as one number (stride 0) if all its values are equal."""
+    if not len(column) or (column != column[0]).any():
+        return column
+    return np.broadcast_to(column[0], column.shape)
+
 
 _BUCKET = math.log(1.25)
 RECENT_STEP_WINDOW_S = 10.0
@@ -213,37 +393,23 @@ class WorkerAccount:
 
     def load(self) -> WorkerLoad:
         """The worker's whole load as one record, for `kvrelay status`."""
-        info, row = self.info, self._row_load()
-        rate, step_s, kv_rate = self._speeds()
+        info, (rate, step_s, kv_rate) = self.info, self._speeds()
         return WorkerLoad(
-            worker_id=info.worker_id,
-            node_id=info.node_id,
-            max_model_len=info.max_model_len,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            kv_bytes_per_token=info.kv_bytes_per_token,
-            prefill_tokens_per_s=rate,
-            decode_step_s=step_s,
-            kv_bytes_per_s=kv_rate,
-            queued_tokens=row.queued_tokens,
-            queued_requests=row.queued_requests,
-            sequences=row.sequences,
-            waiting=row.waiting,
-            free_blocks=row.free_blocks,
-            turn=self.turn,
-        )
+            info.worker_id, info.node_id, info.max_model_len, info.num_blocks, info.block_size,
+            info.kv_bytes_per_token, rate, step_s, kv_rate, *self.counts(), self.turn,
+        )  # fmt: skip
 
-    def _row_load(self) -> RowLoad:
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """(queued tokens, queued requests, sequences, waiting sequences, free blocks); see WorkerTable."""
         report, own = self.report or _UNREPORTED, self.own
         sequences = self.foreign_sequences + own.sequences
         free = report.free_blocks if self.report is not None else self.info.num_blocks
-        return RowLoad(
+        return (
             max(self.foreign_tokens + own.tokens - report.overdue_tokens, 0),  # new requests go before overdue ones
             max(self._foreign_prefills + own.prefills - report.overdue, 0),
             sequences,
             max(report.waiting, sequences - self.info.max_running, 0),
             free - max(0, own.unconfirmed_blocks + (self._others or _NO_OTHERS).blocks - report.leased_blocks),
-            self.turn,
         )
 
     def _speeds(self) -> tuple[float, float, float]:
@@ -257,19 +423,19 @@ class WorkerAccount:
         )
 
     def _write_load(self) -> None:
-        if self._columns is None:
-            return
-        is_shared = self._others is not None and self._others.is_complete
-        self._columns.write_load(self.row, self._row_load(), 0 if is_shared else self.foreign_sequences)
+        if self._columns is not None:
+            is_shared = self._others is not None and self._others.is_complete
+            self._columns.write_load(self.row, self.counts(), self.turn, 0 if is_shared else self.foreign_sequences)
 
     def _write_report(self) -> None:
         if self._columns is None:
             return
+        floats, row = self._columns.floats, self.row
         rate, step_s, kv_rate = self._speeds()
+        self._columns.write_rate(row, rate)
         step_s = self._step_time.decayed_s(step_s or self._model.default_decode_step_s, self.reported_at_s)
-        recent_step_s = max(step_s, self._step_time.decayed_s(self._step_time.recent_s, self.reported_at_s))
-        kv_rate = kv_rate or self._model.default_kv_bytes_per_s
-        output_tokens = self.report.output_tokens if self.report is not None else 0.0
-        self._columns.write_report(
-            self.row, RowReport(rate, step_s, recent_step_s, kv_rate, output_tokens), self.reported_at_s
-        )
+        recent_s = self._step_time.decayed_s(self._step_time.recent_s, self.reported_at_s)
+        floats[DECODE_STEP, row], floats[RECENT_STEP, row] = step_s, max(step_s, recent_s)
+        floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
+        if self.report is not None:
+            floats[OUTPUT, row], floats[REPORTED_AT, row] = self.report.output_tokens, self.reported_at_s

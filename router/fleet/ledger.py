@@ -12,14 +12,19 @@ from itertools import islice
 import numpy as np
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
-from kvrelay.router.fleet.account import WorkerAccount
-from kvrelay.router.fleet.columns import PREFILL_RATE, Columns
+from kvrelay.router.fleet.account import PREFILL_RATE, Columns, WorkerAccount
 from kvrelay.router.fleet.compatibility import IncompatiblePairs, unpaired_workers
 from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.types import Decision
 from kvrelay.types import Role
 
 MAX_PENDING_COMPARED = 128
 """Queued prompts, the newest ones, that a new prompt is compared with."""
+OVERDUE_EVERY = 16
+"""Requests in time that are placed between two overdue ones while workers are busy."""
+MAX_PENALTY = 16.0
+"""Upper bound of an overdue prompt's length, in average prompts, by which its successor's turn is delayed."""
+_SMOOTHING = 0.05  # of the average prompt
 
 
 def _prefill_share(count: int) -> dict[str, int]:
@@ -69,6 +74,9 @@ class Ledger:
         self.with_overdue: set[WorkerAccount] = set()  # workers that have overdue prompts to compute
         self._queued: dict[str, int] = {}  # by tenant: assigned prompt tokens that are not computed yet
         self._turn = 0
+        self._num_in_time = 0  # requests placed in time since the last overdue one
+        self._num_required = 0.0  # of those, before the next overdue one is due
+        self._mean_tokens = 0.0  # uncached prompt tokens of requests placed in time
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -77,6 +85,7 @@ class Ledger:
         """Count a request from now on. An earlier attempt of the same id ends."""
         self.end(assignment.request_id)
         self._turn += 1
+        self._count_turn(assignment)
         self._assignments[assignment.request_id] = assignment
         compute, decode = assignment.compute, assignment.decode
         self._queue(assignment.tenant, assignment.compute_tokens)
@@ -88,6 +97,20 @@ class Ledger:
             decode.add(requests=1, sequences=assignment.width, reported_sequences=1, blocks=assignment.decode_blocks)
         if assignment.block_hashes:
             self._pending.setdefault(assignment.block_hashes[0], {})[assignment.request_id] = assignment
+
+    @property
+    def is_overdue_due(self) -> bool:
+        """Whether an overdue request is to be placed although workers are busy."""
+        return self._num_in_time >= self._num_required
+
+    def _count_turn(self, assignment: Assignment) -> None:
+        tokens = assignment.compute_tokens
+        if not assignment.is_overdue:
+            self._num_in_time += 1
+            self._mean_tokens += _SMOOTHING * (tokens - self._mean_tokens)
+            return
+        length = tokens / self._mean_tokens if self._mean_tokens else 1.0
+        self._num_in_time, self._num_required = 0, OVERDUE_EVERY * min(max(length, 1.0), MAX_PENALTY)
 
     def first_token(self, request_id: str, now_s: float) -> float | None:
         """The prompt is computed. Returns observed minus predicted TTFT in seconds, the first time; else None."""
@@ -290,6 +313,11 @@ class LiveWorkers:
         prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
         unreported = prefills.num_unreported + decodes.num_unreported
         return unreported / (prefills.num_sequences + decodes.num_sequences) if unreported else 0.0
+
+    def accounts_of(self, decision: Decision) -> tuple[WorkerAccount, WorkerAccount | None]:
+        """(the worker that computes the prompt, the worker that decodes)."""
+        compute = self.accounts[decision.prefill or decision.decode or ""]
+        return compute, self.accounts[decision.decode] if decision.decode is not None else None
 
     def prefill_tokens_per_s(self, worker_id: str | None) -> float:
         """A worker's prefill speed: measured, or the mean of the others; 0: the worker is unknown."""

@@ -84,11 +84,6 @@ class HashArray:
     def __len__(self) -> int:
         return self._table.count()
 
-    @property
-    def native_bytes(self) -> int:
-        """Memory that Python does not count."""
-        return self._table.num_bytes()
-
     # ---- changes
 
     def add(self, hashes: Sequence[bytes], set_id: int) -> None:

@@ -40,10 +40,6 @@ class HolderSets:
         self._numbers = {0: 0}  # by mask
         self._free: list[int] = []  # a heap; it may list ids that were dropped or are in use again
 
-    def __len__(self) -> int:
-        """Sets that have blocks."""
-        return len(self._numbers) - 1
-
     def moved(self, source: int, mask: int, count: int) -> int:
         """`count` blocks of set `source` (0: new ones) are held by `mask` from now on (0: by no worker).
 
@@ -111,16 +107,6 @@ class HolderIndex:
 
     def __len__(self) -> int:
         return len(self._array)
-
-    @property
-    def native_bytes(self) -> int:
-        """Memory that Python does not count."""
-        return self._array.native_bytes
-
-    @property
-    def num_sets(self) -> int:
-        """Number of different holder sets."""
-        return len(self._sets)
 
     # ---- what workers hold
 

@@ -6,11 +6,11 @@ Owns no masks. Never imports torch, Ray, sockets or a clock.
 import enum
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.router.index.hash_array import anywhere_bit, both_bits
 from kvrelay.router.index.holders import HolderIndex
-from kvrelay.router.index.learned import LearnedPrefixes
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
@@ -18,6 +18,43 @@ RETRY_EVERY = 256
 """While a snapshot is awaited, it is requested again every so many events."""
 _REMEMBERED = 32  # removed hashes that an audit may sample
 _LENGTHS = frozenset([HASH_BYTES])
+
+
+class LearnedPrefixes:
+    """What a worker without KV events probably holds: hashes of the prompts that this router has sent there, and when
+    each expires, soonest first. Bounded in number and time.
+    """
+
+    __slots__ = ("_expiry", "_ttl_s", "limit", "since_s")
+
+    def __init__(self, limit: int, ttl_s: float) -> None:
+        self.limit, self._ttl_s = limit, ttl_s
+        self._expiry: dict[bytes, float] = {}
+        self.since_s: float | None = None  # when the first prompt was sent
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+    def note(self, chain: Sequence[bytes], now_s: float) -> list[bytes]:
+        """This prompt, of at most `limit` hashes, was computed there now. Returns the hashes that exceed the limit.
+
+        Those are the least recently used. The end of a chain goes before its beginning, as in a worker's pool.
+        """
+        if self.since_s is None:
+            self.since_s = now_s
+        for block_hash in reversed(chain):
+            self._expiry.pop(block_hash, None)
+            self._expiry[block_hash] = now_s + self._ttl_s
+        return self._forget(list(islice(self._expiry, max(0, len(self._expiry) - self.limit))))
+
+    def expired(self, now_s: float) -> list[bytes]:
+        """The hashes that have expired."""
+        return self._forget(list(takewhile(lambda one: self._expiry[one] <= now_s, self._expiry)))
+
+    def _forget(self, hashes: list[bytes]) -> list[bytes]:
+        for block_hash in hashes:
+            del self._expiry[block_hash]
+        return hashes
 
 
 class EventAction(enum.Enum):
@@ -42,7 +79,6 @@ class IndexedWorker:
         "ingest",
         "learned",
         "max_blocks",
-        "name",
         "newest_seq",
         "num_blocks",
         "num_outdated",
@@ -57,16 +93,15 @@ class IndexedWorker:
 
     def __init__(
         self,
-        name: str,
         row: int,
         max_blocks: int,
         stride: int,
         holders: HolderIndex,
-        learned: LearnedPrefixes | None = None,
+        learned: LearnedPrefixes,
     ) -> None:
-        self.name, self.row, self.max_blocks, self.stride, self.holders = name, row, max_blocks, stride, holders
+        self.row, self.max_blocks, self.stride, self.holders = row, max_blocks, stride, holders
         self.anywhere, self.both = anywhere_bit(row), both_bits(row)
-        self.learned = learned  # while it has sent no event or snapshot
+        self.learned: LearnedPrefixes | None = learned  # while it has sent no event or snapshot
         self.state = IndexState.STALE
         self.seq = 0  # of the last event applied, or of the snapshot
         self.newest_seq = 0  # of any event seen

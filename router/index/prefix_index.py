@@ -12,46 +12,25 @@ applies to the prompts that this router has sent there recently.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from kvrelay.native.hash_index import distinct
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
-from kvrelay.router.index.deferred_work import DeferredWork
 from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
-from kvrelay.router.index.indexed_worker import RETRY_EVERY, EventAction, IndexedWorker
-from kvrelay.router.index.learned import LearnedPrefixes
-from kvrelay.router.index.snapshot_ingest import SLICE, SnapshotIngest, Sweep
+from kvrelay.router.index.indexed_worker import RETRY_EVERY, EventAction, IndexedWorker, LearnedPrefixes
+from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork, SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
-__all__ = ["RETRY_EVERY", "Depths", "PrefixIndex"]
-
-Mode = Literal["auto", "exact", "approximate"]
 LEARNED_S = 120.0
+"""How long a routed prompt counts as cached on a worker that sends no events: about as long as a busy pool keeps it."""
 SILENT_S = 5.0
-"""Time without events or a snapshot after which "auto" treats a worker as APPROXIMATE."""
+"""Time without events or a snapshot after which a worker is treated as APPROXIMATE."""
 MAX_OUTDATED = 3
 """Outdated snapshots in a row that are answered by requesting another."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Depths:
-    """How many leading hashes of a prompt each worker holds: workers that hold any, ascending by row.
-
-    Columns of equal length.
-    """
-
-    rows: Ints
-    in_pool: Ints
-    anywhere: Ints  # at least `in_pool`: lower tiers included
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class PrefixIndex:
@@ -61,17 +40,16 @@ class PrefixIndex:
     and with it whether lookups may return the worker.
     """
 
-    def __init__(self, *, chunk: int = CHUNK, mode: Mode = "exact", learned_s: float = LEARNED_S) -> None:
+    def __init__(self, *, chunk: int = CHUNK, learned_s: float = LEARNED_S) -> None:
         """`chunk`: scattered blocks that are looked up, and moved together, at a time.
 
-        `mode`: "exact" uses only workers' messages, "approximate" only `learn`, for `learned_s`; "auto" learns about
-        workers that have sent neither event nor snapshot, and uses that once SILENT_S have passed since it first
-        learned about them.
+        `learned_s`: how long `learn` counts, which is used of workers that have sent neither event nor snapshot, once
+        SILENT_S have passed since it first learned about them.
         """
-        self._chunk, self._mode, self._learned_s = chunk, mode, learned_s
+        self._chunk, self._learned_s = chunk, learned_s
         self._learning: dict[str, IndexedWorker] = {}  # those with something to expire
         self._members: dict[str, IndexedWorker] = {}
-        self._names: list[str] = []  # by row; "": free
+        self._num_rows = 0  # rows are below this; a removed worker's is used again
         self._free_rows: set[int] = set()
         self._holders: dict[int, HolderIndex] = {}  # by stride
         self._audits: dict[str, AuditCounts] = {}
@@ -81,11 +59,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Number of distinct hashes held by any worker, per stride."""
         return sum(map(len, self._holders.values()))
-
-    @property
-    def native_bytes(self) -> int:
-        """Memory that Python does not count: the compiled hash tables."""
-        return sum(holders.native_bytes for holders in self._holders.values())
 
     # ---- workers
 
@@ -98,15 +71,11 @@ class PrefixIndex:
         if self._free_rows:
             self._free_rows.remove(row := min(self._free_rows))
         else:
-            row = len(self._names)
-            self._names.append("")
+            row, self._num_rows = self._num_rows, self._num_rows + 1
         holders = self._holders.setdefault(stride, HolderIndex(self._chunk))
         limit = max_blocks if max_learned is None else min(max_learned, max_blocks)
-        learned = None if self._mode == "exact" else LearnedPrefixes(limit, self._learned_s)
-        member = IndexedWorker(worker_id, row, max_blocks, stride, holders, learned)
-        self._members[worker_id], self._names[row] = member, worker_id
-        if self._mode == "approximate":
-            self._set_state(member, IndexState.APPROXIMATE)
+        learned = LearnedPrefixes(limit, self._learned_s)
+        self._members[worker_id] = IndexedWorker(row, max_blocks, stride, holders, learned)
         return row
 
     def remove_worker(self, worker_id: str) -> None:
@@ -115,7 +84,6 @@ class PrefixIndex:
         if member is None:
             return
         self._set_state(member, IndexState.STALE)
-        self._names[member.row] = ""
         self._audits.pop(worker_id, None)
         self._learning.pop(worker_id, None)
         if member.num_blocks:
@@ -136,9 +104,9 @@ class PrefixIndex:
     def _free_row(self, row: int) -> None:
         """Free a row. Trailing free rows are cut off, so that masks stay short."""
         self._free_rows.add(row)
-        while len(self._names) - 1 in self._free_rows:
-            self._names.pop()
-            self._free_rows.remove(len(self._names))
+        while self._num_rows - 1 in self._free_rows:
+            self._num_rows -= 1
+            self._free_rows.remove(self._num_rows)
 
     def _shrink(self, holders: HolderIndex) -> None:
         """Compact the holders' array if it is sparse."""
@@ -147,21 +115,11 @@ class PrefixIndex:
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
-        if self._mode != "approximate":
-            self._set_state(self._members[worker_id], IndexState.STALE)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows are below this. A removed worker's row is reused."""
-        return len(self._names)
+        self._set_state(self._members[worker_id], IndexState.STALE)
 
     def row(self, worker_id: str) -> int:
         """The worker's row in answers, for as long as it is here."""
         return self._members[worker_id].row
-
-    def name(self, row: int) -> str | None:
-        """The worker of a row."""
-        return self._names[row] or None
 
     def state(self, worker_id: str) -> IndexState:
         return self._members[worker_id].state
@@ -183,7 +141,7 @@ class PrefixIndex:
     ) -> bool:
         """One event message. False: a snapshot is needed. Repeated and old events change nothing."""
         member = self._members.get(worker_id)
-        if member is None or self._mode == "approximate":
+        if member is None:
             return True
         self._stop_learning(member)
         action = member.receive(seq)
@@ -240,7 +198,7 @@ class PrefixIndex:
         as of the same event: then it stays so.
         """
         member = self._members.get(worker_id)
-        if member is None or self._mode == "approximate":
+        if member is None:
             return True
         self._stop_learning(member)
         if not part:
@@ -399,20 +357,8 @@ class PrefixIndex:
             ends = self._holders[stride].walk(chain, alive)
             if stride != 1:
                 ends = [(depth * stride, bits) for depth, bits in ends]
-            found = depths_by_row(ends, len(self._names), found)
-        return np.zeros((len(self._names), 2), np.int64) if found is None else found
-
-    def depths(self, hashes: Sequence[bytes]) -> Depths:
-        """How deep each worker holds this chain."""
-        found = self.table(hashes)
-        rows = np.flatnonzero(found[:, 0])
-        held = found[rows]
-        return Depths(rows, held[:, 1], held[:, 0])
-
-    def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading hashes that each worker holds, in any tier; workers with none are absent."""
-        depths = self.depths(hashes)
-        return dict(zip(map(self._names.__getitem__, depths.rows.tolist()), depths.anywhere.tolist(), strict=True))
+            found = depths_by_row(ends, self._num_rows, found)
+        return np.zeros((self._num_rows, 2), np.int64) if found is None else found
 
     def alone_share(self, worker_id: str, *, num_samples: int = 64) -> float | None:
         """Share of a worker's blocks that no other worker holds in any tier, from a sample; None: unknown."""

@@ -85,7 +85,7 @@ class RoutingContext:
     """Inputs of a decision that are the same for every worker."""
 
     request: RouteRequest
-    draw: float  # in [0, 1), from a hash of the request id and `router.seed`
+    draw: float  # in [0, 1), from a hash of the request id
     now_s: float
     unreported_share: float = (
         0.0  # of all sequences at the workers, those of routers that do not report their assignments

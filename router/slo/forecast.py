@@ -20,6 +20,8 @@ from kvrelay.router.slo.lifetimes import LengthDistribution
 from kvrelay.router.slo.online_fit import DurationFit
 from kvrelay.router.types import Decision, RouteRequest
 
+CONFIDENCE = 0.7
+"""Share of requests whose latency is to stay below the `safe_*` predictions; a higher share refuses earlier."""
 MIN_EVIDENCE = 3  # durations observed before a worker counts as measured
 SILENT_S = 10.0  # time without an outcome after which a prediction is too old to refuse by
 MIN_TPOT_TOKENS = 4  # shorter outputs do not measure steps
@@ -120,9 +122,7 @@ def _prompt_features(num_tokens: int, cached_tokens: int) -> Features:
 class Forecast:
     """Predicts latency, and learns from outcomes. Written by Router alone."""
 
-    def __init__(self, *, confidence: float) -> None:
-        """`confidence`: share of requests whose latency is to stay below the `safe_*` predictions."""
-        self._confidence = confidence
+    def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._open: dict[str, _Open] = {}
         self.lengths = LengthDistribution()
@@ -174,7 +174,7 @@ class Forecast:
         blank = Prediction(
             ttft_s if is_known else None,
             None,
-            self.ttft_errors.quantile(self._confidence),
+            self.ttft_errors.quantile(CONFIDENCE),
             1.0,
             queue_s,
             1.0,
@@ -207,7 +207,7 @@ class Forecast:
             blank.ttft_s,
             target.tpot_s(raw_tpot_s, now_s) if is_known else None,
             blank.ttft_factor,
-            self.tpot_errors.quantile(self._confidence),
+            self.tpot_errors.quantile(CONFIDENCE),
             blank.queue_s,
             features[1],
             crowded if is_known else None,
@@ -270,7 +270,7 @@ class Forecast:
         """
         worker = self._workers[account.info.worker_id]
         costs = worker.step_costs(now_s)
-        factor, own = self.tpot_errors.quantile(self._confidence), request.width + request.companions
+        factor, own = self.tpot_errors.quantile(CONFIDENCE), request.width + request.companions
         for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0):
             others = self._batch_at(worker, account, request.num_tokens, wait_s, now_s)
             raw_s = _dot(costs, (1.0, others[0] + own, others[1] + own * request.num_tokens))

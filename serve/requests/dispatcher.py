@@ -318,7 +318,7 @@ class Dispatcher:
         self.stats, self.requests = ServeStats(), RequestLog()
         self.links = Links()
         self.queries = Queries(self.links, max_open=settings.router.max_inflight)
-        self.placer = Placer(router, self.links, clock, share_load_s=settings.router.share_load_s)
+        self.placer = Placer(router, self.links, clock)
         self.submissions = Submissions(self.links)
         self.workers = Membership(
             settings, secret, router, self.links, self.placer, self.submissions, self.queries, clock

@@ -33,11 +33,10 @@ def _call_later(delay_s: float, call: Callable[[], None]) -> None:
 class Placer:
     """Asks the router for workers, and wakes deferred requests when their turn comes."""
 
-    def __init__(self, router: Router, links: Links, clock: Callable[[], float], *, share_load_s: float) -> None:
-        """share_load_s: shortest time between two reports to other ingresses of what is assigned; 0: no reports."""
-        self._router, self._links, self._clock, self._share_load_s = router, links, clock, share_load_s
+    def __init__(self, router: Router, links: Links, clock: Callable[[], float]) -> None:
+        self._router, self._links, self._clock = router, links, clock
         self._turns: dict[str, asyncio.Future[None]] = {}  # of deferred requests
-        self._sharing = Paced(self._share_assigned, share_load_s, now=clock, after=_call_later)
+        self._sharing = Paced(self._share_assigned, wire.SHARE_LOAD_S, now=clock, after=_call_later)
         self._has_other_ingresses = False
         self._blocked: str | None = None
 
@@ -115,15 +114,14 @@ class Placer:
     def load_changed(self) -> None:
         """What the router counts at some worker has changed."""
         self.wake_deferred()
-        if self._share_load_s and self._has_other_ingresses:
+        if self._has_other_ingresses:
             self._sharing.request()
 
     def apply_others(self, worker_id: str, others: wire.AssignedByOthers) -> None:
         """What other ingresses have assigned to a worker."""
-        if self._share_load_s:
-            self._has_other_ingresses |= others.num_others > 0
-            self._router.apply_others(worker_id, others)
-            self.load_changed()
+        self._has_other_ingresses |= others.num_others > 0
+        self._router.apply_others(worker_id, others)
+        self.load_changed()
 
     def _share_assigned(self) -> None:
         for worker_id, assigned in self._router.take_assigned():
@@ -157,7 +155,7 @@ class Membership:
         self._changed = asyncio.Event()
         self._is_open = False
         self.pairs = PairWatch(links.send, self._pairs_changed, clock)
-        self.audits = IndexAudits(router.index, links, queries, settings.router.audit_s)
+        self.audits = IndexAudits(router.index, links, queries)
         self._ingest = SnapshotSlices(router.index)
 
     async def start(self) -> None:

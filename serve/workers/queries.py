@@ -125,21 +125,23 @@ class SnapshotSlices:
                 self._schedule()
 
 
+AUDIT_S = 60.0
+"""Time in which each worker is audited once: an error of the index costs hits for a minute at most."""
+
+
 class IndexAudits:
-    """Asks one worker at a time, each once in `period_s`, whether it holds what the index claims. Lives on the
+    """Asks one worker at a time, each once in AUDIT_S, whether it holds what the index claims. Lives on the
     ingress's loop.
 
     A worker whose answer differs, or whose index is STALE, is asked for a snapshot.
     """
 
-    def __init__(self, index: PrefixIndex, links: Links, queries: Queries, period_s: float) -> None:
-        """`period_s` 0: no audits."""
-        self._index, self._links, self._queries, self._period_s = index, links, queries, period_s
+    def __init__(self, index: PrefixIndex, links: Links, queries: Queries) -> None:
+        self._index, self._links, self._queries = index, links, queries
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if self._period_s:
-            self._task = asyncio.create_task(self._run(), name="audits")
+        self._task = asyncio.create_task(self._run(), name="audits")
 
     async def aclose(self) -> None:
         if self._task is not None:
@@ -162,10 +164,10 @@ class IndexAudits:
         while True:
             workers = [link.worker_id for link in self._links.members()]
             for worker_id in workers:
-                await asyncio.sleep(self._period_s / len(workers))
+                await asyncio.sleep(AUDIT_S / len(workers))
                 try:
                     await self.audit(worker_id, random.getrandbits(64))
                 except WorkerLost as error:
                     logger.debug("no audit: %s", error)
             if not workers:
-                await asyncio.sleep(self._period_s)
+                await asyncio.sleep(AUDIT_S)

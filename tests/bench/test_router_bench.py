@@ -6,6 +6,7 @@ import pytest
 
 from bench.router import decision as bench
 from bench.router.decision import MAX_TOTAL, contents
+from tests.router.index.index_cases import match
 
 pytestmark = pytest.mark.alone
 
@@ -25,7 +26,7 @@ def test_the_router_is_built_with_them(shared):
     made = contents(4, 160, shared=shared, seed=0)
     router = bench.build(made)
     for prompt in made.prompts:
-        depths = router.index.match(bench.hashes(prompt))
+        depths = match(router.index, bench.hashes(prompt))
         assert max(depths.values()) == 80
         assert not shared or (len(depths), min(depths.values())) == (4, 20)
 

@@ -8,6 +8,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import BELOW_POOL, IN_POOL, NOWHERE, KvEvents, Sampling, SequenceRequest
 from kvrelay.router.types import IndexState
+from tests.router.index import index_cases
 
 pytestmark = pytest.mark.alone
 
@@ -34,7 +35,6 @@ def started(folder):
                 "token_budget": 64,
             },
             "cache": {"host_memory": "2MiB", "write_policy": "write-through"},
-            "router": {"audit_s": 0},
         }
     )
     return local_cluster(settings, folder, num_prefill=0, num_inside=1)
@@ -52,8 +52,7 @@ async def serve(cluster):
 async def depths(cluster):
     """(in the pool, anywhere), after everything the worker has sent so far."""
     await cluster.dispatcher.queries.audit("inside-0", [])
-    found = cluster.dispatcher.router.index.depths(HASHES)
-    return [*found.in_pool, *found.anywhere]
+    return list(index_cases.depths(cluster.dispatcher.router.index, HASHES)["inside-0"])
 
 
 async def audited(cluster):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.plane.messages import KvSnapshot, Timings
-from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral
+from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral, OverduePlacement
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.types import Deferred, RoutingRefusal
@@ -83,7 +83,8 @@ def test_everybody_is_called_once_and_nobody_is_starved(steps):
             assert (name is None) == (not waits)
             if name is not None:
                 called[name] += 1
-                assert line.take_called(name) and not line.take_called(name)
+                assert line.called == {name}
+                line.remove(name)
                 before, at = waits.pop(name)
                 assert called.total() - at <= OLDEST_EVERY * (before + 1)
         elif isinstance(step, int):
@@ -94,7 +95,7 @@ def test_everybody_is_called_once_and_nobody_is_starved(steps):
             assert line.defer(ask(f"r{came}", priority=priority, tenant=tenant, tokens=tokens, hashes=()))
             waits[f"r{came}"] = (len(waits), called.total())
             came += 1
-        assert len(line) == len(waits) and not line.num_called
+        assert len(line.waiting) == len(waits) and not line.called
     assert max(called.values(), default=1) == 1
     while line.call() is not None:
         pass
@@ -214,7 +215,6 @@ def test_what_a_decode_worker_computes_itself_keeps_no_blocks_in_line():
 @pytest.mark.parametrize(
     ("settings", "fields"),
     [
-        ({"max_deferred": 0}, {}),
         ({"policy": "least_loaded", "policy_options": {}}, {}),
         ({}, {"may_wait": False}),
         ({"policy_options": {"ttft_s": 1000.0}}, {}),
@@ -227,8 +227,9 @@ def test_nobody_waits(settings, fields):
     assert router.take_ready() is None
 
 
-def test_more_than_may_wait_are_refused():
-    router = cluster(max_deferred=1)
+def test_more_than_may_wait_are_refused(monkeypatch):
+    monkeypatch.setattr("kvrelay.router.decision.deferral.MAX_DEFERRED", 1)
+    router = cluster()
     decided(asked(router, "r1"))
     assert isinstance(asked(router, "r2"), Deferred)
     refusal = refused(asked(router, "r3"))
@@ -304,16 +305,16 @@ def flood(*, long_every, count=600, every_s=0.02):
     return [entry(number * every_s, 4000 if number % long_every == 0 else 100, 8) for number in range(count)]
 
 
-def flooded(**router):
-    settings = {
-        "router": {"local_prefill_tokens": 0, "max_inflight": 10_000, "policy_options": {"ttft_s": 0.3}, **router}
-    }
+def flooded():
+    settings = {"router": {"local_prefill_tokens": 0, "max_inflight": 10_000, "policy_options": {"ttft_s": 0.3}}}
     workers = profile(num_blocks=1024, link_bytes_per_s=1e9, local_bytes_per_s=1e9, max_running=128)
     return simulate(flood(long_every=8), settings=settings, workers=workers, ttft_s=0.3, tpot_s=1.0)
 
 
-def test_who_is_late_anyway_keeps_nobody_else_from_being_in_time():
-    with_it, without = flooded(), flooded(max_deferred=0)
+def test_who_is_late_anyway_keeps_nobody_else_from_being_in_time(monkeypatch):
+    with_it = flooded()
+    monkeypatch.setattr(OverduePlacement, "is_overdue", lambda self, request, decision: False)
+    without = flooded()
     shares = [sim.tally.num_ttft_kept / 600 for sim in (with_it, without)]
     assert shares[0] > 0.85 > 0.6 > shares[1]
     assert [sim.tally.outcomes["done"] for sim in (with_it, without)] == [600, 600], "everybody is served in the end"

@@ -9,8 +9,8 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
-from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, PrefixPopularity
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.policies.base import RoutingContext
 from kvrelay.router.policies.cost import CommonCost, prefix_sources
@@ -105,8 +105,8 @@ def test_a_store_is_counted_on_where_everything_goes_there(cache, is_shared):
 
 def test_what_is_loaded_is_no_prompt_token_in_the_queue():
     router = cluster(["p1"], ["d1"])
-    index = router._chooser._snapshots.held
-    router._chooser._snapshots.held = lambda request: {
+    index = router._snapshots.held
+    router._snapshots.held = lambda request: {
         role: held._replace(in_any_tier=held.in_any_tier + 800 * (role == "prefill"))
         for role, held in index(request).items()
     }
@@ -284,9 +284,9 @@ def test_a_tenant_that_is_alone_pays_nothing():
 # ---- several ingress replicas
 
 
-def replicas(count, *, age_s=0.0, running=8, seed=0):
+def replicas(count, *, age_s=0.0, running=8):
     """Routers that have all seen the same reports, in which most is somebody else's work."""
-    routers = [Router(RouterSettings(seed=seed), tokens_per_hash=BLOCK) for _ in range(count)]
+    routers = [Router(RouterSettings(), tokens_per_hash=BLOCK) for _ in range(count)]
     for router in routers:
         for i in range(16):
             router.worker_up(info(f"p{i:02}", "prefill"))

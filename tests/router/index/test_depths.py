@@ -24,6 +24,7 @@ from kvrelay.router.index.hash_array import HashArray, anywhere_bit, both_bits, 
 from kvrelay.router.index.holders import CHUNK, MAX_MOVED_CHUNKS
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
+from tests.router.index.index_cases import depths, match, num_rows, num_sets
 
 pytestmark = pytest.mark.pure
 
@@ -52,13 +53,6 @@ def fed(**held):
     return index
 
 
-def depths(index, hashes):
-    """worker -> (in its pool, anywhere)."""
-    found = index.depths(hashes)
-    columns = (found.rows.tolist(), found.in_pool.tolist(), found.anywhere.tolist())
-    return {index.name(row): (in_pool, anywhere) for row, in_pool, anywhere in zip(*columns, strict=True)}
-
-
 def twice(index, hashes):
     """As the first lookup finds it, and as jumps do."""
     walked, jumped = depths(index, hashes), depths(index, hashes)
@@ -66,7 +60,7 @@ def twice(index, hashes):
     return walked
 
 
-def num_rows(index, hashes):
+def num_runs(index, hashes):
     """How many rows of slots next to each other a chain lies in."""
     positions = [index._holders[1]._array.position(one) for one in hashes]
     assert all(positions)
@@ -180,18 +174,18 @@ def test_what_is_held_no_more_leaves_nothing_and_its_slots_are_used_again():
         index.apply_events("w1", 2 * turn + 1, chain(f"t{turn}", 300), LONG if not turn else [])
         index.apply_events("w1", 2 * turn + 2, [], chain(f"t{turn}", 300))
     index.apply_events("w2", 1, [], LONG[:CHUNK])
-    assert (len(index), holders.num_sets, len(holders._array)) == (0, 0, 0)
+    assert (len(index), num_sets(index), len(holders._array)) == (0, 0, 0)
     assert not any(holders._array.set_ids) and len(holders._array.set_ids) < 2 * size + 300
 
 
 def test_scattered_blocks_are_moved_next_to_each_other_as_they_are_looked_up():
     hashes = chain("z", (MAX_MOVED_CHUNKS + 3) * CHUNK)
     index = fed(w1=hashes[::-1], w2=[])
-    assert num_rows(index, hashes) == len(hashes)
+    assert num_runs(index, hashes) == len(hashes)
     assert depths(index, hashes) == {"w1": (704, 704)}
-    assert num_rows(index, hashes) <= (3 * CHUNK - 2) + 3 + MAX_MOVED_CHUNKS
+    assert num_runs(index, hashes) <= (3 * CHUNK - 2) + 3 + MAX_MOVED_CHUNKS
     assert twice(index, hashes) == {"w1": (704, 704)}
-    assert num_rows(index, hashes) <= 2 + MAX_MOVED_CHUNKS + 3
+    assert num_runs(index, hashes) <= 2 + MAX_MOVED_CHUNKS + 3
     index.apply_events("w2", 1, hashes[:100], [])
     index.apply_events("w1", 1, [], [hashes[60]])
     assert twice(index, hashes) == {"w1": (60, 60), "w2": (100, 100)}
@@ -203,7 +197,7 @@ def test_chains_that_part_stay_where_they_are():
     index = fed(w1=[*one, *other[19:]])
     for hashes in (one, other, one, other):
         assert depths(index, hashes) == {"w1": (39, 39)}
-    assert (num_rows(index, one), num_rows(index, other)) == (1, 2)
+    assert (num_runs(index, one), num_runs(index, other)) == (1, 2)
 
 
 def test_a_hole_is_found_by_who_jumped_over_it_before():
@@ -220,7 +214,7 @@ def test_a_block_that_comes_back_is_found_in_another_slot():
     depths(index, LONG)
     index.apply_events("w1", 1, [], LONG[3:5])
     index.apply_events("w1", 2, [*chain("y", 3), *LONG[3:5]], [])
-    assert twice(index, LONG) == {"w1": (320, 320)} and num_rows(index, LONG) == 3
+    assert twice(index, LONG) == {"w1": (320, 320)} and num_runs(index, LONG) == 3
 
 
 def test_chains_that_part_each_find_the_hole_before_it():
@@ -235,7 +229,7 @@ def test_rows_are_used_again():
     index = fed(w1=LONG[:3], w2=LONG[:2], w3=LONG[:1])
     assert [index.row(f"w{i}") for i in (1, 2, 3)] == [0, 1, 2]
     index.remove_worker("w2")
-    assert (index.num_rows, index.name(1)) == (3, None)
+    assert num_rows(index) == 3
     assert index.add_worker("w4", max_blocks=5, stride=2) == 1
     index.apply_snapshot("w4", 0, [LONG[1], LONG[3]])
     assert depths(index, LONG) == {"w1": (3, 3), "w3": (1, 1), "w4": (4, 4)}
@@ -249,11 +243,11 @@ def test_masks_of_many_workers():
 def test_blocks_with_the_same_holders_are_of_one_kind():
     names = {f"w{i}": LONG for i in range(50)}
     index = fed(**names)
-    assert index._holders[1].num_sets == 1
+    assert num_sets(index) == 1
     index.remove_worker("w7")
-    assert index._holders[1].num_sets == 1
+    assert num_sets(index) == 1
     index.apply_events("w8", 1, [], LONG[:3])
-    assert index._holders[1].num_sets == 2
+    assert num_sets(index) == 2
 
 
 def test_the_collector_walks_none_of_it():
@@ -329,7 +323,7 @@ def test_rows_stay_long_and_few_while_caches_turn_over_many_times():
         most = max(most, len(index))
     assert len(index._holders[1]._array.set_ids) < 2 * most
     held = [[one for one in talk if index._holders[1]._array.position(one)] for talk in talks]
-    assert sum(map(len, held)) > 20 * sum(num_rows(index, one) for one in held)
+    assert sum(map(len, held)) > 20 * sum(num_runs(index, one) for one in held)
     for talk in talks:
         expected = [next((i for i, one in enumerate(talk) if one not in cache), len(talk)) for cache in caches]
         assert twice(index, talk) == {f"w{i}": (end, end) for i, end in enumerate(expected) if end}
@@ -444,7 +438,7 @@ class DepthsMachine(RuleBasedStateMachine):
             for prompt in (hashes, [*hashes[:10], *chain("unknown", 4)]):
                 expected = self.expected(prompt)
                 assert depths(self.index, prompt) == expected
-                assert self.index.match(prompt) == {name: anywhere for name, (_, anywhere) in expected.items()}
+                assert match(self.index, prompt) == {name: anywhere for name, (_, anywhere) in expected.items()}
         held = [self.pool[name] | self.in_any_tier[name] for name in self.pool]
         assert [self.index.num_blocks(name) for name in self.pool] == list(map(len, held))
 
@@ -453,7 +447,7 @@ class DepthsMachine(RuleBasedStateMachine):
             self.index.remove_worker(name)
         if hasattr(self, "index"):
             assert len(self.index) == 0
-            assert not any(holders.num_sets or any(holders._array.set_ids) for holders in self.index._holders.values())
+            assert not any(any(holders._array.set_ids) for holders in self.index._holders.values())
 
 
 TestDepthsMachine = DepthsMachine.TestCase

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from kvrelay.plane.messages import KvEvents, KvSnapshot, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.index.learned import LearnedPrefixes
-from kvrelay.router.index.prefix_index import SILENT_S, PrefixIndex
+from kvrelay.router.index.indexed_worker import LearnedPrefixes
+from kvrelay.router.index.prefix_index import LEARNED_S, SILENT_S, PrefixIndex
 from kvrelay.router.types import IndexState, RouteRequest
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
+from tests.router.index.index_cases import depths, match
 
 pytestmark = pytest.mark.pure
 
@@ -22,42 +23,49 @@ CHAIN = tuple(f"h{i}".encode().ljust(16) for i in range(8))
 OTHER = tuple(f"o{i}".encode().ljust(16) for i in range(8))
 
 
-def index_of(mode, **options):
-    index = PrefixIndex(mode=mode, learned_s=10.0)
+def index_of(**options):
+    index = PrefixIndex(learned_s=10.0)
     index.add_worker("w", max_blocks=100, **options)
     return index
 
 
-def test_what_was_computed_there_is_a_hit_for_a_time():
-    index = index_of("approximate")
+def silent(**options):
+    """It has sent nothing for so long that what was learned of it counts."""
+    index = index_of(**options)
+    index.learn("w", (), -SILENT_S)
+    index.learn("w", (), 0.0)
     assert index.state("w") is IndexState.APPROXIMATE
+    return index
+
+
+def test_what_was_computed_there_is_a_hit_for_a_time():
+    index = silent()
     index.learn("w", CHAIN[:4], 0.0)
     index.learn("w", OTHER[:2], 6.0)
-    found = index.depths(CHAIN)
-    assert (found.in_pool.tolist(), found.anywhere.tolist()) == ([4], [4])
+    assert depths(index, CHAIN) == {"w": (4, 4)}
     index.expire(9.9)
-    assert (index.match(CHAIN), index.match(OTHER)) == ({"w": 4}, {"w": 2})
+    assert (match(index, CHAIN), match(index, OTHER)) == ({"w": 4}, {"w": 2})
     index.expire(10.0)
-    assert (index.match(CHAIN), index.match(OTHER)) == ({}, {"w": 2})
+    assert (match(index, CHAIN), match(index, OTHER)) == ({}, {"w": 2})
     index.expire(100.0)
     assert (len(index), index.num_blocks("w")) == (0, 0)
 
 
 def test_what_is_computed_again_stays_longer():
-    index = index_of("approximate")
+    index = silent()
     index.learn("w", CHAIN[:4], 0.0)
     index.learn("w", CHAIN[:2], 5.0)
     index.expire(12.0)
-    assert index.match(CHAIN) == {"w": 2}
+    assert match(index, CHAIN) == {"w": 2}
 
 
 def test_the_ends_of_the_longest_unused_chains_make_room():
-    index = index_of("approximate", max_learned=6)
+    index = silent(max_learned=6)
     index.learn("w", CHAIN[:4], 0.0)
     index.learn("w", OTHER[:4], 1.0)
-    assert (index.match(CHAIN), index.match(OTHER), index.num_blocks("w")) == ({"w": 2}, {"w": 4}, 6)
+    assert (match(index, CHAIN), match(index, OTHER), index.num_blocks("w")) == ({"w": 2}, {"w": 4}, 6)
     index.learn("w", CHAIN, 2.0)
-    assert (index.match(CHAIN), index.match(OTHER), index.num_blocks("w")) == ({"w": 6}, {}, 6)
+    assert (match(index, CHAIN), match(index, OTHER), index.num_blocks("w")) == ({"w": 6}, {}, 6)
 
 
 @given(
@@ -79,39 +87,29 @@ def test_what_is_remembered_is_bounded_in_number_and_time(prompts, limit):
 
 
 def test_a_worker_with_larger_blocks_is_learned_by_its_own_hashes():
-    index = index_of("approximate", stride=2)
+    index = silent(stride=2)
     index.learn("w", CHAIN[:5], 0.0)
-    assert (index.match(CHAIN), index.num_blocks("w")) == ({"w": 4}, 2)
+    assert (match(index, CHAIN), index.num_blocks("w")) == ({"w": 4}, 2)
 
 
 def test_auto_believes_what_it_learned_only_of_those_that_stay_silent():
-    index = index_of("auto")
+    index = index_of()
     index.learn("w", CHAIN[:4], 0.0)
-    assert (index.state("w"), index.match(CHAIN)) == (IndexState.STALE, {})
+    assert (index.state("w"), match(index, CHAIN)) == (IndexState.STALE, {})
     index.learn("w", CHAIN[:4], SILENT_S)
-    assert (index.state("w"), index.match(CHAIN)) == (IndexState.APPROXIMATE, {"w": 4})
+    assert (index.state("w"), match(index, CHAIN)) == (IndexState.APPROXIMATE, {"w": 4})
 
 
 @pytest.mark.parametrize("silent_s", [0.0, SILENT_S])
 def test_auto_takes_a_worker_s_own_word_from_the_first_on(silent_s):
-    index = index_of("auto")
+    index = index_of()
     index.learn("w", CHAIN[:4], 0.0)
     index.learn("w", CHAIN[:4], silent_s)
     assert index.apply_events("w", 1, [], []) is False
     assert (index.state("w"), index.num_blocks("w")) == (IndexState.STALE, 0)
     index.apply_snapshot("w", 1, CHAIN[:1])
     index.learn("w", CHAIN, 99.0)
-    assert (index.state("w"), index.match(CHAIN)) == (IndexState.EXACT, {"w": 1})
-
-
-def test_exact_learns_nothing_and_approximate_hears_nothing():
-    exact, approximate = index_of("exact"), index_of("approximate")
-    for now_s in (0.0, 2 * SILENT_S):
-        exact.learn("w", CHAIN, now_s)
-    assert (exact.state("w"), len(exact)) == (IndexState.STALE, 0)
-    assert approximate.apply_events("w", 1, CHAIN, []) and approximate.apply_snapshot("w", 5, CHAIN)
-    approximate.mark_stale("w")
-    assert (approximate.state("w"), len(approximate), approximate.audit_sample("w", 0, 8)) == ("approximate", 0, None)
+    assert (index.state("w"), match(index, CHAIN)) == (IndexState.EXACT, {"w": 1})
 
 
 def info(worker_id, role, epoch="e"):
@@ -122,8 +120,8 @@ def info(worker_id, role, epoch="e"):
     )  # fmt: skip
 
 
-def router_with(mode):
-    router = Router(RouterSettings(index=mode, learned_s=10.0), tokens_per_hash=BLOCK)
+def router_with_two():
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     for worker_id, role in (("p", "prefill"), ("d", "decode")):
         router.worker_up(info(worker_id, role))
     return router
@@ -139,20 +137,16 @@ def served(router, request_id, now_s, *, has_first_token=True):
 
 
 def test_the_router_learns_from_first_tokens_alone():
-    router = router_with("approximate")
+    router = router_with_two()
     assert served(router, "r1", 0.0, has_first_token=False) == (0, 0)
-    assert served(router, "r2", 1.0) == (0, 0)
-    assert served(router, "r3", 2.0) == (128, 128)
-    assert served(router, "r4", 99.0) == (0, 0)
-
-
-def test_a_router_that_is_to_be_exact_learns_nothing():
-    router = router_with("exact")
-    assert [served(router, f"r{i}", 10.0 * i) for i in range(3)] == [(0, 0)] * 3
+    assert served(router, "r2", SILENT_S) == (0, 0)
+    assert served(router, "r3", 2 * SILENT_S) == (0, 0)
+    assert served(router, "r4", 2 * SILENT_S + 1) == (128, 128)
+    assert served(router, "r5", 3 * SILENT_S + LEARNED_S) == (0, 0)
 
 
 def test_by_itself_the_router_learns_of_the_silent_worker_and_hears_the_other():
-    router = router_with("auto")
+    router = router_with_two()
     router.apply_snapshot("p", KvSnapshot(seq=0, hashes=list(CHAIN[:2])))
     assert served(router, "r1", 0.0) == (32, 0)
     assert served(router, "r2", 6.0) == (32, 0)
@@ -162,8 +156,9 @@ def test_by_itself_the_router_learns_of_the_silent_worker_and_hears_the_other():
 
 
 def test_a_first_token_of_an_earlier_life_teaches_nothing():
-    router = router_with("approximate")
-    router.select_and_reserve(RouteRequest("r", CHAIN, len(CHAIN) * BLOCK + 1, 4, force="remote"), 0.0)
+    router = router_with_two()
+    served(router, "r1", 0.0)
+    router.select_and_reserve(RouteRequest("r", CHAIN, len(CHAIN) * BLOCK + 1, 4, force="remote"), SILENT_S)
     router.worker_up(info("p", "prefill", "e2"))
-    router.on_first_token("r", 1.0)
-    assert router.index.match(CHAIN) == {"d": 8}
+    router.on_first_token("r", SILENT_S + 1)
+    assert match(router.index, CHAIN) == {"d": 8}

@@ -7,10 +7,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.index.prefix_index import RETRY_EVERY, PrefixIndex
+from kvrelay.router.index.indexed_worker import RETRY_EVERY
+from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
+from tests.router.index.index_cases import match
 
 pytestmark = pytest.mark.pure
 
@@ -35,20 +37,20 @@ def test_a_match_counts_leading_blocks_per_worker():
     index.apply_events("w1", 1, A[:2], [])
     index.apply_events("w2", 1, A[:5], [])
     index.apply_events("w3", 1, A[1:], [])  # not the first block: no prefix
-    assert index.match(A) == {"w1": 2, "w2": 5}
+    assert match(index, A) == {"w1": 2, "w2": 5}
 
 
 def test_a_match_ends_at_a_hole():
     index = fed("w1")
     index.apply_events("w1", 1, A, [])
     index.apply_events("w1", 2, [], [A[2]])
-    assert index.match(A) == {"w1": 2}
+    assert match(index, A) == {"w1": 2}
 
 
 def test_a_prompt_without_full_blocks_matches_nobody():
     index = fed("w1")
     index.apply_events("w1", 1, A, [])
-    assert index.match(()) == {}
+    assert match(index, ()) == {}
 
 
 def test_before_its_first_snapshot_a_worker_is_stale_and_asked_once():
@@ -56,7 +58,7 @@ def test_before_its_first_snapshot_a_worker_is_stale_and_asked_once():
     index.add_worker("w1", max_blocks=100)
     assert index.apply_events("w1", 1, A, []) is False
     assert index.apply_events("w1", 2, A, []) is True
-    assert (index.state("w1"), index.match(A)) == (IndexState.STALE, {})
+    assert (index.state("w1"), match(index, A)) == (IndexState.STALE, {})
 
 
 def test_a_gap_makes_stale_and_a_snapshot_heals():
@@ -64,9 +66,9 @@ def test_a_gap_makes_stale_and_a_snapshot_heals():
     index.apply_events("w1", 1, A, [])
     index.apply_events("w2", 1, A[:1], [])
     assert index.apply_events("w1", 3, [], []) is False
-    assert (index.state("w1"), index.match(A)) == (IndexState.STALE, {"w2": 1})
+    assert (index.state("w1"), match(index, A)) == (IndexState.STALE, {"w2": 1})
     index.apply_snapshot("w1", 4, A[:3])
-    assert (index.state("w1"), index.match(A)) == (IndexState.EXACT, {"w1": 3, "w2": 1})
+    assert (index.state("w1"), match(index, A)) == (IndexState.EXACT, {"w1": 3, "w2": 1})
 
 
 def test_events_older_than_the_snapshot_change_nothing():
@@ -74,16 +76,16 @@ def test_events_older_than_the_snapshot_change_nothing():
     index.apply_snapshot("w1", 5, A[:3])
     assert index.apply_events("w1", 4, [], A[:3]) is True
     assert index.apply_events("w1", 5, A[3:], []) is True
-    assert index.match(A) == {"w1": 3}
+    assert match(index, A) == {"w1": 3}
     assert index.apply_events("w1", 6, A[3:], []) is True
-    assert index.match(A) == {"w1": 6}
+    assert match(index, A) == {"w1": 6}
 
 
 def test_a_snapshot_older_than_the_events_is_ignored():
     index = fed("w1")
     index.apply_events("w1", 1, A, [])
     index.apply_snapshot("w1", 0, [])
-    assert index.match(A) == {"w1": 6}
+    assert match(index, A) == {"w1": 6}
 
 
 def test_a_lost_snapshot_is_asked_for_again():
@@ -96,7 +98,7 @@ def test_a_removal_of_the_unknown_degrades_but_still_hits():
     index = fed("w1")
     index.apply_events("w1", 1, A[:2], [])
     assert index.apply_events("w1", 2, [], [A[5]]) is False
-    assert (index.state("w1"), index.match(A)) == (IndexState.DEGRADED, {"w1": 2})
+    assert (index.state("w1"), match(index, A)) == (IndexState.DEGRADED, {"w1": 2})
     assert index.apply_events("w1", 3, [], [A[5]]) is True  # asked already
     index.apply_snapshot("w1", 4, A[:2])
     assert index.state("w1") is IndexState.EXACT
@@ -113,7 +115,7 @@ def test_a_removed_worker_leaves_nothing():
     index.apply_events("w1", 1, A, [])
     index.apply_events("w2", 1, A[:2], [])
     index.remove_worker("w1")
-    assert (index.match(A), len(index)) == ({"w2": 2}, 2)
+    assert (match(index, A), len(index)) == ({"w2": 2}, 2)
     index.remove_worker("w2")
     index.remove_worker("w2")
     assert len(index) == 0
@@ -126,7 +128,7 @@ def test_a_new_worker_on_a_freed_place_inherits_nothing():
     index.add_worker("w4", max_blocks=100)
     index.apply_snapshot("w4", 0, [])
     index.apply_events("w3", 1, A[:1], [])
-    assert index.match(A) == {"w3": 1}
+    assert match(index, A) == {"w3": 1}
 
 
 def test_a_worker_with_larger_blocks_is_found_by_every_kth_hash():
@@ -134,16 +136,16 @@ def test_a_worker_with_larger_blocks_is_found_by_every_kth_hash():
     index.add_worker("w2", max_blocks=100, stride=2)
     index.apply_snapshot("w2", 0, [A[1], A[3]])
     index.apply_events("w1", 1, A[:5], [])
-    assert index.match(A) == {"w1": 5, "w2": 4}
-    assert index.match(A[:3]) == {"w1": 3, "w2": 2}
-    assert index.match(A[:1]) == {"w1": 1}
+    assert match(index, A) == {"w1": 5, "w2": 4}
+    assert match(index, A[:3]) == {"w1": 3, "w2": 2}
+    assert match(index, A[:1]) == {"w1": 1}
 
 
 def test_a_worker_with_larger_blocks_is_not_found_by_hashes_that_end_none_of_them():
     index = PrefixIndex()
     index.add_worker("w2", max_blocks=100, stride=2)
     index.apply_snapshot("w2", 0, [A[0], A[2], A[4]])
-    assert index.match(A) == {}
+    assert match(index, A) == {}
 
 
 def test_a_worker_may_come_back_with_other_blocks():
@@ -151,7 +153,7 @@ def test_a_worker_may_come_back_with_other_blocks():
     for stride, expected in ((2, {"w1": 6}), (1, {}), (3, {})):
         index.add_worker("w1", max_blocks=100, stride=stride)
         index.apply_snapshot("w1", 0, [A[1], A[3], A[5]])
-        assert index.match(A) == expected
+        assert match(index, A) == expected
 
 
 def info(worker_id, epoch="e1", role="prefill"):
@@ -348,7 +350,7 @@ class RouterMachine(RuleBasedStateMachine):
                 depth = next((i for i, h in enumerate(ends) if h not in self.held[name]), len(ends))
                 if depth:
                     expected[name] = depth * stride
-            found = index.match(chain)
+            found = match(index, chain)
             for name, depth in expected.items():
                 assert found.get(name, 0) == depth
             for name in found.keys() - expected.keys():  # lost an event that it cannot know of yet

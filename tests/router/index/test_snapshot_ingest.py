@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from kvrelay.router.index.deferred_work import DeferredWork
 from kvrelay.router.index.indexed_worker import RETRY_EVERY
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.snapshot_ingest import SLICE
+from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork
 from kvrelay.router.types import IndexState
+from tests.router.index.index_cases import depths, match
 
 pytestmark = pytest.mark.pure
 
@@ -46,7 +46,7 @@ def finish(index):
 
 
 def known(index, name="w"):
-    return index.state(name), index.match(LONG).get(name, 0)
+    return index.state(name), match(index, LONG).get(name, 0)
 
 
 def test_a_snapshot_goes_in_by_slices_and_there_is_no_hit_before_all_is_in():
@@ -68,7 +68,7 @@ def test_parts_may_come_before_or_after_others_have_gone_in():
     index.apply_snapshot("w", 5, LONG[200:300], LONG[250:300], part=2)
     finish(index)
     assert (known(index), woken.count) == ((EXACT, 300), 2)
-    assert index.depths(LONG).in_pool.tolist() == [250]
+    assert depths(index, LONG)["w"][0] == 250
 
 
 def test_events_count_at_once_whatever_of_the_snapshot_is_in():
@@ -81,9 +81,9 @@ def test_events_count_at_once_whatever_of_the_snapshot_is_in():
     finish(index)
     assert (index.state("w"), index.num_blocks("w")) == (EXACT, 38)
     index.apply_events("w", 8, [LONG[3], LONG[13]], [])
-    assert (index.match(LONG), index.depths(LONG).in_pool.tolist()) == ({"w": 40}, [5])
+    assert depths(index, LONG) == {"w": (5, 40)}
     assert index.apply_events("w", 9, [], [], raised=LONG[5:10]) is True
-    assert index.depths(LONG).in_pool.tolist() == [15]
+    assert depths(index, LONG)["w"][0] == 15
 
 
 def test_what_the_snapshot_does_not_name_goes_in_the_end():
@@ -182,7 +182,7 @@ def test_who_leaves_or_restarts_meanwhile_leaves_nothing():
     assert index.add_worker("new", max_blocks=9) == old
     index.remove_worker("w")
     index.remove_worker("other")
-    assert index.match(LONG) == {}
+    assert match(index, LONG) == {}
     finish(index)
     assert len(index) == 0
 
@@ -208,10 +208,10 @@ def test_blocks_stay_where_they_are_while_somebody_is_taken_off():
     index.remove_worker("other")
     before = {one: positions.position(one) for one in LONG}
     index.work()
-    index.match(LONG)
+    match(index, LONG)
     assert all(positions.position(one) in (before[one], 0) for one in before)
     finish(index)
-    index.match(LONG)
+    match(index, LONG)
     assert any(positions.position(one) != before[one] for one in hashes)
 
 

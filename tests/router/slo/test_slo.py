@@ -32,6 +32,12 @@ RATE = 1000.0  # prompt tokens a second
 NUMBERS = count()
 
 
+@pytest.fixture(autouse=True)
+def no_margin(monkeypatch):
+    """The median of the errors, which is 1."""
+    monkeypatch.setattr("kvrelay.router.slo.forecast.CONFIDENCE", 0.5)
+
+
 def info(worker_id, role, epoch="e1"):
     return WorkerInfo(
         worker_id=worker_id, role=role, epoch=epoch, host="h", port=1, node_id="n", model="m", fingerprint=FINGERPRINT,
@@ -45,8 +51,8 @@ class Cluster:
     otherwise.
     """
 
-    def __init__(self, *, is_measured=True, confidence=0.5):
-        slo = SloSettings(ttft_s=5.0, confidence=confidence)
+    def __init__(self, *, is_measured=True):
+        slo = SloSettings(ttft_s=5.0)
         self.router = Router(RouterSettings(local_prefill_tokens=0), tokens_per_hash=BLOCK, slo=slo)
         self.now_s, self.seconds_per_token = 100.0, 1 / RATE
         for worker_id, role in (("p", "prefill"), ("d", "decode")):
@@ -360,11 +366,12 @@ def test_who_would_rather_wait_is_queued_without_a_promise():
     assert verdict(choice) == "queued" and choice.verdict.target is None and choice.verdict.missed == ("ttft",)
 
 
-def test_the_margin_grows_with_the_errors_and_with_the_confidence():
+def test_the_margin_grows_with_the_errors_and_with_the_confidence(monkeypatch):
     """Times vary by a factor of two either way: who wants to be sure refuses earlier."""
     kinds = {}
     for confidence in (0.5, 0.95):
-        cluster, draw = Cluster(confidence=confidence), random.Random(1)
+        monkeypatch.setattr("kvrelay.router.slo.forecast.CONFIDENCE", confidence)
+        cluster, draw = Cluster(), random.Random(1)
         for _ in range(100):
             cluster.seconds_per_token = 2 ** draw.uniform(-1, 1) / RATE
             cluster.serve(cluster.ask(2000))
@@ -497,7 +504,6 @@ CLASSES = {"chat": {"ttft_s": 1.0, "tpot_s": 0.05, "degrade_to": "batch"}, "batc
         ({"ttft_s": 0}, "slo.ttft_s"),
         ({"tpot_s": float("inf")}, "slo.tpot_s"),
         ({"on_miss": "drop"}, "slo.on_miss"),
-        ({"confidence": 1}, "slo.confidence"),
         ({"ttft": 1}, "slo.ttft_s"),
         ({"classes": {"a": {"ttft": 1}}}, "slo.classes.a.ttft"),
         ({"classes": {"a": {"degrade_to": "b"}}}, "no class 'b'"),

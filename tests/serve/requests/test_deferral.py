@@ -127,8 +127,9 @@ async def test_with_the_last_worker_the_hope_goes(crowded):
     assert nothing_waits(cluster)
 
 
-async def test_more_than_may_wait_get_429(crowded):
-    cluster, first = await crowded(router={"max_deferred": 1})
+async def test_more_than_may_wait_get_429(crowded, monkeypatch):
+    monkeypatch.setattr("kvrelay.router.decision.deferral.MAX_DEFERRED", 1)
+    cluster, first = await crowded()
     second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
     await deferred(cluster, 1)
     with pytest.raises(Overloaded) as caught:
@@ -173,6 +174,6 @@ async def test_where_no_kv_can_travel_any_more_who_waited_hears_it(crowded):
     with pytest.raises(RequestError) as caught:
         await second
     assert caught.value.status == 503 and nothing_waits(cluster)
-    assert not cluster.dispatcher.router._deferral.num_called
+    assert not cluster.dispatcher.router._deferral.called
     await first
     await cluster.all_released()

@@ -9,13 +9,14 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import IN_POOL, NOWHERE, KvEvents
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.types import IndexState
+from tests.router.index.index_cases import match
 
 CHAIN = [f"h{i}".encode().ljust(16) for i in range(4)]
 
 
-async def holding(make_cluster, **router):
+async def holding(make_cluster):
     """A cluster whose prefill worker p0 is known to hold a chain."""
-    cluster = await make_cluster(router=router)
+    cluster = await make_cluster()
     index = cluster.dispatcher.router.index
     async with asyncio.timeout(10):
         while index.state("p0") is not IndexState.EXACT:
@@ -25,7 +26,7 @@ async def holding(make_cluster, **router):
 
 
 async def test_an_answer_that_agrees_is_counted(make_cluster):
-    cluster, worker, index = await holding(make_cluster, audit_s=0)
+    cluster, worker, index = await holding(make_cluster)
     worker.audited = 1, [IN_POOL] * len(CHAIN)
     await cluster.dispatcher.workers.audits.audit("p0", seed=1)
     counts = index.audit_counts("p0")
@@ -36,17 +37,17 @@ async def test_an_answer_that_agrees_is_counted(make_cluster):
 
 
 async def test_an_answer_that_disagrees_fetches_a_snapshot(make_cluster):
-    cluster, worker, index = await holding(make_cluster, audit_s=0)
+    cluster, worker, index = await holding(make_cluster)
     worker.audited = 1, [NOWHERE] * len(CHAIN)
     await cluster.dispatcher.workers.audits.audit("p0", seed=1)
     await worker.until(lambda w: w.count(wire.Subscribe) == 2)
     assert index.audit_counts("p0").wrong == index.audit_counts("p0").compared > 0
     await cluster.dispatcher.queries.status("p0")  # comes after the snapshot, which has nothing, as of an older event
-    assert index.match(CHAIN) == {}
+    assert match(index, CHAIN) == {}
 
 
 async def test_a_stale_worker_is_asked_for_its_number_and_a_snapshot(make_cluster):
-    cluster, worker, index = await holding(make_cluster, audit_s=0)
+    cluster, worker, index = await holding(make_cluster)
     index.mark_stale("p0")
     worker.audited = 0, []
     await cluster.dispatcher.workers.audits.audit("p0", seed=1)
@@ -54,8 +55,9 @@ async def test_a_stale_worker_is_asked_for_its_number_and_a_snapshot(make_cluste
     assert [message.hashes for message in worker.received if isinstance(message, wire.Audit)] == [[]]
 
 
-async def test_workers_are_asked_in_turn_and_one_that_says_nothing_is_passed_over(make_cluster):
-    _, worker, index = await holding(make_cluster, audit_s=0.01)
+async def test_workers_are_asked_in_turn_and_one_that_says_nothing_is_passed_over(make_cluster, monkeypatch):
+    monkeypatch.setattr("kvrelay.serve.workers.queries.AUDIT_S", 0.01)
+    _, worker, index = await holding(make_cluster)
     worker.audited = 1, [IN_POOL] * len(CHAIN)
     async with asyncio.timeout(10):
         while index.audit_counts("p0") == AuditCounts():
@@ -64,6 +66,6 @@ async def test_workers_are_asked_in_turn_and_one_that_says_nothing_is_passed_ove
 
 
 async def test_an_audit_of_who_is_not_there_fails_as_any_question(make_cluster):
-    cluster = await make_cluster(router={"audit_s": 0})
+    cluster = await make_cluster()
     with pytest.raises(WorkerLost):
         await cluster.dispatcher.queries.audit("nobody", CHAIN)

@@ -12,6 +12,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.membership import Placer
 from kvrelay.types import Role
 from tests.fakes import SECRET, FakeWorker, alphabet
 from tests.serve.conftest import collect, sequence
@@ -76,8 +77,10 @@ async def test_an_ingress_counts_what_another_has_sent_before_any_report_shows_i
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-async def test_two_ingresses_do_not_choose_the_same_idle_worker(make_cluster, is_shared):
-    cluster = await make_cluster(prefill=2, decode=1, router={"share_load_s": 0.002 if is_shared else 0})
+async def test_two_ingresses_do_not_choose_the_same_idle_worker(make_cluster, is_shared, monkeypatch):
+    if not is_shared:
+        monkeypatch.setattr(Placer, "apply_others", lambda self, worker_id, others: None)
+    cluster = await make_cluster(prefill=2, decode=1)
     for worker in cluster.prefill:
         worker.hold_first_token.clear()
     async with another_ingress(cluster) as other:
@@ -109,8 +112,9 @@ async def test_a_single_ingress_tells_nobody_anything(make_cluster):
     assert all(worker.count(wire.Assigned) == 0 for worker in cluster.workers)
 
 
-async def test_many_changes_at_once_are_one_message(make_cluster):
-    cluster = await make_cluster(router={"share_load_s": 1.0})
+async def test_many_changes_at_once_are_one_message(make_cluster, monkeypatch):
+    monkeypatch.setattr("kvrelay.plane.messages.SHARE_LOAD_S", 1.0)
+    cluster = await make_cluster()
     cluster.prefill[0].hold_first_token.clear()
     async with another_ingress(cluster) as other:
         await becomes_true(lambda: cluster.prefill[0].count(wire.Assigned) == 2)  # each its first word

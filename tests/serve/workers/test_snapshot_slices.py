@@ -14,6 +14,7 @@ from kvrelay.router.types import IndexState
 from kvrelay.serve.workers.queries import SLICE_S, SnapshotSlices
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, alphabet
+from tests.router.index.index_cases import match
 from tests.serve.conftest import collect, sequence
 from tests.serve.workers.test_several_ingresses import another_ingress, becomes_true, chain
 
@@ -76,7 +77,7 @@ async def test_an_ingress_serves_while_a_snapshot_in_parts_goes_in_and_events_co
         assert tokens
         await becomes_true(lambda: index.num_blocks("p0") == len(CHAIN) + 2)
         await becomes_true(lambda: index.state("p0") is IndexState.EXACT)
-        assert (index.match(CHAIN)["p0"], index.match(chain("d", 9))["p0"]) == (5000, 3)
+        assert (match(index, CHAIN)["p0"], match(index, chain("d", 9))["p0"]) == (5000, 3)
 
 
 async def test_a_worker_that_dies_half_way_and_one_in_its_place(make_cluster):
@@ -92,7 +93,7 @@ async def test_a_worker_that_dies_half_way_and_one_in_its_place(make_cluster):
     again.cached, again.kv_seq = CHAIN[:7], 1
     try:
         cluster.dispatcher.workers.set_members([*member, await again.start()])
-        await becomes_true(lambda: index.match(CHAIN) == {"p1": 7})
+        await becomes_true(lambda: match(index, CHAIN) == {"p1": 7})
         await becomes_true(lambda: len(index) == 7)  # the last of the old one is gone
     finally:
         await again.aclose()

@@ -1,0 +1,24 @@
+"""What a prefix index answers, by worker."""
+
+
+def depths(index, hashes):
+    """{worker: (leading hashes in its pool, in any tier)} of those that hold any."""
+    table = index.table(hashes)
+    rows = {name: member.row for name, member in index._members.items()}
+    found = {name: (int(table[row, 1]), int(table[row, 0])) for name, row in rows.items()}
+    return {name: held for name, held in found.items() if held[1]}
+
+
+def match(index, hashes):
+    """{worker: leading hashes that it holds in any tier}."""
+    return {name: anywhere for name, (_, anywhere) in depths(index, hashes).items()}
+
+
+def num_rows(index):
+    """Rows of an answer; some may be free."""
+    return len(index.table(()))
+
+
+def num_sets(index, stride=1):
+    """Different sets of workers that hold a block."""
+    return len(set(index._holders[stride]._array.set_ids) - {0})
