@@ -13,7 +13,7 @@ import msgspec
 
 from kvrelay.engine.worker.ingresses import AssignedShares
 from kvrelay.errors import ConnectionLost
-from kvrelay.kvcache.tiers.events import PART_HASHES, parts_of
+from kvrelay.kvcache.index.changes import PART_HASHES, parts_of
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection

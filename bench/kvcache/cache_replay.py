@@ -7,7 +7,7 @@ from pathlib import Path
 from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, MOONCAKE_BUCKET_S, TraceEntry, spread_buckets
-from kvrelay.kvcache.eviction.registry import EntryUsage, Lru
+from kvrelay.kvcache.eviction.policies import EntryUsage, Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.types import BlockHash
 

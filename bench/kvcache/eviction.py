@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kvcache.cache_replay import BLOCK_TOKENS, Belady, load_prompts, replay
-from kvrelay.kvcache.eviction.registry import make_policy, policy_names
+from kvrelay.kvcache.eviction.policies import POLICIES, make_policy
 from kvrelay.kvcache.index.tier_index import TierIndex
 
 CAPACITIES = "0.5,1,2,4,8,16,24,30"
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     asked = parse_arguments()
     capacities = [float(text) for text in asked.capacities.split(",")]
-    names = asked.policies.split(",") if asked.policies else list(policy_names())
+    names = asked.policies.split(",") if asked.policies else list(POLICIES)
     names = list(dict.fromkeys(["lru", *names, OPTIMUM]))
     num_requests = asked.requests if asked.trace or asked.requests < 1_000_000 else 12_000
     with ProcessPoolExecutor(asked.processes) as pool:

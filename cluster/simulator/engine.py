@@ -24,9 +24,9 @@ from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.step.reports import StepTiming, load_report
-from kvrelay.kvcache.eviction.registry import make_policy
+from kvrelay.kvcache.eviction.policies import make_policy
+from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, TokenOutput
 from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
@@ -213,9 +213,8 @@ class SimulatedEngine:
     def drain_events(self) -> KvEvents | None:
         if self.tiers is None and not self.pool.has_changes:
             return None
-        return self._events.drain(
-            self.pool, self.tiers.lower.controller.drain_changes() if self.tiers is not None else ()
-        )
+        host_changes = self.tiers.lower.controller.drain_changes() if self.tiers is not None else ()
+        return self._events.number(self.pool.drain_changes(), host_changes)
 
     def snapshot(self) -> KvSnapshot:
         return self._events.snapshot()

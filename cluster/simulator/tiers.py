@@ -13,7 +13,7 @@ from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.resources.network import Flow, Network
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.kvcache.eviction.registry import make_policy
+from kvrelay.kvcache.eviction.policies import make_policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex

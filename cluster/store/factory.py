@@ -11,7 +11,7 @@ from kvrelay.cluster.store.peer_blocks import PeerBlocks
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
 from kvrelay.config import Settings
-from kvrelay.kvcache.eviction.registry import EvictionPolicy, make_policy
+from kvrelay.kvcache.eviction.policies import EvictionPolicy, make_policy
 from kvrelay.kvcache.stores.codecs import Codec
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace

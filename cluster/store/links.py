@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrelay.errors import PeerLost
-from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.placement import StoreAddress, ranked
+from kvrelay.kvcache.stores.store import BackOff
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 
 logger = logging.getLogger(__name__)

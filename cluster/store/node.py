@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from kvrelay.cluster.store.holders import HolderDirectory
 from kvrelay.cluster.store.node_disk import TRAILER_BYTES, NodeDisk, read_trailer, write_trailer
+from kvrelay.cluster.store.peer_blocks import HolderDirectory
 from kvrelay.errors import StoreError
-from kvrelay.kvcache.eviction.registry import EvictionPolicy
+from kvrelay.kvcache.eviction.policies import EvictionPolicy
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
 from kvrelay.kvtransfer.slabs.messages import BlockOffer

@@ -11,14 +11,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvrelay.cluster.store.client import PUT_TIMEOUT_S, StoreClient
+from kvrelay.cluster.store.client import PUT_TIMEOUT_S, BlockBuffer, StoreClient, offset_in
 from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
-from kvrelay.cluster.store.remote_blocks import BlockBuffer, offset_in
 from kvrelay.errors import BackendUnavailable, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
-from kvrelay.kvcache.stores.counters import StoreCounters
 from kvrelay.kvcache.stores.placement import StoreAddress
-from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.stores.store import BlockMeta, StoreCounters, StoreStats
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls

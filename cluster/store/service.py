@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrelay.cluster.store.node import StoreNode
 from kvrelay.cluster.store.repair import Repairer
-from kvrelay.kvcache.eviction.registry import EvictionPolicy, Lru
+from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
@@ -57,14 +57,7 @@ class StoreService:
             self.node, self._peer, num_replicas=settings.replicas, bytes_per_s=settings.repair_rate_bytes
         )
         self.server = SlabServer(
-            self._slab,
-            self.node,
-            secret,
-            host,
-            lease_s=lease_s,
-            stall_s=stall_s,
-            tls=tls,
-            replicate=self.repair.spread,
+            self._slab, self.node, secret, host, lease_s=lease_s, stall_s=stall_s, tls=tls, replicate=self.repair.spread
         )
 
     def _peer(self, address: StoreAddress) -> SlabPeer:

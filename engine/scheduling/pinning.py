@@ -6,8 +6,8 @@ Pure.
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.hashing import HASH_BYTES, HashChain
+from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.pin_records import PinRecord, PinRecords
 
 _RECORDS_PER_BLOCK = 4  # hashes that records may have, for each block of the pool
 _MAX_ENDED = 4096

@@ -32,7 +32,7 @@ from kvrelay.engine.step.reports import EngineMonitor, StepRecorder, StepTiming
 from kvrelay.engine.step.requests import Batch, Requests
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend
-from kvrelay.kvcache.eviction.registry import make_policy
+from kvrelay.kvcache.eviction.policies import make_policy
 from kvrelay.kvcache.memory.storage import DTYPES, KV_DTYPES, KvStorage
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool

@@ -25,7 +25,7 @@ class EngineConfig:
     max_waiting: int = 256
     max_model_len: int | None = None
     prefix_caching: bool = True
-    policy: str = "lru"  # of eviction: see kvcache/eviction/registry.py
+    policy: str = "lru"  # of eviction: see kvcache/eviction/policies.py
     rules: QueueRules = field(default_factory=QueueRules)  # the order of the queues
     preemption: str = "auto"  # the cheapest mode, or always this PreemptionMode where it is possible
     headroom: float = 0.0  # see SchedulerConfig

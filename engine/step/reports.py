@@ -16,9 +16,9 @@ from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation_steps import DraftSteps
 from kvrelay.engine.step.config import StepResult
 from kvrelay.kernels.backend import Backend
+from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport
 
 FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
@@ -225,7 +225,7 @@ class EngineMonitor:
     def drain_events(self) -> KvEvents | None:
         """What changed in the prefix cache since the last call."""
         changes = self._tiers.controller.drain_changes() if self._tiers is not None else ()
-        return self._events.drain(self._scheduler.pool, changes)
+        return self._events.number(self._scheduler.pool.drain_changes(), changes)
 
     def snapshot(self) -> KvSnapshot:
         """The prefix cache as of the last drained event."""
@@ -233,8 +233,9 @@ class EngineMonitor:
 
     def audit(self, hashes: list[bytes]) -> tuple[int, list[int]]:
         """(the last drained event, where each of these blocks really is); see `Audited`."""
-        index = self._tiers.controller.host.index if self._tiers is not None else None
-        return self._events.audit(hashes, self._scheduler.pool, index)
+        pool, index = self._scheduler.pool, None if self._tiers is None else self._tiers.controller.host.index
+        is_changing = pool.has_changes or (index is not None and index.has_changes)
+        return self._events.audit(hashes, pool.cached_hashes(), index or (), is_changing=is_changing)
 
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""

@@ -21,7 +21,7 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.kv_cache import KvCache
 from kvrelay.kernels.common.quant_scheme import scheme_of
 from kvrelay.kernels.select import select_backend
-from kvrelay.kvcache.eviction.registry import make_policy
+from kvrelay.kvcache.eviction.policies import make_policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.host import HostSlab

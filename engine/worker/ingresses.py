@@ -15,7 +15,7 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import ConnectionLost
-from kvrelay.kvcache.tiers.events import parts_of
+from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.pacing import Paced
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import (

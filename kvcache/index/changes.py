@@ -1,13 +1,19 @@
-"""What became matchable and what ceased to be, since the last drain. Pure."""
+"""What became matchable and what ceased to be, since the last drain; and the numbered KV events of one worker. Pure."""
 
 import struct
+from collections import deque
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 
 from kvrelay.hashing import HASH_BYTES
+from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 from kvrelay.types import BlockHash
 
 _HASH = struct.Struct(f"{HASH_BYTES}s")
+PART_HASHES = 2048  # hashes of a snapshot in one message: 37 KB
+Hashes = dict[BlockHash, None]  # an ordered set
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,36 +22,6 @@ class CacheChange:
 
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
-
-
-class EntryChanges:
-    """Net changes of an index that adds and removes single entries."""
-
-    def __init__(self) -> None:
-        self._stored: dict[BlockHash, None] = {}
-        self._removed: dict[BlockHash, None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._stored or self._removed)
-
-    def stored(self, digest: BlockHash) -> None:
-        """This hash is matchable from now on."""
-        if self._removed.pop(digest, 0) == 0:  # else it is as it was at the last drain
-            self._stored[digest] = None
-
-    def removed(self, digest: BlockHash) -> None:
-        """This hash is no longer matchable."""
-        if self._stored.pop(digest, 0) == 0:
-            self._removed[digest] = None
-
-    def drain(self) -> CacheChange | None:
-        """The net changes since the last call, or None."""
-        if not self:
-            return None
-        change = CacheChange(tuple(self._stored), tuple(self._removed))
-        self._stored.clear()
-        self._removed.clear()
-        return change
 
 
 class ChangeLog:
@@ -59,8 +35,8 @@ class ChangeLog:
         self._limit = limit
         self._runs: list[tuple[bool, bytes]] = []
         self._size = 0  # hashes in the runs
-        self._stored: dict[BlockHash, None] = {}
-        self._removed: dict[BlockHash, None] = {}
+        self._stored: Hashes = {}
+        self._removed: Hashes = {}
 
     def stored(self, run: bytes) -> None:
         """The hashes in `run` (concatenated) are matchable from now on."""
@@ -77,9 +53,9 @@ class ChangeLog:
             self._net()
 
     def _net(self) -> None:
-        for is_stored, run in self._runs:
+        for is_stored, runs in groupby(self._runs, itemgetter(0)):
             gained, lost = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
-            digests = list(chain.from_iterable(_HASH.iter_unpack(run)))
+            digests = list(chain.from_iterable(_HASH.iter_unpack(b"".join(run for _, run in runs))))
             if not lost or lost.keys().isdisjoint(digests):  # nearly always
                 gained.update(dict.fromkeys(digests))
                 continue
@@ -104,3 +80,119 @@ class ChangeLog:
         self._stored.clear()
         self._removed.clear()
         return change
+
+
+class EventLog:
+    """Numbers the cache changes of one worker. A subscriber starts from `snapshot` and applies the events that follow.
+
+    A hash is *stored* while pool or host tier has its block, and *lowered* while only the host tier has. Hashes are
+    kept in the order in which they were stored, so a snapshot keeps chains together.
+    """
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._pool: Hashes = {}
+        self._host: Hashes = {}
+
+    def number(self, change: CacheChange | None, host_changes: Sequence[CacheChange] = ()) -> KvEvents | None:
+        """The next event from what was drained, or None when nothing changed.
+
+        Args:
+            change: of the pool.
+            host_changes: of the host tier, in order.
+        """
+        if change is None and not host_changes:
+            return None
+        if change is not None and not host_changes and not self._host:
+            return self._in_pool_alone(change)
+        touched: dict[BlockHash, tuple[bool, bool]] = {}  # before the changes: in the pool, in the host tier
+        if change is not None:
+            self._apply(self._pool, change, touched)
+        for each in host_changes:
+            self._apply(self._host, each, touched)
+        return self._event(touched)
+
+    def _in_pool_alone(self, change: CacheChange) -> KvEvents | None:
+        """`_event` for an empty host tier. A net change does not store what it removes."""
+        pool = self._pool
+        stored: list[bytes] = [digest for digest in change.stored if digest not in pool]
+        removed: list[bytes] = [digest for digest in change.removed if digest in pool]
+        _change(pool, change)
+        return self._numbered(stored, removed, [], [])
+
+    def _apply(self, tier: Hashes, change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
+        for digest in (*change.stored, *change.removed):
+            if digest not in touched:
+                touched[digest] = digest in self._pool, digest in self._host
+        _change(tier, change)
+
+    def _event(self, touched: dict[BlockHash, tuple[bool, bool]]) -> KvEvents | None:
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        lowered: list[bytes] = []
+        raised: list[bytes] = []
+        for digest, (was_in_pool, was_in_host) in touched.items():
+            is_in_pool, is_in_host = digest in self._pool, digest in self._host
+            was_here, is_here = was_in_pool or was_in_host, is_in_pool or is_in_host
+            if is_here and not was_here:
+                stored.append(digest)
+            if was_here and not is_here:
+                removed.append(digest)
+            elif is_here and not is_in_pool and (was_in_pool or not was_here):
+                lowered.append(digest)
+            elif is_in_pool and was_here and not was_in_pool:
+                raised.append(digest)
+        return self._numbered(stored, removed, lowered, raised)
+
+    def _numbered(
+        self, stored: list[bytes], removed: list[bytes], lowered: list[bytes], raised: list[bytes]
+    ) -> KvEvents | None:
+        if not (stored or removed or lowered or raised):
+            return None
+        self._seq += 1
+        return KvEvents(seq=self._seq, stored=stored, removed=removed, lowered=lowered, raised=raised)
+
+    def snapshot(self) -> KvSnapshot:
+        """The state after all events so far; lowered hashes come last."""
+        lowered: list[bytes] = [digest for digest in self._host if digest not in self._pool]
+        return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
+
+    def audit(
+        self,
+        hashes: Sequence[bytes],
+        in_pool: Collection[BlockHash],
+        in_host: Container[BlockHash],
+        *,
+        is_changing: bool,
+    ) -> tuple[int, list[int]]:
+        """(the last event's number, the tier of each of these hashes), from the caches themselves, not from past
+        events.
+
+        A hash whose tier differs from the events while changes are not drained (`is_changing`) is CHANGING.
+        """
+        tiers, mine = [], set(hashes).intersection(in_pool)
+        for digest in map(BlockHash, hashes):
+            tier = IN_POOL if digest in mine else BELOW_POOL if digest in in_host else NOWHERE
+            reported = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
+            tiers.append(CHANGING if is_changing and tier != reported else tier)
+        return self._seq, tiers
+
+
+def _change(tier: Hashes, change: CacheChange) -> None:
+    deque(map(tier.pop, change.removed, repeat(None)), maxlen=0)
+    tier.update(dict.fromkeys(change.stored))
+
+
+def parts_of(snapshot: KvSnapshot, max_hashes: int = PART_HASHES) -> Iterator[KvSnapshot]:
+    """A snapshot as messages of at most `max_hashes` hashes; at least one message."""
+    num_hashes = len(snapshot.hashes)
+    first_lowered = num_hashes - len(snapshot.lowered)
+    for part, start in enumerate(range(0, max(num_hashes, 1), max_hashes)):
+        end = start + max_hashes
+        yield KvSnapshot(
+            seq=snapshot.seq,
+            hashes=snapshot.hashes[start:end],
+            lowered=snapshot.hashes[max(start, first_lowered) : end],
+            part=part,
+            is_last=end >= num_hashes,
+        )

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrelay.kvcache.eviction.policies import EntryUsage, EvictionPolicy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
-from kvrelay.kvcache.eviction.usage import EntryUsage, EvictionPolicy
-from kvrelay.kvcache.index.changes import CacheChange, EntryChanges
-from kvrelay.kvcache.index.pin_times import TimedPins
+from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
+from kvrelay.kvcache.index.pins import TimedPins
 from kvrelay.kvcache.index.rows import TierRows
-from kvrelay.kvcache.index.tenants import TenantQuotas
 from kvrelay.kvcache.index.victims import TierEntry, VictimQueues
 from kvrelay.types import BlockHash
 
@@ -30,6 +29,38 @@ class TierCounts:
     leaving: int
     held: int  # of the cached
     pinned: int  # of the cached
+
+
+class TenantQuotas:
+    """How many rows each tenant uses (reserved and cached ones), and may use."""
+
+    def __init__(self, quotas: Mapping[str, int | None], default_quota: int | None) -> None:
+        """`quotas`: most rows of each tenant; `default_quota`: of every other tenant. None, in both: unlimited."""
+        self._quotas, self._default_quota = dict(quotas), default_quota
+        self._num_rows: Counter[str] = Counter()
+
+    def has_quota(self, tenant: str) -> bool:
+        return self._quotas.get(tenant, self._default_quota) is not None
+
+    def num_over(self, tenant: str, count: int) -> int:
+        """Rows of its own that this tenant must give up before it gets `count` more."""
+        quota = self._quotas.get(tenant, self._default_quota)
+        return 0 if quota is None else max(0, self._num_rows[tenant] + count - quota)
+
+    def add(self, tenant: str, count: int) -> None:
+        self._num_rows[tenant] += count
+
+    def remove(self, tenant: str) -> bool:
+        """One row less; whether it was the last."""
+        self._num_rows[tenant] -= 1
+        if self._num_rows[tenant]:
+            return False
+        del self._num_rows[tenant]
+        return True
+
+    def check(self, num_rows: Mapping[str, int]) -> None:
+        """Raise AssertionError unless these are the tenants' rows."""
+        assert num_rows == +self._num_rows, "tenants' rows are miscounted"
 
 
 class TierIndex:
@@ -65,11 +96,11 @@ class TierIndex:
         self.policy = policy
         self.num_evicted = 0
         self._entries: dict[BlockHash, TierEntry] = {}
-        self._pins = TimedPins(num_rows // 2 if pin_limit is None else pin_limit)
+        self._pins: TimedPins[BlockHash] = TimedPins(num_rows // 2 if pin_limit is None else pin_limit)
         self._tenants = TenantQuotas(quotas or {}, default_quota)
         self._victims = VictimQueues(self._entries, policy, is_kept=self._is_kept, has_quota=self._tenants.has_quota)
         self._admission, self._admit_after = admission, admit_after
-        self._changes = EntryChanges() if keep_changes else None
+        self._changes = ChangeLog(num_rows) if keep_changes else None
 
     @property
     def num_rows(self) -> int:
@@ -80,7 +111,7 @@ class TierIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, digest: BlockHash) -> bool:
+    def __contains__(self, digest: object) -> bool:
         return digest in self._entries
 
     def row(self, digest: BlockHash) -> int | None:
@@ -152,14 +183,7 @@ class TierIndex:
             self._remove_from_tenant(self.rows.cancel(row))
 
     def put(
-        self,
-        digest: BlockHash,
-        row: int,
-        now_s: float,
-        *,
-        parent: BlockHash | None,
-        end_tokens: int,
-        priority: int = 0,
+        self, digest: BlockHash, row: int, now_s: float, *, parent: BlockHash | None, end_tokens: int, priority: int = 0
     ) -> bool:
         """This reserved row now holds `digest`'s block.
 
@@ -170,7 +194,7 @@ class TierIndex:
             return False
         tenant = self.rows.fill(row, digest)
         above = self._entries.get(parent) if parent is not None else None
-        usage = EntryUsage(digest, 1, end_tokens, inserted_s=now_s, used_s=now_s)
+        usage = EntryUsage(digest, 1, end_tokens, used_s=now_s)
         usage.above = None if above is None else above.usage
         entry = self._entries[digest] = TierEntry(usage, row, parent, priority, tenant)
         self._victims.added(digest, entry)

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.kvcache.eviction.score_queue import EvictionQueue
-from kvrelay.kvcache.eviction.usage import EntryUsage, EvictionPolicy
+from kvrelay.kvcache.eviction.policies import EntryUsage, EvictionPolicy, EvictionQueue
 from kvrelay.types import BlockHash
 
 
@@ -42,8 +41,8 @@ class VictimQueues:
         self._pending: dict[BlockHash, None] = {}  # may have become evictable since the queues were last updated
         self._tickets = 0
         self._num_revisions = policy.num_revisions
-        self._queue = EvictionQueue(self._is_valid)
-        self._tenant_queues: dict[str, EvictionQueue] = {}
+        self._queue: EvictionQueue[BlockHash] = EvictionQueue(self._is_valid)
+        self._tenant_queues: dict[str, EvictionQueue[BlockHash]] = {}
 
     # ---- what changes the order
 
@@ -170,4 +169,4 @@ class VictimQueues:
             is_waiting = bool(entry.ticket) or digest in self._pending
             assert is_waiting or not self.is_evictable(digest, entry), "an entry can never be evicted"
             assert not entry.ticket or self.is_evictable(digest, entry), "an entry in use is queued"
-        assert len(self._queue) <= 2 * len(self._entries) + 64, "the queue grows"
+        assert len(self._queue.items) <= 2 * len(self._entries) + 64, "the queue grows"

@@ -71,13 +71,7 @@ def export_kv(
 
 
 def import_kv(
-    storage: KvStorage,
-    blocks: Sequence[int],
-    kv: Tensor,
-    fmt: KvFormat,
-    *,
-    layer: int | None = None,
-    first: int = 0,
+    storage: KvStorage, blocks: Sequence[int], kv: Tensor, fmt: KvFormat, *, layer: int | None = None, first: int = 0
 ) -> None:
     """Write a prompt's KV into its blocks, from token `first` on; the inverse of `export_kv`.
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, MakeThreads, Urgency, run
-from kvrelay.kvcache.memory.loads import Load
-from kvrelay.kvcache.memory.slab import BlockSlab
+from kvrelay.kvcache.memory.loads import BlockSlab, Load
 from kvrelay.types import BlockHash, BlockId
 
 logger = logging.getLogger(__name__)

@@ -12,18 +12,18 @@ A used block may be indexed too. Indexed blocks before a used or pinned one of t
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from itertools import islice
 
 import msgspec
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
-from kvrelay.kvcache.eviction.registry import EntryUsage, EvictionPolicy, Lru
+from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
+from kvrelay.kvcache.index.pins import PinLedger
 from kvrelay.kvcache.pool.leaf_queue import EvictionCandidate, LeafQueue
 from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
-from kvrelay.kvcache.pool.pins import PinLedger
 from kvrelay.kvcache.pool.radix import Match, RadixNode, RadixTree
 from kvrelay.types import BlockHash, BlockId
 
@@ -85,7 +85,7 @@ class BlockPool:
     def tick(self, now_s: float) -> None:
         """Set the clock, in seconds, and end the pins whose time has come."""
         self.now_s = now_s
-        if self._pins and (ended := self._pins.expired(now_s)):
+        if self._pins.tenants and (ended := self._pins.expired(now_s)):
             self.release(ended)
 
     @property
@@ -135,7 +135,7 @@ class BlockPool:
 
     def _relock(self, nodes: list[int]) -> None:
         """Some blocks of these nodes gained their first or lost their last reference."""
-        tree, held_of = self._tree, self._ledger.held
+        tree, queue, held_of = self._tree, self._queue, self._ledger.held
         for index in nodes:
             node = tree.nodes[index]
             assert node is not None
@@ -144,8 +144,15 @@ class BlockPool:
                 tree.hold(node, held)
             if held < was_held:
                 node.usage.used_s = self.now_s  # in use until now
-                if not node.children:
-                    self._queue.offer(node, self.now_s)
+                if not node.children:  # as in `_offer`
+                    node.stamp = stamp = next(queue.stamps)
+                    queue.push(node.priority, self.policy.score(node.usage, self.now_s), stamp, index)
+
+    def _offer(self, node: RadixNode) -> None:
+        """This leaf is evictable from now on; an older entry of it is void."""
+        queue = self._queue
+        node.stamp = stamp = next(queue.stamps)
+        queue.push(node.priority, self.policy.score(node.usage, self.now_s), stamp, node.index)
 
     def is_own(self, block: int) -> bool:
         """Whether its holder may write into it: one reference, and not indexed."""
@@ -202,19 +209,12 @@ class BlockPool:
             if priority > here.priority:
                 here.priority = priority
             self.policy.used(usage, self.now_s)
-            if not here.children and here.is_open:
-                self._queue.offer(here, self.now_s)
+            if not here.children and len(here.blocks) > here.held:
+                self._offer(here)
             here = here.parent
 
     def insert(
-        self,
-        chain: HashChain,
-        block_table: BlockIds,
-        first: int,
-        last: int,
-        tokens: bytes = b"",
-        *,
-        priority: int = 0,
+        self, chain: HashChain, block_table: BlockIds, first: int, last: int, tokens: bytes = b"", *, priority: int = 0
     ) -> None:
         """Index blocks first .. last - 1 of this block table, which are full. Blocks of hashes indexed already are
         skipped.
@@ -256,7 +256,7 @@ class BlockPool:
             is_same = self._ledger.common(node.digests, offset - 1, chain.data, first - 1, 1)
             assert is_same, f"block {block_table[first - 1]} is indexed by another hash"
             return node, offset
-        root = self._tree.root(chain.root, EntryUsage(chain.root, 0, 0, self.now_s, self.now_s))
+        root = self._tree.roots.get(chain.root) or self._tree.add_root(chain.root, self.now_s)
         return self._tree.descend(root, 0, chain, first)
 
     def _split(self, node: RadixNode, offset: int) -> None:
@@ -265,7 +265,7 @@ class BlockPool:
         if held != node.held:  # a copy to a tier may reference a block of the rest alone
             self._tree.hold(node, held)
         if rest.is_open:
-            self._queue.offer(rest, self.now_s)
+            self._offer(rest)
 
     def reset_cache(self) -> int:
         """End all pins and evict every evictable block; returns how many. Prefixes of referenced chains stay."""
@@ -311,16 +311,16 @@ class BlockPool:
         return self.num_available >= count
 
     @property
-    def pinned(self) -> PinLedger:
+    def pinned(self) -> KeysView[int]:
         """The pinned blocks, with one reference each."""
-        return self._pins
+        return self._pins.tenants.keys()
 
     # ---- eviction
 
     def _evict(self, count: int) -> None:
         """Free `count` blocks from the ends of leaves; the caller knows that there are enough."""
         while count > 0:
-            leaf = self._queue.first(self.now_s)
+            leaf = self._queue.next_leaf(self.now_s)
             count -= self._evict_from(leaf, min(count, len(leaf.blocks) - leaf.held))
 
     def _evict_from(self, leaf: RadixNode, count: int) -> int:
@@ -343,13 +343,13 @@ class BlockPool:
                 self._tree.drop_root(node.usage.digest)
         elif not node.children:
             if node.is_open:
-                self._queue.offer(node, self.now_s)
+                self._offer(node)
         elif len(node.children) == 1:
             [child] = node.children.values()
             if child.priority == node.priority and child.usage.used_s >= node.usage.used_s:  # used no later
                 self._tree.merge(node)
                 if node.is_open:
-                    self._queue.offer(node, self.now_s)
+                    self._offer(node)
 
     def eviction_candidates(self, count: int) -> list[EvictionCandidate]:
         """Up to `count` unreferenced blocks, roughly in eviction order."""
@@ -362,10 +362,10 @@ class BlockPool:
         return self._ledger.refs[block]
 
     def counts(self) -> BlockCounts:
-        free, cached = len(self._free), self._num_idle
-        if self._pins:
-            cached += sum(self._ledger.refs[block] == 1 for block in self._pins)
-        return BlockCounts(free, self.num_blocks - free - cached, cached, len(self._pins))
+        free, cached, pinned = len(self._free), self._num_idle, self._pins.tenants
+        if pinned:
+            cached += sum(self._ledger.refs[block] == 1 for block in pinned)
+        return BlockCounts(free, self.num_blocks - free - cached, cached, len(pinned))
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state, and index, queue and pins agree."""
@@ -378,7 +378,7 @@ class BlockPool:
         assert not (is_free & (refs > 0)).any(), "a free block is held"
         assert (is_free | indexed | (refs > 0)).all(), "a block is in no state: lost"
         assert int((indexed & (refs == 0)).sum()) == self._num_idle, "cached blocks are miscounted"
-        assert all(refs[block] > 0 and indexed[block] for block in self._pins), "a pinned block is not referenced"
+        assert all(refs[block] > 0 and indexed[block] for block in self.pinned), "a pinned block is not referenced"
         self._tree.check()
         valid = self._queue.members()
         for node in self._tree.live():

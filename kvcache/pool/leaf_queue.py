@@ -1,18 +1,17 @@
 """Which leaves of the prefix index are evicted first: by priority, the policy's score, and time in the queue. Pure.
 
-A heap with void entries: a leaf that is used again gets a new entry, and its old one is skipped.
+A leaf that is used again gets a new entry, and its old one is void.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvrelay.hashing import HASH_BYTES, tenant_name
-from kvrelay.kvcache.eviction.registry import EvictionPolicy
+from kvrelay.kvcache.eviction.policies import EvictionPolicy, EvictionQueue
 from kvrelay.kvcache.pool.radix import RadixNode, RadixTree
 from kvrelay.types import BlockHash, BlockId
-
-_Entry = tuple[int, float, int, int]  # priority, score, stamp, index of the node
 
 
 class EvictionCandidate(NamedTuple):
@@ -26,67 +25,57 @@ class EvictionCandidate(NamedTuple):
     tenant: str  # see hashing.tenant_name
 
 
-class LeafQueue:
-    """The evictable leaves of one tree. Void entries are removed when they are the majority."""
+class LeafQueue(EvictionQueue[int]):
+    """The evictable leaves of one tree, by the indices of their nodes; a ticket is the stamp of a node."""
 
     def __init__(self, tree: RadixTree, policy: EvictionPolicy) -> None:
+        super().__init__(self._is_leaf)
         self._tree, self._policy = tree, policy
-        self._heap: list[_Entry] = []
-        self._stamp = 0
+        self.stamps = itertools.count(1)
         self._num_revisions = policy.num_revisions
 
-    def __len__(self) -> int:
-        return len(self._heap)
+    def _is_leaf(self, index: int, stamp: int) -> bool:
+        node = self._tree.nodes[index]
+        return node is not None and node.stamp == stamp and not node.children and len(node.blocks) > node.held
 
-    def offer(self, node: RadixNode, now_s: float) -> None:
-        """This leaf is evictable from now on; an older entry of it is void."""
-        self._stamp += 1
-        node.stamp = self._stamp
-        score = self._policy.score(node.usage, now_s)
-        heapq.heappush(self._heap, (node.priority, score, node.stamp, node.index))
-        if len(self._heap) > 64 + 4 * self._tree.num_nodes:
-            self._heap = [entry for entry in self._heap if self._leaf(entry) is not None]
-            heapq.heapify(self._heap)
-
-    def _leaf(self, entry: _Entry) -> RadixNode | None:
-        """The leaf of a valid entry, else None."""
-        node = self._tree.nodes[entry[3]]
-        return node if node is not None and node.stamp == entry[2] and node.is_open else None
-
-    def first(self, now_s: float) -> RadixNode:
+    def next_leaf(self, now_s: float) -> RadixNode:
         """The leaf to evict from first; it stays queued. The caller knows that there is one."""
         if self._policy.num_revisions != self._num_revisions:
             self._rescore(now_s)
-        heap, nodes = self._heap, self._tree.nodes
+        items, nodes = self.items, self._tree.nodes
         while True:
-            _, _, stamp, index = heap[0]
+            _, _, stamp, index = items[0]
             node = nodes[index]
             if node is not None and node.stamp == stamp and not node.children and len(node.blocks) > node.held:
                 return node
-            heapq.heappop(heap)
+            heapq.heappop(items)
 
     def _rescore(self, now_s: float) -> None:
         """The policy has revised its scores: ask again for every queued leaf."""
-        self._num_revisions = self._policy.num_revisions
-        leaves = [(entry, leaf) for entry in self._heap if (leaf := self._leaf(entry)) is not None]
-        self._heap = [(entry[0], self._policy.score(leaf.usage, now_s), entry[2], entry[3]) for entry, leaf in leaves]
-        heapq.heapify(self._heap)
+        self._num_revisions, nodes, score = self._policy.num_revisions, self._tree.nodes, self._policy.score
+        self.items = [
+            (priority, score(node.usage, now_s), stamp, index)
+            for priority, _, stamp, index in self.items
+            if self._is_leaf(index, stamp) and (node := nodes[index])
+        ]
+        heapq.heapify(self.items)
 
     def in_order(self) -> Iterator[RadixNode]:
         """Leaves in eviction order, lazily."""
-        heap = self._heap
+        heap = self.items
         frontier = [(heap[0], 0)] if heap else []
         while frontier:
             entry, at = heapq.heappop(frontier)
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(heap):
                     heapq.heappush(frontier, (heap[child], child))
-            if (leaf := self._leaf(entry)) is not None:
+            leaf = self._tree.nodes[entry[3]]
+            if leaf is not None and self._is_leaf(entry[3], entry[2]):
                 yield leaf
 
     def members(self) -> set[int]:
         """Indices of the queued nodes."""
-        return {entry[3] for entry in self._heap if self._leaf(entry) is not None}
+        return {index for _, _, stamp, index in self.items if self._is_leaf(index, stamp)}
 
     def candidates(self) -> Iterator[EvictionCandidate]:
         """Blocks roughly in eviction order: leaves from their ends, then the nodes that become leaves."""

@@ -4,15 +4,19 @@ Flat arrays, and operations on many blocks at once: single calls into C (native/
 else the same in Python, block by block for few and with numpy for many.
 """
 
+import functools
+import logging
 from array import array
 from collections.abc import Callable
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.errors import BackendUnavailable
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.kvcache.pool import ledger_native
+from kvrelay.native.build import load_extension
 
 BlockIds: TypeAlias = "array[int]"  # "i": a block id array, as fast to slice and join as bytes
 Ints = NDArray[np.int32]
@@ -44,7 +48,7 @@ class BlockLedger:
         self.owners = array("i", [-1]) * num_blocks
         self.ref_array: Ints = np.frombuffer(self.refs, dtype=np.int32)  # views of the same memory
         self.owner_array: Ints = np.frombuffer(self.owners, dtype=np.int32)
-        bind = ledger_native.binder()
+        bind = binder()
         own = (self._take, self._acquire, self._release, self._held, self._assign, _common)
         compiled = bind(self.refs, self.generations, self.owners) if bind is not None else own
         self.take, self.acquire, self.release, self.held, self.assign, self.common = compiled
@@ -134,3 +138,22 @@ def _common(run: Run, first: int, other: Run, position: int, most: int) -> int:
     unlike = mine != np.frombuffer(other, np.uint64, 2 * most, position * HASH_BYTES)
     at = int(unlike.argmax())
     return at // 2 if unlike[at] else most
+
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def binder() -> Callable[..., tuple[Any, ...]] | None:
+    """Returns take, acquire, release, held, assign and common for three arrays; None without a compiler."""
+    try:
+        module = load_extension("kvrelay_ledger", [Path(__file__).parent / "native" / "ledger.c"])
+    except BackendUnavailable as error:
+        logger.info("the block pool runs in Python: %s", error)
+        return None
+
+    def bind(refs: object, generations: object, owners: object) -> tuple[Any, ...]:
+        counters = module.BlockCounters(refs, generations, owners)
+        return counters.take, counters.acquire, counters.release, counters.held, counters.assign, module.common
+
+    return bind

@@ -9,62 +9,38 @@ what that means for the nodes above.
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
-from kvrelay.kvcache.eviction.registry import EntryUsage
-from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
+from kvrelay.kvcache.eviction.policies import EntryUsage
+from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger, Run
 from kvrelay.types import BlockHash
 
 _NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: in no prompt
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
     """A run of blocks; a root has none. Owned by the RadixTree.
 
     More than 12 attributes: a record of one node, whose fields change together.
     """
 
-    __slots__ = (
-        "blocks",
-        "children",
-        "digests",
-        "heads",
-        "held",
-        "index",
-        "num_locked",
-        "parent",
-        "priority",
-        "stamp",
-        "start",
-        "tokens",
-        "usage",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        parent: "RadixNode | None",
-        start: int,
-        usage: EntryUsage,
-        digests: bytes | bytearray = b"",
-        blocks: "BlockIds | None" = None,
-        tokens: bytes | bytearray = b"",
-    ) -> None:
-        self.index = index  # in the tree's list of nodes
-        self.parent = parent
-        self.start = start  # number of blocks of the chain before this node
-        self.usage = usage
-        self.digests, self.tokens = bytearray(digests), bytearray(tokens)
-        self.blocks: BlockIds = array("i") if blocks is None else blocks
-        self.children: dict[bytes, RadixNode] = {}  # by the first hash
-        self.heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not built yet
-        self.held = 0  # number of leading blocks that must stay
-        self.num_locked = 0  # children with blocks that must stay at or below them
-        self.priority = 0
-        self.stamp = 0  # of its valid entry in the eviction queue
+    index: int  # in the tree's list of nodes
+    parent: "RadixNode | None"
+    start: int  # number of blocks of the chain before this node
+    usage: EntryUsage
+    digests: bytearray
+    blocks: BlockIds
+    tokens: bytearray
+    children: "dict[bytes, RadixNode]" = field(default_factory=dict)  # by the first hash
+    heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not built yet
+    held: int = 0  # number of leading blocks that must stay
+    num_locked: int = 0  # children with blocks that must stay at or below them
+    priority: int = 0
+    stamp: int = 0  # of its valid entry in the eviction queue; 0: it has none
 
     @property
     def is_locked(self) -> bool:
@@ -181,24 +157,16 @@ class RadixTree:
 
     # ---- growing
 
-    def root(self, digest: BlockHash, usage: EntryUsage) -> RadixNode:
-        """The root with this hash, created if needed."""
-        node = self.roots.get(digest)
-        if node is None:
-            node = self.roots[digest] = self._new(None, 0, usage)
+    def add_root(self, digest: BlockHash, now_s: float) -> RadixNode:
+        """A new root with this hash."""
+        node = self.roots[digest] = self._new(None, 0, EntryUsage(digest, 0, 0, now_s), b"", array("i"), b"")
         return node
 
     def _new(
-        self,
-        parent: RadixNode | None,
-        start: int,
-        usage: EntryUsage,
-        digests: bytes | bytearray = b"",
-        blocks: "BlockIds | None" = None,
-        tokens: bytes | bytearray = b"",
+        self, parent: RadixNode | None, start: int, usage: EntryUsage, digests: Run, blocks: BlockIds, tokens: Run
     ) -> RadixNode:
         index = self._unused.pop() if self._unused else len(self.nodes)
-        node = RadixNode(index, parent, start, usage, digests, blocks, tokens)
+        node = RadixNode(index, parent, start, usage, bytearray(digests), blocks, bytearray(tokens))
         if index == len(self.nodes):
             self.nodes.append(node)
         else:
@@ -212,7 +180,7 @@ class RadixTree:
         """A new leaf below `parent`, which keeps `blocks`. `above`: the usage of the entry that it continues."""
         start, size = parent.start + len(parent.blocks), len(blocks)
         end_tokens = (start + size) * self.block_size
-        usage = EntryUsage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, above=above)
+        usage = EntryUsage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, above=above)
         node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
         self._ledger.assign(blocks, node.index)
         self.num_evictable += size

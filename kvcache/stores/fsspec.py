@@ -16,11 +16,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvrelay.errors import ConfigError, StoreError
-from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
-from kvrelay.kvcache.stores.counters import StoreCounters
 from kvrelay.kvcache.stores.envelope import BadEnvelope, seal, unseal
-from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.stores.store import BackOff, BlockMeta, StoreCounters, StoreStats
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,9 @@ A store keeps whole blocks (all layers of `block_size` tokens, as one run of byt
 and may be called from several threads at once; only the tier controller's I/O threads call them.
 """
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from kvrelay.types import BlockHash
@@ -93,3 +94,47 @@ class SharingStore(BlockStore, Protocol):
 
     def host_tier_changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
         """The host tier has these blocks from now on, and no longer has those. Called on the engine's thread."""
+
+
+class StoreCounters:
+    """The totals of a StoreStats. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = StoreStats()
+
+    def add(self, **amounts: float) -> None:
+        """Increment fields of StoreStats, by name."""
+        with self._lock:
+            now = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
+            self._stats = replace(self._stats, **now)
+
+    def read(self) -> StoreStats:
+        with self._lock:
+            return self._stats
+
+
+FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
+
+
+class BackOff:
+    """Exponential back-off for one store or node. Times are the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0  # in a row
+        self._until_s = 0.0
+
+    def is_backing_off(self, now_s: float) -> bool:
+        """Whether it should not be called yet."""
+        return now_s < self._until_s
+
+    def failed(self, now_s: float) -> float:
+        """A call failed; returns the seconds to wait before the next one."""
+        back_off_s: float = min(FIRST_BACK_OFF_S * 2**self.num_failures, LAST_BACK_OFF_S)
+        self.num_failures = min(self.num_failures + 1, 16)
+        self._until_s = now_s + back_off_s
+        return back_off_s
+
+    def succeeded(self) -> None:
+        """A call succeeded: the next back-off is the shortest again."""
+        self.num_failures = 0

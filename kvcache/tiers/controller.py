@@ -10,16 +10,14 @@ from collections.abc import Callable, Container, Sequence
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import IoThreads, JobQueue, MakeThreads
-from kvrelay.kvcache.memory.loads import Load
-from kvrelay.kvcache.memory.slab import BlockSlab
+from kvrelay.kvcache.memory.loads import BlockSlab, Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, SharingStore
 from kvrelay.kvcache.tiers.fetches import Fetches
-from kvrelay.kvcache.tiers.host_loads import HostLoads
+from kvrelay.kvcache.tiers.host_copies import HostLoads, HostSaves
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
 from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules, TierStats
-from kvrelay.kvcache.tiers.saves import HostSaves
 from kvrelay.plane.messages import TierLoad
 from kvrelay.types import BlockHash, BlockId
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
-from kvrelay.kvcache.memory.slab import BlockSlab
+from kvrelay.kvcache.memory.loads import BlockSlab
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 

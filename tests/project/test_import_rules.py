@@ -34,22 +34,20 @@ MEMORY_OWNERS = {
     Path("kvcache/memory/storage.py"),
     Path("kvcache/memory/formats.py"),
     Path("kvcache/memory/host.py"),
-    Path("kvcache/memory/copies.py"),
 }
 TIERS = {  # own files, locks and threads; what they decide is in the pure files beside them
-    Path("kvcache/stores/codec_kernels.py"),
+    Path("kvcache/stores/codecs.py"),
     Path("kvcache/stores/disk/tier.py"),
     Path("kvcache/stores/disk/folder.py"),
     Path("kvcache/stores/disk/io.py"),
     Path("kvcache/stores/disk/records.py"),
     Path("kvcache/stores/disk/volume.py"),
-    Path("kvcache/stores/disk/journal.py"),
     Path("kvcache/stores/fsspec.py"),
     Path("kvcache/memory/jobs.py"),
-    Path("kvcache/pool/ledger_native.py"),
+    Path("kvcache/pool/ledger.py"),
     Path("kvcache/memory/loads.py"),
     Path("kvcache/stores/redis.py"),
-    Path("kvcache/stores/counters.py"),
+    Path("kvcache/stores/store.py"),
 }
 PURE_FILES = sorted(
     path.relative_to(ROOT)

@@ -8,7 +8,7 @@ import pytest
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.worker import ingresses
 from kvrelay.hashing import block_hashes
-from kvrelay.kvcache.tiers.events import parts_of
+from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.plane import messages as wire
 from tests.cluster.live.one_worker import worker_and_peers
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.placement import places
+from kvrelay.kvcache.stores.store import BackOff
 from kvrelay.kvtransfer.slabs.slabs import SlabReader, StuckRead
 from tests.cluster.store.store_nodes import BLOCK, META, Nodes, block, until
 

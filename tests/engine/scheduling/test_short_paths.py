@@ -13,9 +13,8 @@ from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
 from kvrelay.engine.scheduling.plan import Scheduled
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
+from kvrelay.kvcache.index.changes import CacheChange, ChangeLog, EventLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest
 from kvrelay.types import FinishReason
 
@@ -192,13 +191,6 @@ def test_a_sequence_that_left_the_batch_asks_anew():
 NAMES = [bytes([number]) * 16 for number in range(6)]
 
 
-class Pool:
-    """What a pool's log would tell."""
-
-    def __init__(self, change: CacheChange) -> None:
-        self.drain_changes = lambda: change
-
-
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.sampled_from(range(6)), unique=True, min_size=1)), max_size=8))
 def test_runs_are_netted_as_hash_by_hash(runs):
     log, cached = ChangeLog(5), set()
@@ -224,5 +216,5 @@ def test_without_a_host_tier_the_same_is_told_as_with_one_that_has_something_els
         names = {NAMES[number] for number in numbers}
         change = CacheChange(tuple(sorted(names - cached)), tuple(sorted(names & cached)))
         cached ^= names
-        assert alone.drain(Pool(change)) == beside.drain(Pool(change))
+        assert alone.number(change) == beside.number(change)
         assert set(alone.snapshot().hashes) == cached

@@ -12,7 +12,7 @@ from kvrelay.cluster.workloads.trace import as_mooncake
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain
-from kvrelay.kvcache.eviction.registry import Lru, make_policy, policy_names
+from kvrelay.kvcache.eviction.policies import POLICIES, Lru, make_policy
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierIndex
@@ -135,7 +135,7 @@ def test_survival_keeps_conversations_and_evicts_one_off_prompts():
     assert learned.late_ratio > lru.late_ratio + (best.late_ratio - lru.late_ratio) / 3
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_beats_the_optimum_and_each_keeps_the_ledger(policy):
     prompts = load_prompts(None, num_requests=250, seed=3)
     tier = TierIndex(400, make_policy(policy, 400))
@@ -153,8 +153,8 @@ def test_belady_is_the_best_of_all_on_a_case_done_by_hand():
 
 
 def test_policies_go_by_name_and_a_wrong_name_tells_the_right_ones():
-    assert set(policy_names()) == set(CacheSettings.model_fields["eviction_policy"].annotation.__args__)
-    assert [make_policy(one, 8).name for one in policy_names()] == list(policy_names())
+    assert set(POLICIES) == set(CacheSettings.model_fields["eviction_policy"].annotation.__args__)
+    assert [make_policy(one, 8).name for one in POLICIES] == list(POLICIES)
     with pytest.raises(ValueError, match="lru, lfu"):
         make_policy("lrv", 8)
     with pytest.raises(ConfigError):
@@ -203,7 +203,7 @@ def test_without_one_off_prompts_and_with_sure_replies_every_session_goes_on():
     assert trace[-1].arrival_s < once[-1].arrival_s
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_the_devices_index_too(policy):
     """Runs of blocks that grow, split and merge, where entries come and go whole or in part."""
     pool = BlockPool(24, block_size=16, policy=make_policy(policy, 24))

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvrelay.kvcache.eviction.registry import Lru
+from kvrelay.kvcache.eviction.policies import Lru
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.index.victims import VictimQueues

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from kvrelay.hashing import HashChain, pack_tokens, root_hash, tenant_name
-from kvrelay.kvcache.eviction.registry import EntryUsage, Lru
+from kvrelay.kvcache.eviction.policies import EntryUsage, Lru
 from kvrelay.kvcache.pool.block_pool import BlockCounts, BlockPool
 
 pytestmark = pytest.mark.pure
@@ -290,7 +290,7 @@ def test_entries_of_the_queue_do_not_pile_up():
     for _ in range(1000):
         pool.acquire(blocks)
         pool.release(blocks)
-    assert len(pool._queue) < 100
+    assert len(pool._queue.items) < 100
     pool.check()
 
 
@@ -408,7 +408,7 @@ def test_pinning_again_and_again_does_not_pile_up():
     for _ in range(500):
         pool.pin(chain_of(prompt(1, 8)), 8, 1e6)
         pool.tick(pool.now_s + 1)
-    assert sum(len(entry[2]) for entry in pool.pinned._ends) < 200
+    assert len(pool._pins._pins._ends) < 200
 
 
 # ---- the ledger
@@ -441,7 +441,7 @@ def break_name(pool: BlockPool) -> None:
 
 
 def break_queue(pool: BlockPool) -> None:
-    pool._queue._heap.clear()
+    pool._queue.items.clear()
 
 
 def break_lock(pool: BlockPool) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.kvcache.pool import ledger_native
+from kvrelay.kvcache.pool import ledger as ledger_module
 from kvrelay.kvcache.pool.ledger import BlockLedger
 
 pytestmark = pytest.mark.pure
@@ -26,7 +26,7 @@ STEPS = st.lists(
 
 def in_python() -> BlockLedger:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger_native, "binder", lambda: None)
+        patch.setattr(ledger_module, "binder", lambda: None)
         return BlockLedger(BLOCKS)
 
 
@@ -34,7 +34,7 @@ def in_python() -> BlockLedger:
 def ledger(request) -> BlockLedger:
     if request.param == "python":
         return in_python()
-    if ledger_native.binder() is None:
+    if ledger_module.binder() is None:
         pytest.skip("no C compiler")
     return BlockLedger(BLOCKS)
 
@@ -52,7 +52,7 @@ def done(ledger: BlockLedger, name: str, table: array, node: int) -> object:
 @given(STEPS)
 def test_in_c_and_in_python_it_does_the_same(steps):
     one, other = BlockLedger(BLOCKS), in_python()
-    assert ledger_native.binder() is None or "built-in" in repr(one.held)
+    assert ledger_module.binder() is None or "built-in" in repr(one.held)
     for name, table, node in steps:
         given, wanted = done(one, name, table, node), done(other, name, table, node)
         assert given == wanted
@@ -97,7 +97,7 @@ def test_what_is_freed_is_told_in_the_order_of_the_table(ledger):
 
 
 def test_no_block_outside_the_pool_is_written():
-    if ledger_native.binder() is None:
+    if ledger_module.binder() is None:
         pytest.skip("no C compiler")
     ledger = BlockLedger(BLOCKS)
     for table in (array("i", [BLOCKS]), array("i", [-1]), array("i", [3, 2**31 - 1])):

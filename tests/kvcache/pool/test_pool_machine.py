@@ -13,9 +13,9 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.hashing import HashChain, pack_tokens
-from kvrelay.kvcache.pool import ledger_native
+from kvrelay.kvcache.index.changes import EventLog
+from kvrelay.kvcache.pool import ledger as ledger_module
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers.events import EventLog
 from tests.kvcache.pool import machine_steps
 
 pytestmark = pytest.mark.pure
@@ -246,7 +246,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def publish(self):
-        event = self.log.drain(self.pool)
+        event = self.log.number(self.pool.drain_changes())
         if event is not None:
             assert not set(event.stored) & set(event.removed)
             assert set(event.removed) <= self.mirror and not set(event.stored) & self.mirror
@@ -288,7 +288,7 @@ def test_any_life_of_the_pool():
 
 
 def test_a_life_of_the_pool_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(ledger_native, "binder", lambda: None)
+    monkeypatch.setattr(ledger_module, "binder", lambda: None)
     assert "_held" in repr(BlockPool(1)._ledger.held)
     before = machine_steps.taken["pool"]
     machine_steps.run_until(lambda: machine_steps.taken["pool"] > before + 500, Life, examples=10, rules_each=50)

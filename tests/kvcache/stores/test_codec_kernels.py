@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvcache.stores import codec_kernels
+from kvrelay.kvcache.stores import codecs
 from kvrelay.kvcache.stores.codecs import make_codec
 from kvrelay.native.build import load_native
 from kvrelay.types import KvLayout
@@ -17,7 +17,7 @@ def test_every_code_means_what_it_means_in_torch():
     is_number = ~np.isnan(expected)  # 0x7F and 0xFF, which no encoder makes
     assert is_number.sum() == 254
     into = np.zeros(256 * 4, np.uint8)
-    codec_kernels.dequantise(np.full(4, 0x3F80, np.uint16), codes, "float32", 64, "fp8", into)
+    codecs.dequantise(np.full(4, 0x3F80, np.uint16), codes, "float32", 64, "fp8", into)
     assert (into.view(np.float32)[is_number] == expected[is_number]).all()
 
 
@@ -27,7 +27,7 @@ def test_numbers_are_rounded_as_torch_rounds_them():
     ).astype(np.float32)
     numbers = np.concatenate([numbers, np.zeros(-len(numbers) % 64, np.float32)]).reshape(-1, 64)
     numbers[:, 0] = 448  # every scale is then 1
-    made = codec_kernels.quantise(numbers.reshape(-1).view(np.uint8), "float32", 64, "fp8")
+    made = codecs.quantise(numbers.reshape(-1).view(np.uint8), "float32", 64, "fp8")
     assert made is not None
     scales, codes = made
     assert (scales == 0x3F80).all()
@@ -39,7 +39,7 @@ def test_numbers_are_rounded_as_torch_rounds_them():
 @pytest.mark.parametrize("name", ["lossless", "int8", "fp8"])
 def test_with_and_without_a_compiler_the_bytes_are_the_same(dtype, name, monkeypatch):
     """What one worker stored another may load."""
-    if codec_kernels._native() is None:
+    if codecs._native() is None:
         pytest.skip("there is no compiler here")
     draw = torch.Generator().manual_seed(3)
     sizes = torch.logspace(-40, 4, 600).unsqueeze(1)  # float16's smallest numbers and below are among them
@@ -49,7 +49,7 @@ def test_with_and_without_a_compiler_the_bytes_are_the_same(dtype, name, monkeyp
     codec, compiled, plain = make_codec(name, KvLayout(1, 1, 600, 1, 64, dtype, is_latent=True)), *_two(len(block))
     encoded = bytes(codec.encode(block))
     codec.decode(memoryview(encoded), compiled)
-    monkeypatch.setattr(codec_kernels, "_native", lambda: None)
+    monkeypatch.setattr(codecs, "_native", lambda: None)
     assert bytes(codec.encode(block)) == encoded
     codec.decode(memoryview(encoded), plain)
     assert compiled == plain
@@ -63,6 +63,6 @@ def test_a_machine_without_a_compiler_is_served_by_numpy(monkeypatch):
     monkeypatch.setenv("KVRELAY_NATIVE", "0")
     with pytest.raises(BackendUnavailable):
         load_native("anything", [])
-    codec_kernels._native.cache_clear()
-    assert codec_kernels._native() is None
-    codec_kernels._native.cache_clear()
+    codecs._native.cache_clear()
+    assert codecs._native() is None
+    codecs._native.cache_clear()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kvcache.stores import codec_kernels
+from kvrelay.kvcache.stores import codecs
 from kvrelay.kvcache.stores.codecs import CodecError, make_codec
 from kvrelay.types import ITEM_BYTES, KvLayout
 
@@ -21,9 +21,9 @@ DTYPES = ["float32", "bfloat16", "float16"]
 def kernels(request, monkeypatch):
     if request.param == "numpy":
         monkeypatch.setenv("KVRELAY_NATIVE", "0")
-    codec_kernels._native.cache_clear()
+    codecs._native.cache_clear()
     yield request.param
-    codec_kernels._native.cache_clear()
+    codecs._native.cache_clear()
 
 
 def layout(dtype, head_dim=64, *, is_latent=False):

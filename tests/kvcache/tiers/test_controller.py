@@ -9,9 +9,9 @@ import torch
 import xxhash
 
 from kvrelay.hashing import block_hashes
-from kvrelay.kvcache.eviction.registry import Lru
+from kvrelay.kvcache.eviction.policies import Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory import copies
+from kvrelay.kvcache.memory import host
 from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.storage import KvStorage
@@ -122,7 +122,7 @@ def world(request):
 @pytest.mark.parametrize("native", [True, False])
 def test_blocks_come_back_as_they_went(world, monkeypatch, native):
     if not native:
-        monkeypatch.setattr(copies, "_native", lambda: None)
+        monkeypatch.setattr(host, "_native", lambda: None)
     it = world()
     entries, expected = it.named(5)
     it.tiers.write_through(entries)

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvrelay.kvcache.tiers.fetch_cost import StoreSpeed, worth_fetching
+from kvrelay.kvcache.tiers.fetches import StoreSpeed, worth_fetching
 
 pytestmark = pytest.mark.pure
 

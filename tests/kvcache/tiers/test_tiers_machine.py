@@ -7,10 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers import fetches, rules
-from kvrelay.kvcache.tiers.host_loads import HostLoads
+from kvrelay.kvcache.tiers.host_copies import HostLoads, HostSaves
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
-from kvrelay.kvcache.tiers.saves import HostSaves
 from tests.kvcache.pool import machine_steps
 from tests.kvcache.tiers.tiers_life import Life
 

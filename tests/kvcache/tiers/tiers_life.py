@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
-from kvrelay.kvcache.eviction.registry import Lru
+from kvrelay.kvcache.eviction.policies import Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.loads import Load

@@ -5,8 +5,8 @@ import pytest
 from kvrelay.engine.scheduling.pinning import Pinning
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import HashChain, block_hashes
+from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.pin_records import PinRecord, PinRecords
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
 from kvrelay.serve.api.parameters import merged_hints
 from kvrelay.serve.api.schemas import KvFields

@@ -1,13 +1,142 @@
-"""Eviction by learned reuse rates: when are prompts of this kind continued? Pure."""
+"""The contract of an eviction policy, and the record that a policy sees of each cached entry. Pure: no clock, no
+random source.
 
+A cache (the device's prefix index, or a tier) keeps an `EntryUsage` with each entry and asks its policy for a score.
+Among the entries that may be evicted now (not held, not pinned, without a cached continuation) the lowest score goes
+first. The cache asks for a score when an entry becomes evictable; the score holds until the entry is used again or
+the policy's `num_revisions` grows.
+"""
+
+import heapq
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
-from kvrelay.kvcache.eviction.usage import EntryUsage
 from kvrelay.types import BlockHash
 
+Key = TypeVar("Key")
+
 _MAX_WATCHED = 8192  # requests that may still be continued, whether their blocks are cached or not
+
+
+@dataclass(slots=True, eq=False)
+class EntryUsage:
+    """One entry: a run of blocks that are inserted and used together. Times are the caller's clock, in seconds."""
+
+    digest: BlockHash  # of its last block
+    num_blocks: int
+    end_tokens: int  # tokens from the prompt's beginning to the entry's end
+    used_s: float
+    hits: int = 0  # matches since it was inserted
+    rank: float = 0.0  # for the policy's own use
+    above: "EntryUsage | None" = None  # the entry that this one continues, if it was cached at insertion
+    note: object = None  # for the policy's own use
+
+    def copy(self) -> "EntryUsage":
+        """The same values for another entry. Written out: dataclasses.replace takes five times as long."""
+        return EntryUsage(
+            self.digest,
+            self.num_blocks,
+            self.end_tokens,
+            self.used_s,
+            self.hits,
+            self.rank,
+            self.above,
+            self.note,
+        )
+
+
+class EvictionPolicy(Protocol):
+    """One policy's state for one cache."""
+
+    name: str
+    num_revisions: int  # grows when earlier scores are out of date: the cache then asks again
+
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
+        """The entry is cached from now on. Entries of one request arrive in prompt order."""
+
+    def used(self, usage: EntryUsage, now_s: float) -> None:
+        """A request matched the entry; `hits` and `used_s` are up to date."""
+
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
+        """The entry is no longer cached: evicted for room, or discarded."""
+
+    def score(self, usage: EntryUsage, now_s: float) -> float:
+        """The entry with the lowest score is evicted first."""
+
+
+class EvictionQueue(Generic[Key]):
+    """Lowest priority first, then lowest score, then lowest ticket, which is the first in.
+
+    An item is valid while `is_valid(key, ticket)` holds. Invalid items are skipped, and removed when they outnumber the
+    valid ones, so the queue holds at most about twice the entries.
+    """
+
+    def __init__(self, is_valid: Callable[[Key, int], bool]) -> None:
+        self._is_valid = is_valid
+        self.items: list[tuple[int, float, int, Key]] = []  # a heap: priority, score, ticket, key
+        self._sweep_at = 64
+
+    def push(self, priority: int, score: float, ticket: int, key: Key) -> None:
+        items = self.items
+        heapq.heappush(items, (priority, score, ticket, key))
+        if len(items) >= self._sweep_at:
+            self.items = [item for item in self.items if self._is_valid(item[3], item[2])]
+            heapq.heapify(self.items)
+            self._sweep_at = max(64, 2 * len(self.items))
+
+    def pop(self) -> Key | None:
+        """Remove and return the first valid entry; None when there is none."""
+        while self.items:
+            _, _, ticket, key = heapq.heappop(self.items)
+            if self._is_valid(key, ticket):
+                return key
+        return None
+
+
+class Lru:
+    """Least recently used first. Keeps no state, so other policies derive from it."""
+
+    name = "lru"
+    num_revisions = 0
+
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
+        """Keeps no state."""
+
+    def used(self, usage: EntryUsage, now_s: float) -> None:
+        """Keeps no state: `used_s` is enough."""
+
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
+        """Keeps no state."""
+
+    def score(self, usage: EntryUsage, now_s: float) -> float:
+        return usage.used_s
+
+
+class Lfu(Lru):
+    """Least frequently used first, with dynamic ageing: a new entry starts from the score of the last evicted one.
+
+    Source: LFU with dynamic ageing (Arlitt et al., 2000).
+    """
+
+    name = "lfu"
+
+    def __init__(self) -> None:
+        self._age = 0.0
+
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
+        usage.rank = self._age + 1 + usage.hits
+
+    def used(self, usage: EntryUsage, now_s: float) -> None:
+        usage.rank = self._age + 1 + usage.hits
+
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
+        self._age = max(self._age, usage.rank)
+
+    def score(self, usage: EntryUsage, now_s: float) -> float:
+        return usage.rank
 
 
 @dataclass(slots=True, eq=False)
@@ -145,3 +274,18 @@ class Survival:
         note = usage.note
         kind = note.request.kind if isinstance(note, _Note) else None
         return self._rates.value(kind, now_s - usage.used_s)
+
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "lru": lambda capacity_blocks: Lru(),
+    "lfu": lambda capacity_blocks: Lfu(),
+    "survival": Survival,
+}
+
+
+def make_policy(name: str, capacity_blocks: int) -> EvictionPolicy:
+    """A new policy for one cache of so many blocks. Raises ValueError, listing the known names."""
+    maker = POLICIES.get(name)
+    if maker is None:
+        raise ValueError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}")
+    return maker(capacity_blocks)

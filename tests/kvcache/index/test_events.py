@@ -3,9 +3,8 @@
 import pytest
 
 from kvrelay.hashing import HashChain, pack_tokens
-from kvrelay.kvcache.index.changes import CacheChange
+from kvrelay.kvcache.index.changes import CacheChange, EventLog, parts_of
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers.events import EventLog, parts_of
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 pytestmark = pytest.mark.pure
@@ -14,51 +13,31 @@ pytestmark = pytest.mark.pure
 A, B, C = (bytes([i]) * 16 for i in range(3))
 
 
-class Pool:
-    def __init__(self):
-        self.changes = []
-
-    def drain_changes(self):
-        return self.changes.pop(0) if self.changes else None
-
-
 def change(stored=(), removed=()):
     return CacheChange(tuple(stored), tuple(removed))
 
 
-def drained(log, pool, pool_change=None, below=()):
-    if pool_change is not None:
-        pool.changes.append(pool_change)
-    return log.drain(pool, below)
-
-
 def test_a_block_that_leaves_the_pool_for_the_host_tier_stays_stored_and_is_told_lowered():
-    log, pool = EventLog(), Pool()
-    assert drained(log, pool, change(stored=[A, B])).stored == [A, B]
-    assert drained(log, pool, below=[change(stored=[A])]) is None
-    event = drained(log, pool, change(removed=[A, B]))
+    log = EventLog()
+    assert log.number(change(stored=[A, B])).stored == [A, B]
+    assert log.number(None, [change(stored=[A])]) is None
+    event = log.number(change(removed=[A, B]))
     assert (event.seq, event.removed, event.lowered) == (2, [B], [A])
     assert (log.snapshot().hashes, log.snapshot().lowered) == ([A], [A])
 
 
 def test_a_block_that_comes_up_again_is_raised_and_one_that_goes_below_is_removed():
-    log, pool = EventLog(), Pool()
-    event = drained(log, pool, below=[change(stored=[A, C])])
+    log = EventLog()
+    event = log.number(None, [change(stored=[A, C])])
     assert (event.stored, event.lowered) == ([A, C], [A, C])
-    event = drained(log, pool, change(stored=[A]), below=[change(removed=[C])])
+    event = log.number(change(stored=[A]), [change(removed=[C])])
     assert (event.stored, event.raised, event.removed) == ([], [A], [C])
 
 
 def test_what_came_and_went_between_two_drains_is_no_news():
-    log, pool = EventLog(), Pool()
-    assert drained(log, pool, below=[change(stored=[A]), change(removed=[A])]) is None
+    log = EventLog()
+    assert log.number(None, [change(stored=[A]), change(removed=[A])]) is None
     assert log.snapshot().seq == 0
-
-
-class Host(set):
-    """A host tier's index, as far as audits look."""
-
-    has_changes = False
 
 
 def test_an_audit_says_what_the_caches_have_not_what_was_told():
@@ -68,21 +47,24 @@ def test_an_audit_says_what_the_caches_have_not_what_was_told():
     pool.insert(chain, blocks, 0, 3, pack_tokens(tokens, 0, 12))
     pool.release(blocks)
     first, second, third = chain.hashes()
-    assert log.audit([first], pool, None) == (0, [CHANGING])  # the event is not drained yet
-    log.drain(pool)
-    host = Host([A, third])
-    assert log.audit([first, A, third, B], pool, host) == (1, [IN_POOL, BELOW_POOL, IN_POOL, NOWHERE])
+
+    def audit(hashes, in_host=()):
+        return log.audit(hashes, pool.cached_hashes(), in_host, is_changing=pool.has_changes)
+
+    assert audit([first]) == (0, [CHANGING])  # the event is not drained yet
+    log.number(pool.drain_changes())
+    assert audit([first, A, third, B], {A, third}) == (1, [IN_POOL, BELOW_POOL, IN_POOL, NOWHERE])
     pool.reset_cache()
-    assert log.audit([first, second, A], pool, None) == (1, [CHANGING, CHANGING, NOWHERE])
+    assert audit([first, second, A]) == (1, [CHANGING, CHANGING, NOWHERE])
     pool.drain_changes()  # lost on the way to the log: the answer is the truth all the same
-    assert log.audit([first, second], pool, None) == (1, [NOWHERE, NOWHERE])
+    assert audit([first, second]) == (1, [NOWHERE, NOWHERE])
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("num_below", [0, 1, 3])
 def test_a_snapshot_s_parts_add_up_to_it(most, num_below):
-    log, pool = EventLog(), Pool()
-    drained(log, pool, change(stored=[A]), below=[change(stored=[bytes([9 + i]) * 16 for i in range(num_below)])])
+    log = EventLog()
+    log.number(change(stored=[A]), [change(stored=[bytes([9 + i]) * 16 for i in range(num_below)])])
     snapshot = log.snapshot()
     parts = list(parts_of(snapshot, most))
     assert [one for part in parts for one in part.hashes] == snapshot.hashes
