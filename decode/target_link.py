@@ -74,8 +74,7 @@ class SourceLink:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 first = decode_to_target(await self._connection.receive())
             if await self._welcome(first):
-                while True:
-                    self._dispatch(decode_to_target(await self._connection.receive()))
+                await self._connection.read_all(lambda frame: self._dispatch(decode_to_target(frame)))
         except msgspec.DecodeError as error:
             why = f"the source sent a malformed message: {error}"
             await self._reject(Reason.MALFORMED, str(error))

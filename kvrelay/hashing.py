@@ -2,16 +2,28 @@
 
 A block's hash covers its tokens and, through its parent, everything before it, plus the tenant's salt, the adapter and
 other inputs behind its tokens (`extras`, such as an image). All processes compute the same hashes: nothing here is
-randomised, unlike Python's `hash`. kvrelay/native/block_hash.py does the work, in C or with hashlib.
+randomised, unlike Python's `hash`.
+
+Hashing, packing and the index of hashes run in C, or in Python where no compiler is; both do the same
+(tests/kvrelay/test_hashing.py, tests/kvrelay/test_hash_index.py). C is compiled on first use, once for the process.
 """
 
 import functools
 import hashlib
+import logging
+import os
+import struct
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Protocol, Self
 
-from kvrelay.native import block_hash
+from kvrelay.errors import BackendUnavailable
+from kvrelay.native.build import load_extension
 from kvrelay.types import BlockHash
+
+logger = logging.getLogger(__name__)
 
 HASH_SEED = "kvrelay-blake2b-128-v1"
 HASH_BYTES = 16
@@ -20,6 +32,7 @@ TOKEN_BYTES = 4
 _ADAPTER = b"adapter"  # BLAKE2's personalisation: these digests never equal a block's
 _EXTRAS = b"extras"
 _TENANT = b"tenant"
+_NATIVE = Path(__file__).parent / "native"
 
 
 @functools.lru_cache(1024)
@@ -48,7 +61,50 @@ def tenant_of(name: str) -> str:
 
 def pack_tokens(tokens: Sequence[int], start: int = 0, end: int | None = None) -> bytes:
     """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token does not fit."""
-    return block_hash.pack(tokens, start, len(tokens) if end is None else min(end, len(tokens)))
+    end = len(tokens) if end is None else min(end, len(tokens))
+    extension = hash_extension()
+    if extension is None or type(tokens) is not list:
+        return _pack_in_python(tokens[start:end])
+    packed: bytes = extension.pack(tokens, start, end)
+    return packed
+
+
+def _pack_in_python(tokens: Sequence[int]) -> bytes:
+    """All machines that run this are little-endian."""
+    try:
+        return struct.pack(f"{len(tokens)}i", *tokens)  # twice as fast as array()
+    except struct.error:
+        return array("i", tokens).tobytes()  # raises OverflowError or TypeError
+
+
+def _chain(parent: bytes, packed: bytes, width: int) -> bytes:
+    """16 bytes for every `width` bytes of tokens: the BLAKE2b hash of the previous digest (at first `parent`) and these
+    tokens.
+    """
+    extension = hash_extension()
+    if extension is not None:
+        digests: bytes = extension.chain(parent, packed, width)
+        return digests
+    found: list[bytes] = []
+    for start in range(0, len(packed) - width + 1, width):
+        parent = hashlib.blake2b(parent + packed[start : start + width], digest_size=HASH_BYTES).digest()
+        found.append(parent)
+    return b"".join(found)
+
+
+@functools.cache
+def hash_extension() -> Any:
+    """The extension module with `pack(tokens, start, end)` and `chain(parent, packed, width)`; None: no compiler."""
+    return _extension("kvrelay_block_hash", "block hashing runs", "blake2b", "blake2b")
+
+
+def _extension(name: str, runs: str, folder: str, source: str) -> Any:
+    path = _NATIVE / folder
+    try:
+        return load_extension(name, [path / "module.c", path / f"{source}.c"], [path / f"{source}.h"])
+    except BackendUnavailable as error:
+        logger.info("%s in Python: %s", runs, error)
+        return None
 
 
 class HashChain:
@@ -93,13 +149,13 @@ class HashChain:
         width = TOKEN_BYTES * block_size
         if extras:
             packed = self._extend_to_last_extras(packed, width, extras)
-        self.data += block_hash.chain(self.last if self.data else self.root, packed, width)
+        self.data += _chain(self.last if self.data else self.root, packed, width)
 
     def _extend_to_last_extras(self, packed: bytes, width: int, extras: Mapping[int, bytes]) -> bytes:
         """Append hashes up to the last full block with extras; the packed tokens that are left."""
         begin, count = 0, len(packed) // width
         for index in sorted(i for i in extras if i < count):
-            self.data += block_hash.chain(self.last, packed[begin * width : index * width], width)
+            self.data += _chain(self.last, packed[begin * width : index * width], width)
             block = packed[index * width : (index + 1) * width]
             self.data += _hash_with_extras(self.last, block, extras[index])
             begin = index + 1
@@ -118,3 +174,106 @@ def block_hashes(
     chain = HashChain(root_hash(salt, adapter))
     chain.extend(pack_tokens(tokens), block_size, extras)
     return chain.hashes()
+
+
+# ---- which row of a column holds each hash
+
+_SPARSE = 4  # the dict is copied once it has held so many times the hashes that it holds
+_SMALL = 1024
+
+
+class HashIndex(Protocol):
+    """The row of each hash that has one, from 1 on. Lists are lists: no other sequence is accepted.
+
+    Owns the row numbers alone: the hashes lie in the caller's bytearray (`column`), 16 bytes for each row. In C an
+    entry takes 8 bytes, in a table that is between an eighth and three quarters full.
+    """
+
+    def find(self, column: bytearray, kinds: "array[int]", hashes: list[bytes], /) -> tuple[list[int], list[int]]:
+        """(the row of each hash, 0 where it has none; `kinds` of that row, which has 32 bits for each)."""
+
+    def find_one(self, column: bytearray, block_hash: bytes, /) -> int:
+        """Its row; 0: it has none."""
+
+    def add(self, column: bytearray, hashes: list[bytes], first: int, /) -> None:
+        """Write these hashes, which are distinct and have no row, to the rows from `first` on."""
+
+    def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
+        """Move the hashes of these rows to those from `first` on. None of those is a row that comes later in the
+        list.
+        """
+
+    def remove(self, column: bytearray, rows: list[int], /) -> None:
+        """The hashes of these rows are no longer found; the column keeps them."""
+
+    def count(self) -> int:
+        """Hashes that have a row."""
+
+    def num_bytes(self) -> int:
+        """Memory outside of Python's own count."""
+
+
+class PythonHashIndex:
+    """A dict, which holds the hashes too: some 120 bytes each. It is copied when it has become much too large."""
+
+    __slots__ = ("_peak", "_row_of")
+
+    def __init__(self) -> None:
+        self._row_of: dict[bytes, int] = {}
+        self._peak = 0
+
+    def find(self, column: bytearray, kinds: "array[int]", hashes: list[bytes], /) -> tuple[list[int], list[int]]:
+        rows = list(map(self._row_of.get, hashes, repeat(0)))
+        return rows, list(map(kinds.__getitem__, rows))
+
+    def find_one(self, column: bytearray, block_hash: bytes, /) -> int:
+        return self._row_of.get(block_hash, 0)
+
+    def add(self, column: bytearray, hashes: list[bytes], first: int, /) -> None:
+        column[HASH_BYTES * first : HASH_BYTES * (first + len(hashes))] = b"".join(hashes)
+        self._row_of.update(zip(hashes, range(first, first + len(hashes)), strict=True))
+        self._peak = max(self._peak, len(self._row_of))
+
+    def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
+        moved = self._hashes(column, rows)
+        column[HASH_BYTES * first : HASH_BYTES * (first + len(moved))] = b"".join(moved)
+        self._row_of.update(zip(moved, range(first, first + len(moved)), strict=True))
+
+    def remove(self, column: bytearray, rows: list[int], /) -> None:
+        for block_hash in self._hashes(column, rows):
+            del self._row_of[block_hash]
+        if self._peak > _SMALL and _SPARSE * len(self._row_of) < self._peak:
+            self._row_of = dict(self._row_of)
+            self._peak = len(self._row_of)
+
+    def _hashes(self, column: bytearray, rows: Sequence[int]) -> list[bytes]:
+        return [bytes(column[HASH_BYTES * row : HASH_BYTES * (row + 1)]) for row in rows]
+
+    def count(self) -> int:
+        return len(self._row_of)
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+@functools.cache
+def table_extension() -> Any:
+    """The extension module with `HashTable(seed)` and `are_distinct(hashes)`; None without a compiler."""
+    return _extension("kvrelay_hash_table", "the hash index runs", "hash_table", "table")
+
+
+def new_hash_index() -> HashIndex:
+    """An empty index. Its seed is random, so that no client can choose prompts whose hashes collide in it."""
+    extension = table_extension()
+    if extension is None:
+        return PythonHashIndex()
+    index: HashIndex = extension.HashTable(int.from_bytes(os.urandom(8), "little"))
+    return index
+
+
+def distinct(hashes: Sequence[bytes]) -> list[bytes]:
+    """Each of them once, in their order; the list itself where they are distinct."""
+    extension = table_extension()
+    if extension is not None and type(hashes) is list and extension.are_distinct(hashes):
+        return hashes
+    return list(dict.fromkeys(hashes))

@@ -83,17 +83,15 @@ def traceparent_of(span: Span) -> str:
     return carrier.get(_HEADER, "")
 
 
-def spans_of(traceparent: str, **attributes: Value) -> "Spans | None":
-    """A sequence's spans in this process, with common attributes; None when the request is not traced."""
-    return Spans(traceparent, attributes) if traceparent else None
-
-
 class Spans:
-    """Spans by name, all children of one parent. At most one with each name is open; `close` ends the rest."""
+    """A traced sequence's spans in this process, with common attributes, all children of `traceparent`.
+
+    At most one with each name is open; `close` ends the rest.
+    """
 
     __slots__ = ("_attributes", "_open", "_parent")
 
-    def __init__(self, traceparent: str, attributes: dict[str, Value]) -> None:
+    def __init__(self, traceparent: str, **attributes: Value) -> None:
         self._parent = _propagator.extract({_HEADER: traceparent})
         self._attributes = attributes
         self._open: dict[str, Span] = {}

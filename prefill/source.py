@@ -147,7 +147,8 @@ class SourceTransfer:
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Give up: notify the target, wait for nothing. Idempotent; no effect once ended."""
-        self._end(refusal(self.request_id, Reason.CANCELLED, reason), must_notify=True)
+        if not self._outcome.done():
+            self._end(refusal(self.request_id, Reason.CANCELLED, reason), must_notify=True)
 
     # ---- called by the link
 

@@ -30,7 +30,7 @@ from kvrelay.plane.messages import (
     TokenOutput,
     encode,
 )
-from kvrelay.tracing import Spans, spans_of
+from kvrelay.tracing import Spans
 from kvrelay.types import Role
 
 HEARTBEAT_S = 2.0
@@ -46,12 +46,8 @@ class IngressLink:
         self._snapshot: asyncio.Task[None] | None = None
         connection.allow_threads()
 
-    async def receive(self) -> bytes:
-        """The next frame. Raises ConnectionLost."""
-        return await self._connection.receive()
-
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; a lost connection shows in `receive`, not here."""
+        """Queue a message; its reader sees a lost connection."""
         with contextlib.suppress(ConnectionLost):
             self._connection.send_nowait(encode(message))
 
@@ -138,8 +134,8 @@ class RequestTable:
             return False
         self._links[request_id] = link
         link.requests.add(request_id)
-        if (spans := spans_of(request.traceparent, request_id=request_id, worker=self._worker_id)) is not None:
-            self._spans[request_id] = spans
+        if request.traceparent:
+            self._spans[request_id] = Spans(request.traceparent, request_id=request_id, worker=self._worker_id)
         return True
 
     def remove(self, request_id: str) -> IngressLink | None:

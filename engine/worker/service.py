@@ -308,14 +308,9 @@ class WorkerServer:
         self._reports.connect(link)
         link.send(Welcome(protocol=PROTOCOL_VERSION, info=self._info))
         try:
-            while True:
-                frame = await link.receive()
-                try:
-                    message = decode_to_worker(frame)
-                except msgspec.DecodeError as error:
-                    logger.warning("dropping %s: malformed message: %s", link.peer, error)
-                    return
-                self._dispatch(link, message)
+            await connection.read_all(lambda frame: self._dispatch(link, decode_to_worker(frame)))
+        except msgspec.DecodeError as error:
+            logger.warning("dropping %s: malformed message: %s", link.peer, error)
         finally:
             self._reports.disconnect(link)
             for request_id in list(link.requests):

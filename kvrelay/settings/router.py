@@ -1,5 +1,6 @@
 """Settings of the router, of service-level objectives, and of the order of the workers' waiting queues."""
 
+from functools import cached_property
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -124,7 +125,7 @@ class SloSettings(Section):
                 chain.append(following)
         return self
 
-    @property
+    @cached_property
     def is_on(self) -> bool:
         """Whether times are predicted at all."""
         return self.ttft_s is not None or self.tpot_s is not None or bool(self.classes)

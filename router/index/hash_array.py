@@ -21,8 +21,7 @@ from operator import ne
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.hashing import HASH_BYTES
-from kvrelay.native.hash_index import new_hash_index
+from kvrelay.hashing import HASH_BYTES, new_hash_index
 
 Ints = NDArray[np.int64]
 

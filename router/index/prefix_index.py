@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from kvrelay.native.hash_index import distinct
+from kvrelay.hashing import distinct
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.hash_array import Ints, depths_by_row

@@ -9,7 +9,7 @@ at the end. Never imports torch, Ray, sockets or a clock.
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from kvrelay.native.hash_index import distinct
+from kvrelay.hashing import distinct
 from kvrelay.router.index.holders import HolderIndex
 
 SLICE = 512

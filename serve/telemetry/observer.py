@@ -17,7 +17,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.objectives import SloVerdict
 from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
-from kvrelay.tracing import spans_of
+from kvrelay.tracing import Spans
 
 REQUESTS_KEPT = 512
 STAGES_KEPT = 48  # of a request; after many retries the stages in the middle are dropped
@@ -217,7 +217,7 @@ class RequestObserver:
         self._num_sequences, self._is_group = request.num_sequences, request.group is not None
         self._record = log.begin(request, self.started_s, arrival)
         # without a traceparent it is not traced: no span is made, not even an empty one
-        self._spans = spans_of(request.traceparent, request_id=request.request_id) if request.traceparent else None
+        self._spans = Spans(request.traceparent, request_id=request.request_id) if request.traceparent else None
         self._last_of: dict[int, float] = {}  # when each choice's last tokens came
         self._phase_s = 0.0  # when the phase began that is measured now: placing, deferred or reserving
         stats.running += self._num_sequences

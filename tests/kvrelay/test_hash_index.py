@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.native import hash_index
-from kvrelay.native.hash_index import PythonHashIndex, distinct
+from kvrelay import hashing
+from kvrelay.hashing import PythonHashIndex, distinct
 
 pytestmark = pytest.mark.pure
 
@@ -18,9 +18,9 @@ NAMES = [number.to_bytes(16, "little") for number in range(40)] + [bytes([0]) * 
 
 
 def native(seed=5):
-    if hash_index.native() is None:
+    if hashing.table_extension() is None:
         pytest.skip("no compiler")
-    return hash_index.native().HashTable(seed)
+    return hashing.table_extension().HashTable(seed)
 
 
 MAKERS = {"python": PythonHashIndex, "native": native}
@@ -62,7 +62,7 @@ class TableMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, (1 << 63) - 1))
     def begin(self, seed):
         self.rows = [Row(PythonHashIndex(), 64)]
-        if hash_index.native() is not None:
+        if hashing.table_extension() is not None:
             self.rows.append(Row(native(seed), 64))
 
     @property
@@ -164,11 +164,11 @@ def test_the_compiled_table_touches_nothing_outside_of_the_row(slots, first):
 
 
 def test_without_a_compiler_it_is_a_dict(monkeypatch):
-    monkeypatch.setattr(hash_index, "native", lambda: None)
-    assert isinstance(hash_index.new_hash_index(), PythonHashIndex)
-    if hash_index.native() is not None:
+    monkeypatch.setattr(hashing, "table_extension", lambda: None)
+    assert isinstance(hashing.new_hash_index(), PythonHashIndex)
+    if hashing.table_extension() is not None:
         monkeypatch.undo()
-        assert isinstance(hash_index.new_hash_index(), hash_index.native().HashTable)
+        assert isinstance(hashing.new_hash_index(), hashing.table_extension().HashTable)
 
 
 @pytest.mark.parametrize("has_library", [True, False])
@@ -176,7 +176,7 @@ def test_without_a_compiler_it_is_a_dict(monkeypatch):
 def test_each_name_once_in_their_order(has_library, hashes):
     with pytest.MonkeyPatch.context() as patch:
         if not has_library:
-            patch.setattr(hash_index, "native", lambda: None)
+            patch.setattr(hashing, "table_extension", lambda: None)
         assert distinct(hashes) == distinct(tuple(hashes)) == list(dict.fromkeys(hashes))
 
 
@@ -187,8 +187,10 @@ def test_many_names_and_names_that_collide_are_distinguished():
     many = [number.to_bytes(16, "little") for number in range(5000)]
     for names in (crowded, many, crowded[:1], []):
         assert distinct(names) == names and distinct([*names, *names]) == names
-    if hash_index.native() is not None:
-        assert [hash_index.native().are_distinct(names) for names in (crowded, crowded[:10], many, many[:1000])] == [
+    if hashing.table_extension() is not None:
+        assert [
+            hashing.table_extension().are_distinct(names) for names in (crowded, crowded[:10], many, many[:1000])
+        ] == [
             False,
             True,
             False,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay import hashing
 from kvrelay.hashing import HASH_BYTES, HashChain, block_hashes, pack_tokens, root_hash, tenant_name
-from kvrelay.native import block_hash
 
 pytestmark = pytest.mark.pure
 
@@ -96,8 +96,8 @@ def test_another_process_agrees():
 def library(request, monkeypatch):
     """Hashing and packing in C and in Python."""
     if request.param == "python":
-        monkeypatch.setattr(block_hash, "native", lambda: None)
-    elif block_hash.native() is None:
+        monkeypatch.setattr(hashing, "hash_extension", lambda: None)
+    elif hashing.hash_extension() is None:
         pytest.skip("no C compiler")
     return request.param
 
@@ -140,7 +140,7 @@ def test_a_list_that_changes_while_it_is_packed_does_no_harm(library):
 
 
 def test_a_chain_begins_with_sixteen_bytes_and_blocks_are_not_empty():
-    native = block_hash.native()
+    native = hashing.hash_extension()
     if native is None:
         pytest.skip("no C compiler")
     for parent, width in ((b"short", 64), (bytes(16), 0), (bytes(16), -4)):
@@ -171,9 +171,9 @@ def test_long_prompts_hash_the_same_while_other_threads_run(library):
 
 @pytest.mark.slow
 def test_without_native_code_the_digests_are_the_same():
-    code = "from kvrelay import hashing; from kvrelay.native import block_hash; "
+    code = "from kvrelay import hashing; "
     code += "print(hashing.block_hashes(list(range(4000)), 16)[-1].hex()); "
-    code += "assert block_hash.native() is None"
+    code += "assert hashing.hash_extension() is None"
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -44,7 +44,7 @@ def trace_id(traceparent):
 
 def test_a_request_joins_the_clients_trace_and_its_sequences_join_the_requests(exporter):
     request = tracing.begin_request(CLIENT, "/v1/completions")
-    spans = tracing.spans_of(tracing.traceparent_of(request), worker="p0")
+    spans = tracing.Spans(tracing.traceparent_of(request), worker="p0")
     spans.begin("prefill", tokens=7)
     spans.end("prefill", cached_tokens=3)
     request.end()
@@ -55,7 +55,7 @@ def test_a_request_joins_the_clients_trace_and_its_sequences_join_the_requests(e
 
 
 def test_an_error_marks_the_span_and_what_is_left_open_is_closed_once(exporter):
-    spans = tracing.spans_of(CLIENT)
+    spans = tracing.Spans(CLIENT)
     spans.begin("kv transfer")
     spans.end("kv transfer", error="checksum: block 3", reason="checksum")
     spans.begin("decode")
@@ -78,10 +78,10 @@ def test_a_header_that_is_no_trace_context_is_ignored(exporter, header):
 
 def test_without_a_provider_nothing_is_carried_but_the_clients_own_context():
     assert tracing.traceparent_of(tracing.begin_request(None, "/")) == ""
-    assert tracing.spans_of("") is None
+    assert tracing.Spans("") is None
     carried = tracing.traceparent_of(tracing.begin_request(CLIENT, "/"))
     assert trace_id(carried) == trace_id(CLIENT)  # a worker that has a provider joins the client's trace
-    spans = tracing.spans_of(carried)
+    spans = tracing.Spans(carried)
     spans.begin("prefill")
     spans.close()
 

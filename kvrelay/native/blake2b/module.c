@@ -1,4 +1,4 @@
-/* Extension module `kvrelay_block_hash`: `pack` and `chain` of kvrelay/native/block_hash.py. */
+/* Extension module `kvrelay_block_hash`: the packing and chaining of kvrelay/hashing.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -1,4 +1,4 @@
-/* Extension module `kvrelay_hash_table`: the type `HashTable`, which has the methods of kvrelay/native/hash_index.py's HashIndex,
+/* Extension module `kvrelay_hash_table`: the type `HashTable`, which has the methods of kvrelay/hashing.py's HashIndex,
  * and `are_distinct`.
  *
  * Hashes are bytes of 16 bytes each. `column` is the caller's bytearray with 16 bytes for each row; row 0 is never used.

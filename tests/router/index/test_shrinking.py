@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.native import hash_index
+from kvrelay import hashing
 from kvrelay.router.index import hash_array as slots_module
 from kvrelay.router.index.hash_array import HashArray, both_bits
 from kvrelay.router.index.holders import HolderIndex, HolderSets
@@ -34,7 +34,7 @@ def chain(name, length, first=0):
 @pytest.fixture(params=["native", "python"])
 def either_table(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr("kvrelay.router.index.hash_array.new_hash_index", hash_index.PythonHashIndex)
+        monkeypatch.setattr("kvrelay.router.index.hash_array.new_hash_index", hashing.PythonHashIndex)
 
 
 ROADS = [chain("r", 12) + chain(name, 28) for name in ("a", "b", "c")] + [chain("d", 40)]
