@@ -19,6 +19,7 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import probe as probing
 from kvrelay.cluster.launch import state_file
 from kvrelay.cluster.launch.prepare import Preparation
+from kvrelay.cluster.launch.probe import auth_headers, request_json
 from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.stop_signals import StopSignals
 from kvrelay.cluster.launch.supervisor import report_stopping
@@ -133,6 +134,7 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
             steps.done("pairs", _check_pairs(settings, progress.console))
         steps.report("probe", "a request through the whole path")
         steps.done("probe", _probe(settings, model))
+        _report_sizes(settings, progress.console)
         progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
     return model
 
@@ -151,6 +153,20 @@ def _check_pairs(settings: Settings, console: Console) -> str:
         if pair["verdict"] != "ok":
             console.print(f"[yellow]warning:[/yellow] {escape(pair['line'])}", highlight=False)
     return doctor.summary(view)
+
+
+def _report_sizes(settings: Settings, console: Console) -> None:
+    """Print a line for each role: what its workers chose for themselves and why. And what limits or slows them."""
+    url, headers = f"{api_url(settings)}/kvrelay/status", auth_headers(settings.serve.api_key)
+    workers = request_json("GET", url, headers=headers, timeout_s=10.0)["workers"]
+    for role in ("prefill", "decode"):
+        worker = next((one for one in workers if one["role"] == role and one.get("sizes")), None)
+        if worker is None:
+            continue
+        line, *notices = worker["sizes"]
+        console.print(f"  {role:<8} {line}", highlight=False, markup=False)
+        for notice in filter(None, [*notices, worker["backend"].get("warning")]):
+            console.print(f"[yellow]warning:[/yellow] {role}: {escape(notice)}", highlight=False)
 
 
 def _probe(settings: Settings, model: str) -> str:

@@ -83,7 +83,7 @@ class WorkerReplica:
 
     async def _num_sharers(self) -> int | None:
         """The number of workers that divide the machine's memory; None where the pool's size is given."""
-        if self._settings.for_role(Role(self.role)).engine.kv_memory_share is None:
+        if self._settings.for_role(Role(self.role)).engine.kv_memory_bytes is not None:
             return None
         return await deployed_workers() or LEAST_WORKERS
 

@@ -19,7 +19,7 @@ def check_fit(spec: ModelSpec, settings: Settings, role: Role) -> None:
         raise ConfigError(
             f"model.max_model_len: {wanted} tokens, but this model's longest context is {spec.max_position}"
         )
-    if engine.kv_memory_share is not None:
+    if engine.kv_memory_bytes is None:
         return  # the engine looks what is free once the weights are there
     layout = KvLayout(
         spec.num_layers, 1, engine.block_size, spec.num_kv_heads, spec.head_dim, own.kv_dtype,

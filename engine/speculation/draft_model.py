@@ -196,7 +196,7 @@ class DraftModel:
         drafted.passes.append(Pass(len(work), plan.num_tokens, self._clock() - begin_s))
 
 
-def make_draft_model(settings: Settings, folder: Path, backend: Backend) -> DraftModel | None:
+def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_running: int) -> DraftModel | None:
     """The draft model for the model in `folder`, from a decode worker's settings; None: none is configured.
 
     Raises:
@@ -211,7 +211,7 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend) -> Draf
     config = DraftConfig(
         block_size=engine.block_size,
         kv_memory_bytes=engine.draft_kv_bytes,
-        max_running=engine.max_running,
+        max_running=max_running,
         max_model_len=min(spec.max_position, settings.model.max_model_len or spec.max_position),
         vocab_size=spec.vocab_size,
         share=weight_share(folder, draft_folder, settings),

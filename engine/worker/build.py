@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.kv_cache import KvCache
+from kvrelay.engine.worker.sizing import EngineSizes, engine_sizes
 from kvrelay.kernels.common.quant_scheme import scheme_of
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.eviction.policies import make_policy
@@ -35,10 +35,9 @@ from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController
 from kvrelay.kvcache.tiers.rules import TierRules
-from kvrelay.machine import physical_cores
+from kvrelay.machine import free_host_bytes, physical_cores
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.settings.choices import ChecksMode
-from kvrelay.settings.engine import EngineSettings
 from kvrelay.types import KvMemory, Role
 
 
@@ -61,8 +60,15 @@ class WorkerOptions:
     num_workers: int | None = None
     cluster_store: ClusterStore | None = None
 
+    @property
+    def machine_workers(self) -> int:
+        """Workers that share this machine's memory."""
+        return self.num_workers or max(1, self.settings.cluster.prefill + self.settings.cluster.decode)
 
-def build_engine(options: WorkerOptions, role: Role, layer_hook: LayerHook | None, wake: Callable[[], None]) -> Engine:
+
+def build_engine(
+    options: WorkerOptions, role: Role, layer_hook: LayerHook | None, wake: Callable[[], None]
+) -> tuple[Engine, EngineSizes]:
     """Load the model and make its pool and tiers. Raises ModelError, ConfigError, BackendUnavailable, StoreError.
 
     Args:
@@ -78,7 +84,11 @@ def build_engine(options: WorkerOptions, role: Role, layer_hook: LayerHook | Non
     backend = select_backend(own.engine.backend, own.engine.device, num_threads)
     check_kv_layout(backend.name, backend.kv_layouts, settings, role)
     check_quantization(backend.name, settings, quantizes=backend.quantizes)
-    draft_model = make_draft_model(own, model_dir, backend) if role is Role.DECODE else None
+    sizes = engine_sizes(
+        own.engine, has_device=backend.free_device_bytes() is not None, free_host_bytes=free_host_bytes(),
+        num_workers=options.machine_workers, gpus_per_worker=settings.cluster.num_gpus_per_worker,
+    )  # fmt: skip
+    draft_model = make_draft_model(own, model_dir, backend, sizes.max_running) if role is Role.DECODE else None
     checks = settings.transfer.checks
 
     def tiers(kv: KvCache) -> LowerTiers | None:
@@ -94,20 +104,22 @@ def build_engine(options: WorkerOptions, role: Role, layer_hook: LayerHook | Non
         layer_hook=layer_hook,
         layers_per_hook=settings.transfer.layers_per_announce,
     )
-    config = _engine_config(options, own)
-    return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions)
+    config = _engine_config(options, own, sizes)
+    return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions), sizes
 
 
-def _engine_config(options: WorkerOptions, own: Settings) -> EngineConfig:
+def _engine_config(options: WorkerOptions, own: Settings, sizes: EngineSizes) -> EngineConfig:
     settings, engine = options.settings, own.engine
     return EngineConfig(
         block_size=engine.block_size,
         kv_layout=engine.kv_layout,
-        **_pool_size(engine, options.num_workers or settings.cluster.prefill + settings.cluster.decode),
+        kv_memory_bytes=sizes.kv_memory_bytes or 0,
+        kv_memory_share=sizes.kv_memory_share,
+        num_workers=options.machine_workers,
         kv_dtype=own.kv_dtype,
         quantization=scheme_of(own.model.quantization),
-        token_budget=engine.token_budget,
-        max_running=engine.max_running,
+        token_budget=sizes.token_budget,
+        max_running=sizes.max_running,
         max_waiting=engine.max_waiting,
         max_model_len=settings.model.max_model_len,
         prefix_caching=engine.prefix_caching,
@@ -120,13 +132,6 @@ def _engine_config(options: WorkerOptions, own: Settings) -> EngineConfig:
         warm_up=engine.warm_up,
         prompt_lookup=engine.speculation != "model",
     )
-
-
-def _pool_size(engine: EngineSettings, num_workers: int) -> dict[str, Any]:
-    """EngineConfig's fields for the pool's size."""
-    if (share := engine.kv_memory_share) is not None:
-        return {"kv_memory_share": share, "num_workers": num_workers}
-    return {"kv_memory_bytes": engine.kv_memory_bytes}
 
 
 _MOST_POOLS = 8  # more of what is swapped out than so many pools waits longer than any client

@@ -22,6 +22,7 @@ from kvrelay.engine.worker.build import WorkerOptions, build_engine
 from kvrelay.engine.worker.ingresses import EngineReports, IngressLink, RequestTable
 from kvrelay.engine.worker.kv_exchange import prefetch
 from kvrelay.engine.worker.role import WorkerRole
+from kvrelay.engine.worker.sizing import EngineSizes, context_notice
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import WorkerError
 from kvrelay.kvcache.stores.remote import ClusterStore
@@ -74,6 +75,7 @@ class WorkerService:
             cores=options.cores,
         )  # fmt: skip
         self.requests = RequestTable(options.worker_id, self.role, self.thread, self._retry_after_s)
+        self._sizes: EngineSizes | None = None  # once the engine is built
         self._role: WorkerRole | None = None  # these three from start() to aclose()
         self._reports: EngineReports | None = None
         self._server: WorkerServer | None = None
@@ -126,7 +128,8 @@ class WorkerService:
 
     def build_engine(self) -> Engine:
         """On the engine's thread."""
-        return build_engine(self.options, self.role, self._layer_hook(), self._wake)
+        engine, self._sizes = build_engine(self.options, self.role, self._layer_hook(), self._wake)
+        return engine
 
     def _wake(self) -> None:
         """From any thread: the engine has something to take note of."""
@@ -160,8 +163,18 @@ class WorkerService:
             "transfer": msgspec.to_builtins(role.stats()) if role is not None else None,
             "pairs": [_plain(pair) for pair in role.pairs()] if role is not None else [],
             "backend": self._backend_facts(),
+            "sizes": self._size_facts(),
             "pid": os.getpid(),
         }
+
+    def _size_facts(self) -> list[str]:
+        """What was chosen for the engine and why, then what to note of it."""
+        engine = self.thread.engine
+        if engine is None or self._sizes is None:
+            return []
+        wanted = min(engine.model.spec.max_position, self.options.settings.model.max_model_len or 1 << 62)
+        line = self._sizes.describe(engine.cache.memory.layout.num_bytes)
+        return [line, *filter(None, [context_notice(engine.max_model_len, wanted)])]
 
     def _backend_facts(self) -> dict[str, Any]:
         engine = self.thread.engine

@@ -46,6 +46,8 @@ from kvrelay.native.build import processor
 
 logger = logging.getLogger(__name__)
 
+_SLOW = "compiled CPU kernels are off (%s): torch's are used, several times slower"
+
 
 def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
     """The compiled kernels, or None and the reason."""
@@ -79,7 +81,7 @@ class CpuBackend:
         self._warned: set[str] = set()
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
         if self._native is None:
-            logger.warning("compiled CPU kernels are off (%s); torch's are used, several times slower", self._why_not)
+            logger.warning(_SLOW, self._why_not)
 
     @property
     def compiled_kernels(self) -> NativeKernels | None:
@@ -122,8 +124,9 @@ class CpuBackend:
         native = self._native
         kernels = f"torch ({self._why_not})" if native is None else f"native, panels of {native.panel_width}"
         linears = {f"linear_{str(dtype).removeprefix('torch.')}": name for dtype, (name, _) in self._packers.items()}
+        slow = {} if native else {"warning": _SLOW % self._why_not}
         dot = {} if native is None else {"bf16_dot": "yes" if native.has_dot else "no"}
-        return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears}
+        return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears, **slow}
 
     def native_for(self, shape: AttentionShape) -> NativeKernels | None:
         """The compiled kernels if they have attention for this shape."""

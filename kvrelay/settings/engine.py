@@ -57,15 +57,22 @@ class EngineSettings(Section):
     kv_layout: KvOrder = setting(
         "NHD", "Order of a block's tokens (N) and heads (H) in memory; HND: backends reference and cuda only."
     )
-    kv_memory: Budget = setting(
-        "256MiB",
+    kv_memory: Budget | None = setting(
+        None,
         "KV pool of each worker: a size, or a share (0.5 or 50%) of the memory that is free after the weights are "
-        "loaded; "
-        "on a CPU the node's workers divide that share.",
+        "loaded; on a CPU the node's workers divide that share. Default: 0.9 on a GPU; on a CPU a quarter of the free "
+        "memory divided by the node's workers, from 64 MiB to 1 GiB.",
     )
     kv_dtype: KvDtype = setting("auto", "Type of KV; fp8_e4m3 keeps a scale with each vector; auto: as model.dtype.")
-    token_budget: int = setting(512, "Most tokens in one step.", unit="tokens", ge=16)
-    max_running: int = setting(64, "Most running sequences in one batch; at most token_budget.", unit="sequences", ge=1)
+    token_budget: int | None = setting(
+        None, "Most tokens in one step; default: 8192 on a GPU, 512 on a CPU.", unit="tokens", ge=16
+    )
+    max_running: int | None = setting(
+        None,
+        "Most running sequences in one batch; at most token_budget; default: 256 on a GPU, 64 on a CPU.",
+        unit="sequences",
+        ge=1,
+    )
     max_waiting: int = setting(256, "Most sequences in the waiting queue; more get 429.", unit="sequences", ge=1)
     num_threads: int | None = setting(None, "CPU threads; default: the worker's physical cores.", ge=1)
     prefix_caching: bool = setting(True, "Keep full blocks for later prompts with the same prefix.")
@@ -125,13 +132,14 @@ class EngineSettings(Section):
 
     @property
     def kv_memory_share(self) -> float | None:
-        """The share of free memory that the pool takes; None when its size is given."""
-        return memory_share(self.kv_memory)
+        """The share of free memory that the pool takes; None when its size is given, or nothing."""
+        return None if self.kv_memory is None else memory_share(self.kv_memory)
 
     @property
-    def kv_memory_bytes(self) -> int:
-        """The pool's size. Valid only where `kv_memory_share` is None."""
-        assert not isinstance(self.kv_memory, float)
+    def kv_memory_bytes(self) -> int | None:
+        """The pool's size; None when a share is given, or nothing."""
+        if self.kv_memory is None or isinstance(self.kv_memory, float) or self.kv_memory_share is not None:
+            return None
         return parse_bytes(self.kv_memory)
 
     @model_validator(mode="after")

@@ -72,7 +72,7 @@ def test_kv_has_the_models_dtype_or_its_own():
 
 def test_the_defaults_are_valid_and_frozen():
     settings = Settings()
-    assert settings.engine.kv_memory_bytes == 256 << 20
+    assert settings.engine.kv_memory_bytes is settings.engine.kv_memory_share is settings.engine.kv_memory is None
     with pytest.raises(ValidationError, match="frozen"):
         settings.engine.block_size = 32  # type: ignore[misc]
 
