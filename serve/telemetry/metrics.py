@@ -1,7 +1,8 @@
 """/metrics: the ingress's own counters and the workers' load reports, collected when Prometheus scrapes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -36,13 +37,25 @@ class _Table:
     def __init__(self) -> None:
         self.families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
 
-    def add(self, name: str, documentation: str, labels: dict[str, str], value: float) -> None:
+    def add(self, name: str, documentation: str, labels: Mapping[str, str], value: float) -> None:
         family = self.families.get(name)
         if family is None:
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(name.removesuffix("_total"), documentation, labels=list(labels))
             self.families[name] = family
         family.add_metric(list(labels.values()), value)
+
+    def add_fields(self, rows: Iterable[tuple[str, str, str]], source: object, labels: Mapping[str, str]) -> None:
+        """One value for each row: (metric, documentation, the source's attribute)."""
+        for name, documentation, attribute in rows:
+            self.add(name, documentation, labels, getattr(source, attribute))
+
+    def add_counts(
+        self, name: str, documentation: str, labels: Mapping[str, str], label: str, counts: Mapping[Any, float]
+    ) -> None:
+        """One value for each key of `counts`, which is the value of `label`."""
+        for key, count in counts.items():
+            self.add(name, documentation, {**labels, label: str(key)}, count)
 
 
 def _own(stats: ServeStats) -> Iterable[Metric]:
@@ -62,10 +75,8 @@ def _own(stats: ServeStats) -> Iterable[Metric]:
 
 
 def _counted(stats: ServeStats, table: _Table) -> None:
-    for outcome, count in stats.outcomes.items():
-        table.add(metrics.REQUESTS_TOTAL, "Sequences by how they ended.", {"outcome": outcome}, count)
-    for path, count in stats.decisions.items():
-        table.add(metrics.ROUTER_DECISIONS_TOTAL, "Routing decisions by path.", {"path": path}, count)
+    table.add_counts(metrics.REQUESTS_TOTAL, "Sequences by how they ended.", {}, "outcome", stats.outcomes)
+    table.add_counts(metrics.ROUTER_DECISIONS_TOTAL, "Routing decisions by path.", {}, "path", stats.decisions)
     for (name, verdict), count in stats.slo_verdicts.items():
         table.add(metrics.SLO_VERDICTS_TOTAL, "Requests with an SLO.", {"class": name, "verdict": verdict}, count)
     for (name, is_kept), count in stats.slo_outcomes.items():
@@ -84,8 +95,51 @@ def _forecast(forecast: Forecast, table: _Table) -> Iterable[Metric]:
     yield ratios
 
 
+_OF_WORKER = (  # with the field of the worker's LoadReport
+    (metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", "queued_tokens"),
+    (metrics.WORKER_STEP_SECONDS, "Moving average of the step time.", "step_s"),
+    (metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences preempted.", "preemptions"),
+    (metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL, "Tokens looked up in the prefix cache.", "prefix_query_tokens"),
+    (metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Tokens found in the prefix cache.", "prefix_hit_tokens"),
+    (metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Tokens of prefix hits loaded from lower tiers.", "tier_hit_tokens"),
+    (metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL,
+     "KV tokens that sequences of a step shared instead of reading each.", "cascade_saved_tokens"),
+    (metrics.WORKER_FETCHING, "Queued sequences that wait for blocks from a store.", "fetching"),
+    (metrics.WORKER_WAITING_TENANTS, "Tenants with queued sequences.", "waiting_tenants"),
+    (metrics.WORKER_DEADLINE_REFUSALS_TOTAL, "Sequences refused, past their deadline.", "deadline_refusals"),
+    (metrics.WORKER_DISPLACED_TOTAL, "Sequences dropped from a full queue for another tenant's.", "displaced"),
+    (metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens of preempted sequences that are recomputed.", "recomputed_tokens"),
+    (metrics.WORKER_SWAPPED, "Sequences swapped out to host memory.", "swapped"),
+    (metrics.WORKER_SWAPPED_BLOCKS, "KV blocks swapped out to host memory.", "swapped_blocks"),
+    (metrics.WORKER_SWAPPED_BYTES, "KV bytes swapped out to host memory.", "swapped_bytes"),
+    (metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL, "Swapped blocks found corrupt and recomputed.", "swap_corrupt_blocks"),
+    (metrics.KVTRANSFER_LEASES, "KV transfers in flight.", "kv_leases"),
+    (metrics.KVTRANSFER_LEASE_EXPIRED_TOTAL, "Leases that expired before their transfer ended.", "kv_expired_leases"),
+)  # fmt: skip
+_OF_TIER = (
+    (metrics.KV_TIER_BLOCKS, "Blocks in a tier below the pool.", "num_blocks"),
+    (metrics.KV_TIER_BYTES, "Bytes in a tier, as stored.", "num_bytes"),
+    (metrics.KV_TIER_CAPACITY_BYTES, "Bytes that a tier may use; 0: no limit.", "capacity_bytes"),
+    (metrics.KV_TIER_STORED_BLOCKS_TOTAL, "Blocks stored in a tier.", "stored_blocks"),
+    (metrics.KV_TIER_LOADED_BLOCKS_TOTAL, "Blocks loaded from a tier.", "loaded_blocks"),
+    (metrics.KV_TIER_STORE_SECONDS_TOTAL, "Time spent on storing.", "store_s"),
+    (metrics.KV_TIER_LOAD_SECONDS_TOTAL, "Time spent on loading.", "load_s"),
+    (metrics.KV_TIER_REJECTED_BLOCKS_TOTAL, "Blocks not admitted, or without room.", "rejected_blocks"),
+    (metrics.KV_TIER_EVICTED_BLOCKS_TOTAL, "Blocks evicted from a tier.", "evicted_blocks"),
+    (metrics.KV_TIER_CORRUPT_BLOCKS_TOTAL, "Blocks found corrupt and discarded.", "corrupt_blocks"),
+    (metrics.KV_TIER_FAILURES_TOTAL, "Tier operations that failed.", "failures"),
+)
+_OF_PATH = (  # both ends count a transfer: sum over one role
+    (metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", "num_bytes"),
+    (metrics.KVTRANSFER_READ_SECONDS_TOTAL, "Time spent on reading and verifying, summed over reads.", "seconds"),
+    (metrics.KVTRANSFER_EXPOSED_SECONDS_TOTAL, "Transfer time that prefill did not hide.", "exposed_s"),
+    (metrics.KVTRANSFER_RETRIES_TOTAL, "Reads retried over another path.", "retries"),
+)
+
+
 def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     worker = {"worker": info.worker_id, "role": info.role}
+    table.add_fields(_OF_WORKER, load, worker)
     blocks = {
         "free": load.total_blocks - load.used_blocks - load.cached_blocks,
         "cached": load.cached_blocks,
@@ -94,185 +148,54 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         "quarantined": load.quarantined_blocks,
         "probe": load.probe_blocks,
     }
-    for state, count in blocks.items():
-        table.add(metrics.KV_BLOCKS, "KV blocks by state.", {**worker, "state": state}, count)
-    for state, count in (("running", load.running), ("waiting", load.waiting), ("receiving", load.receiving)):
-        table.add(metrics.WORKER_SEQUENCES, "Sequences on a worker.", {**worker, "state": state}, count)
-    table.add(metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", worker, load.queued_tokens)
-    table.add(metrics.WORKER_STEP_SECONDS, "Moving average of the step time.", worker, load.step_s)
-    table.add(metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences preempted.", worker, load.preemptions)
-    table.add(
-        metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL,
-        "Tokens looked up in the prefix cache.",
-        worker,
-        load.prefix_query_tokens,
-    )
-    table.add(
-        metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Tokens found in the prefix cache.", worker, load.prefix_hit_tokens
-    )
-    table.add(
-        metrics.WORKER_TIER_HIT_TOKENS_TOTAL,
-        "Tokens of prefix hits loaded from lower tiers.",
-        worker,
-        load.tier_hit_tokens,
-    )
-    table.add(
-        metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL,
-        "KV tokens that sequences of a step shared instead of reading each.",
-        worker,
-        load.cascade_saved_tokens,
-    )
-    table.add(metrics.WORKER_FETCHING, "Queued sequences that wait for blocks from a store.", worker, load.fetching)
-    _drafted(worker, load, table)
-    _queue(worker, load, table)
-    _preempted(worker, load, table)
-    _tiers(worker, load, table)
-    _transfers(worker, load, table)
-
-
-def _drafted(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
+    table.add_counts(metrics.KV_BLOCKS, "KV blocks by state.", worker, "state", blocks)
+    sequences = {"running": load.running, "waiting": load.waiting, "receiving": load.receiving}
+    table.add_counts(metrics.WORKER_SEQUENCES, "Sequences on a worker.", worker, "state", sequences)
     by_model = load.model_drafted_tokens, load.model_accepted_tokens
     from_text = load.drafted_tokens - by_model[0], load.accepted_tokens - by_model[1]
     for source, (drafted, accepted) in (("ngram", from_text), ("model", by_model)):
         labels = {**worker, "source": source}
         table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Draft tokens verified.", labels, drafted)
         table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Draft tokens accepted.", labels, accepted)
-
-
-def _queue(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
-    for priority, count in load.waiting_by_priority.items():
-        labels = {**worker, "priority": str(priority)}
-        table.add(metrics.WORKER_WAITING, "Queued sequences, by priority.", labels, count)
-    table.add(metrics.WORKER_WAITING_TENANTS, "Tenants with queued sequences.", worker, load.waiting_tenants)
-    table.add(
-        metrics.WORKER_DEADLINE_REFUSALS_TOTAL,
-        "Sequences refused, past their deadline.",
-        worker,
-        load.deadline_refusals,
-    )
-    table.add(
-        metrics.WORKER_DISPLACED_TOTAL,
-        "Sequences dropped from a full queue for another tenant's.",
-        worker,
-        load.displaced,
-    )
-    computed = {**load.tenant_tokens, "other": load.other_tenant_tokens}
-    for tenant, count in computed.items():
-        labels = {**worker, "tenant": tenant or "none"}
-        table.add(metrics.WORKER_TENANT_TOKENS_TOTAL, "Tokens computed, by tenant.", labels, count)
-
-
-def _preempted(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
-    for mode, count in load.preempted.items():
-        labels = {**worker, "mode": mode}
-        table.add(metrics.WORKER_PREEMPTED_TOTAL, "Sequences preempted, by mode.", labels, count)
-    table.add(
-        metrics.WORKER_RECOMPUTED_TOKENS_TOTAL,
-        "Tokens of preempted sequences that are recomputed.",
-        worker,
-        load.recomputed_tokens,
-    )
-    table.add(metrics.WORKER_SWAPPED, "Sequences swapped out to host memory.", worker, load.swapped)
-    table.add(metrics.WORKER_SWAPPED_BLOCKS, "KV blocks swapped out to host memory.", worker, load.swapped_blocks)
-    table.add(metrics.WORKER_SWAPPED_BYTES, "KV bytes swapped out to host memory.", worker, load.swapped_bytes)
-    for direction, seconds in (("out", load.swap_out_s), ("in", load.swap_in_s)):
-        labels = {**worker, "direction": direction}
-        table.add(
-            metrics.WORKER_SWAP_SECONDS_TOTAL, "Time spent on copies between pool and swap area.", labels, seconds
-        )
-    table.add(
-        metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL,
-        "Swapped blocks found corrupt and recomputed.",
-        worker,
-        load.swap_corrupt_blocks,
-    )
-
-
-def _tiers(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
+    waiting = load.waiting_by_priority
+    table.add_counts(metrics.WORKER_WAITING, "Queued sequences, by priority.", worker, "priority", waiting)
+    computed = {tenant or "none": count for tenant, count in load.tenant_tokens.items()}
+    computed["other"] = load.other_tenant_tokens
+    table.add_counts(metrics.WORKER_TENANT_TOKENS_TOTAL, "Tokens computed, by tenant.", worker, "tenant", computed)
+    table.add_counts(metrics.WORKER_PREEMPTED_TOTAL, "Sequences preempted, by mode.", worker, "mode", load.preempted)
+    swaps, what = {"out": load.swap_out_s, "in": load.swap_in_s}, "Time spent on copies between pool and swap area."
+    table.add_counts(metrics.WORKER_SWAP_SECONDS_TOTAL, what, worker, "direction", swaps)
     for tier in load.tiers:
-        labels = {**worker, "tier": tier.tier}
-        table.add(metrics.KV_TIER_BLOCKS, "Blocks in a tier below the pool.", labels, tier.num_blocks)
-        table.add(metrics.KV_TIER_BYTES, "Bytes in a tier, as stored.", labels, tier.num_bytes)
-        table.add(
-            metrics.KV_TIER_CAPACITY_BYTES, "Bytes that a tier may use; 0: no limit.", labels, tier.capacity_bytes
-        )
-        table.add(metrics.KV_TIER_STORED_BLOCKS_TOTAL, "Blocks stored in a tier.", labels, tier.stored_blocks)
-        table.add(metrics.KV_TIER_LOADED_BLOCKS_TOTAL, "Blocks loaded from a tier.", labels, tier.loaded_blocks)
-        table.add(metrics.KV_TIER_STORE_SECONDS_TOTAL, "Time spent on storing.", labels, tier.store_s)
-        table.add(metrics.KV_TIER_LOAD_SECONDS_TOTAL, "Time spent on loading.", labels, tier.load_s)
-        table.add(
-            metrics.KV_TIER_REJECTED_BLOCKS_TOTAL, "Blocks not admitted, or without room.", labels, tier.rejected_blocks
-        )
-        table.add(metrics.KV_TIER_EVICTED_BLOCKS_TOTAL, "Blocks evicted from a tier.", labels, tier.evicted_blocks)
-        table.add(
-            metrics.KV_TIER_CORRUPT_BLOCKS_TOTAL, "Blocks found corrupt and discarded.", labels, tier.corrupt_blocks
-        )
-        table.add(metrics.KV_TIER_FAILURES_TOTAL, "Tier operations that failed.", labels, tier.failures)
-
-
-def _transfers(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
-    """Both ends count a transfer: sum over one role."""
+        table.add_fields(_OF_TIER, tier, {**worker, "tier": tier.tier})
     for path in load.kv_paths:
-        labels = {**worker, "path": path.path}
-        table.add(metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", labels, path.num_bytes)
-        table.add(
-            metrics.KVTRANSFER_READ_SECONDS_TOTAL,
-            "Time spent on reading and verifying, summed over reads.",
-            labels,
-            path.seconds,
-        )
-        table.add(
-            metrics.KVTRANSFER_EXPOSED_SECONDS_TOTAL,
-            "Transfer time that prefill did not hide.",
-            labels,
-            path.exposed_s,
-        )
-        table.add(metrics.KVTRANSFER_RETRIES_TOTAL, "Reads retried over another path.", labels, path.retries)
-    is_source = worker["role"] == Role.PREFILL  # it hashes before a path is chosen
+        table.add_fields(_OF_PATH, path, {**worker, "path": path.path})
+    is_source = info.role == Role.PREFILL  # it hashes before a path is chosen
     checks = {"any": load.kv_check_s} if is_source else {path.path: path.check_s for path in load.kv_paths}
-    for name, seconds in checks.items():
-        table.add(
-            metrics.KVTRANSFER_CHECK_SECONDS_TOTAL, "Time spent on KV checksums.", {**worker, "path": name}, seconds
-        )
-    for reason, count in load.kv_refused.items():
-        table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", {**worker, "reason": reason}, count)
-    table.add(metrics.KVTRANSFER_LEASES, "KV transfers in flight.", worker, load.kv_leases)
-    table.add(
-        metrics.KVTRANSFER_LEASE_EXPIRED_TOTAL,
-        "Leases that expired before their transfer ended.",
-        worker,
-        load.kv_expired_leases,
-    )
+    table.add_counts(metrics.KVTRANSFER_CHECK_SECONDS_TOTAL, "Time spent on KV checksums.", worker, "path", checks)
+    table.add_counts(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", worker, "reason", load.kv_refused)
 
 
 def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
     for pair in pairs:
         if pair.report is None:
             continue
-        source, target = pair.key
-        ends = {"source": source, "target": target}
-        chosen = pair.path
+        ends = dict(zip(("source", "target"), pair.key, strict=True))
         is_ok = "true" if pair.verdict is Verdict.OK else "false"
-        labels = {**ends, "path": chosen.path if chosen is not None else "none", "ok": is_ok}
+        labels = {**ends, "path": pair.path.path if pair.path is not None else "none", "ok": is_ok}
         table.add(metrics.KVTRANSFER_PAIRS, "Prefill and decode workers that are paired.", labels, 1)
         for path in pair.report.paths:
-            labels = {**ends, "path": path.path}
-            if path.bytes_per_s:
-                table.add(
-                    metrics.KVTRANSFER_PATH_BYTES_PER_SECOND, "Last measured bandwidth.", labels, path.bytes_per_s
-                )
-            if path.latency_s:
-                table.add(
-                    metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "Probed latency of one block.", labels, path.latency_s
-                )
+            labels, speed, latency_s = {**ends, "path": path.path}, path.bytes_per_s, path.latency_s
+            if speed:
+                table.add(metrics.KVTRANSFER_PATH_BYTES_PER_SECOND, "Last measured bandwidth.", labels, speed)
+            if latency_s:
+                table.add(metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "Probed latency of one block.", labels, latency_s)
 
 
 def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
     counts = index.audit_counts(worker_id)
-    agreed = counts.compared - counts.wrong - counts.missed
-    for result, count in (("agreed", agreed), ("wrong", counts.wrong), ("missed", counts.missed)):
-        labels = {"worker": worker_id, "result": result}
-        table.add(metrics.ROUTER_AUDITED_HASHES_TOTAL, "Index entries compared with a worker's cache.", labels, count)
+    results = {"agreed": counts.compared - counts.wrong - counts.missed, "wrong": counts.wrong, "missed": counts.missed}
+    what = "Index entries compared with a worker's cache."
+    table.add_counts(metrics.ROUTER_AUDITED_HASHES_TOTAL, what, {"worker": worker_id}, "result", results)
 
 
 class ServeCollector(Collector):
@@ -302,8 +225,7 @@ class ServeCollector(Collector):
             _worker(info, load, table)
             roles[info.role] = roles.get(info.role, 0) + 1
             _audited(info.worker_id, self._router.index, table)
-        for role, count in roles.items():
-            table.add(metrics.WORKERS, "Connected workers.", {"role": role}, count)
+        table.add_counts(metrics.WORKERS, "Connected workers.", {}, "role", roles)
         _pairs(self._workers.pairs.book.pairs, table)
         yield from table.families.values()
 
