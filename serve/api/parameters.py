@@ -282,7 +282,9 @@ async def kv_hints(sessions: Sessions, body: Common) -> KvHints:
 
     Raises InvalidRequest (404): there is no such session.
     """
-    fields = body.kv or KvFields()
+    fields = body.kv
+    if fields is None:
+        return KvHints()
     inherited, session = SessionHints(), ""
     if fields.session is not None:
         key = SessionKey.of(body.cache_salt or "", fields.session)
