@@ -1,14 +1,19 @@
 """The only reader of environment variables that are no settings of a section.
 
 KVRELAY_API_KEY and KVRELAY_SECRET (secrets), KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or
-off), and variables of Hugging Face and OpenTelemetry. Imports nothing of ours.
+off), KVRELAY_LOG_LEVEL and KVRELAY_LOG_FILE (log messages), and variables of Hugging Face and OpenTelemetry. Imports
+nothing of ours.
 """
 
+import logging
 import os
 from pathlib import Path
 
 API_KEY_VARIABLE = "KVRELAY_API_KEY"
 SECRET_VARIABLE = "KVRELAY_SECRET"
+LOG_LEVEL_VARIABLE = "KVRELAY_LOG_LEVEL"
+LOG_FILE_VARIABLE = "KVRELAY_LOG_FILE"
+LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def environment_api_key() -> str | None:
@@ -26,6 +31,16 @@ def cache_dir() -> Path:
     if env := os.environ.get("KVRELAY_CACHE"):
         return Path(env).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def log_level() -> int:
+    """KVRELAY_LOG_LEVEL, a name of LOG_LEVELS, as logging's number; without one that it knows WARNING."""
+    return LOG_LEVELS.get(os.environ.get(LOG_LEVEL_VARIABLE, "").lower(), logging.WARNING)
+
+
+def log_file() -> Path | None:
+    """KVRELAY_LOG_FILE: a file that processes of one machine append their messages to."""
+    return Path(name) if (name := os.environ.get(LOG_FILE_VARIABLE)) else None
 
 
 def native_disabled() -> bool:

@@ -5,6 +5,7 @@ Each command's work is in a module of its own, imported when it runs.
 
 import difflib
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kvrelay import __version__
+from kvrelay.environment import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.settings.choices import BackendName, ChecksMode, Dtype, KvDtype, Quantization, TransportName
 
@@ -90,9 +92,16 @@ def serve(
         str | None, typer.Option(help="clients must send this key; $KVRELAY_API_KEY keeps it out of ps")
     ] = None,
     cores_per_worker: Annotated[int | None, typer.Option(help="CPU cores each worker is pinned to")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help=f"messages shown: {', '.join(LOG_LEVELS)}; info includes each request")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
+    if log_level is not None:
+        if log_level.lower() not in LOG_LEVELS:
+            raise ConfigError(f"--log-level {log_level}: must be one of {', '.join(LOG_LEVELS)}")
+        os.environ[LOG_LEVEL_VARIABLE] = log_level  # the cluster's processes inherit it
     from kvrelay.cluster.commands.serve import serve as run
     from kvrelay.cluster.commands.settings_flags import settings_from_flags
 

@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import shlex
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.stop_signals import StopSignals
 from kvrelay.cluster.launch.supervisor import report_stopping
 from kvrelay.config import Settings
+from kvrelay.environment import API_KEY_VARIABLE
 
 EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
 
@@ -62,7 +63,7 @@ class StartProgress:
 def serve(settings: Settings, console: Console) -> int:
     """Run until a signal stops it; returns the exit status."""
     signals = StopSignals()
-    session = RaySession(settings, after_ray_start=signals.after_ray_start)
+    session = RaySession(settings, after_ray_start=signals.after_ray_start, show_log=partial(_show_log, console))
     note: Path | None = None
     try:
         with signals:
@@ -84,6 +85,11 @@ def serve(settings: Settings, console: Console) -> int:
         report_stopping(is_requested=signals.is_requested)
         _clear_up(session, note, console, is_fine=signals.is_requested)
         signals.close()
+
+
+def _show_log(console: Console, line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may have closed
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fine: bool) -> None:
@@ -202,8 +208,8 @@ def _running(settings: Settings, session: RaySession, model: str) -> state_file.
 
 
 def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
-    url, api_key = api_url(settings), settings.serve.api_key
-    key = f" -H {shlex.quote(f'Authorization: Bearer {api_key}')}" if api_key else ""
+    url = api_url(settings)
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if settings.serve.api_key else ""  # never the key itself
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], '
     body += '"max_tokens": 128, "stream": true}'
     lines = [f"API        {url}/v1", f"live view  {url}/ui", f"dashboard  {session.dashboard_url}"]

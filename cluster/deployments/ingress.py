@@ -21,7 +21,7 @@ from starlette.routing import Route
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
 from kvrelay.cluster.deployments.shared_sessions import SharedSessions
-from kvrelay.cluster.deployments.worker import configure_logging, prepared_model
+from kvrelay.cluster.deployments.worker import log_as_replica, prepared_model
 from kvrelay.cluster.registry.actor import connect_registry, follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
@@ -69,7 +69,7 @@ class IngressReplica:
     """One ingress. `workers` are the application's other deployments; requests do not pass their handles."""
 
     async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
-        configure_logging()
+        log_as_replica()
         listen_with_reuseaddr()
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._settings = settings_from(settings)

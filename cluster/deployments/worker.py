@@ -27,6 +27,7 @@ from kvrelay.config import Settings, settings_from
 from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError
 from kvrelay.kvcache.stores.remote import CLUSTER
+from kvrelay.logs import configure_logging
 from kvrelay.machine import own_cores
 from kvrelay.types import Role
 
@@ -42,7 +43,7 @@ class WorkerReplica:
     """One worker process. The subclasses name the class that does the role's work."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        configure_logging()
+        log_as_replica()
         self._settings = settings_from(settings)
         self._registry = connect_registry()
         self._listing: asyncio.Task[None] | None = None
@@ -263,10 +264,10 @@ def prepared_model(settings: Settings) -> Any:
     return prepare_checkpoint(settings.model)
 
 
-def configure_logging() -> None:
-    """Send kvrelay's INFO lines to Serve's replica logs."""
+def log_as_replica() -> None:
+    """Send kvrelay's INFO lines to Serve's replica logs, and those that `kvrelay serve` shows to its file."""
     own, serve = logging.getLogger("kvrelay"), logging.getLogger("ray.serve")
-    own.setLevel(logging.INFO)
+    configure_logging(own_replica())
     for handler in serve.handlers:
         if handler not in own.handlers:
             own.addHandler(handler)

@@ -27,6 +27,8 @@ from kvrelay.cluster.launch.processes import adopt_orphans, end_descendants
 from kvrelay.cluster.launch.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
 from kvrelay.cluster.launch.supervisor import report_folder
 from kvrelay.config import Settings
+from kvrelay.environment import LOG_FILE_VARIABLE
+from kvrelay.logs import LogFollower
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,20 @@ Report = Callable[[str, str], None]  # part of the cluster, its state
 class RaySession:
     """A local Ray cluster with the application on it."""
 
-    def __init__(self, settings: Settings, *, after_ray_start: Callable[[], None] = lambda: None) -> None:
-        """`after_ray_start` is called once Ray has installed its signal handlers."""
-        self._settings, self._after_ray_start = settings, after_ray_start
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        after_ray_start: Callable[[], None] = lambda: None,
+        show_log: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """`after_ray_start` is called once Ray has installed its signal handlers.
+
+        `show_log` gets the lines that the cluster's processes log, from a thread.
+        """
+        self._settings, self._after_ray_start, self._show_log = settings, after_ray_start, show_log
         self._folder: Path | None = None
+        self._logs: LogFollower | None = None
         self._has_ray = False
         self._held: list[socket.socket] = []
         self.dashboard_url = ""
@@ -102,6 +114,9 @@ class RaySession:
         report_folder(self._folder)
         self._folder.mkdir(mode=0o700)
         os.environ["TMPDIR"] = str(self._folder)  # files that its processes leave there are removed with the folder
+        os.environ[LOG_FILE_VARIABLE] = str(self._folder / "kvrelay.log")
+        self._logs = LogFollower(self._folder / "kvrelay.log", self._show_log)
+        self._logs.start()
         # otherwise torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         wanted = self._settings.cluster.dashboard_port
@@ -184,6 +199,8 @@ class RaySession:
                 if ray := sys.modules.get("ray"):  # absent when its import was interrupted
                     ray.shutdown()
         end_descendants(grace_s=STOP_GRACE_S)
+        if self._logs is not None:
+            self._logs.stop()
         while self._held:
             self._held.pop().close()
         return self._remove_folder(keep_logs=keep_logs)

@@ -18,6 +18,7 @@ from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.store.factory import make_service
 from kvrelay.config import Settings, settings_from
 from kvrelay.kvcache.stores.placement import StoreAddress
+from kvrelay.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class StoreActor:
     """The Ray actor; its only method returns its address."""
 
     def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
-        logging.basicConfig(level=logging.INFO)
+        logging.basicConfig()
+        configure_logging(f"store-{node_id[:8]}")
         registry = connect_registry()
         join: JoinSettings = ray.get(registry.join_settings.remote())
         self._host = _NodeThread(node_id, settings_from(settings), registry, join)

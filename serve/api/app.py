@@ -15,6 +15,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api import ui
 from kvrelay.serve.api.completions import chat_completions, completions
 from kvrelay.serve.api.endpoint import (
+    AccessLog,
     Front,
     ModelCard,
     Traced,
@@ -72,6 +73,7 @@ def create_app(
         ],
         exception_handlers={HTTPException: _http_error},
     )
+    app.add_middleware(AccessLog)
     app.router.redirect_slashes = False  # clients handle a redirected POST badly; 404 names the path
     return app
 

@@ -8,9 +8,11 @@ import hmac
 import logging
 import math
 import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET
@@ -19,11 +21,12 @@ from opentelemetry.trace import Span, Status, StatusCode
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import request_response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay import tracing
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest, KvrelayError, RequestError, WorkerError
+from kvrelay.logs import ACCESS_LOGGER
 from kvrelay.serve.api.parameters import check_limits, refuse_unsupported
 from kvrelay.serve.api.replies import ErrorBody, ErrorReply
 from kvrelay.serve.api.schemas import Common, parse
@@ -35,6 +38,7 @@ from kvrelay.settings.router import SloSettings
 B = TypeVar("B", bound=Common)
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger(ACCESS_LOGGER)
 
 MAX_BODY_BYTES = 16 << 20  # larger bodies get 413: a prompt of a million token ids has about 7 MB
 CLIENT_LEFT_STATUS = 499  # for access logs; no client reads it
@@ -284,6 +288,7 @@ def new_id(prefix: str) -> str:
 
 def request_id_header(request: Request, request_id: str) -> dict[str, str]:
     """Our id, unless the request came with one: then the server around this app (Ray Serve) returns that."""
+    request.scope[_REQUEST_ID] = request_id
     return {} if "x-request-id" in request.headers else {"x-request-id": request_id}
 
 
@@ -302,7 +307,35 @@ def endpoint(front: Front, handler: Endpoint) -> Callable[[Request], Awaitable[R
     return handle
 
 
-# ---- the span of an HTTP request: from its head to its last byte, streams included
+# ---- the log line and the span of an HTTP request: from its head to its last byte, streams included
+
+_REQUEST_ID = "kvrelay.request_id"
+
+
+class AccessLog:
+    """An ASGI app that logs each request: method, path, status, time to its last byte, our id. Never what it holds."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not access_logger.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        started_s, status = time.perf_counter(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            ms, path = 1000 * (time.perf_counter() - started_s), quote(scope["path"])
+            access_logger.info("%s %s %d %.1f ms %s", scope["method"], path, status, ms, scope.get(_REQUEST_ID, "-"))
+
 
 _TRACEPARENT = "kvrelay.traceparent"
 
