@@ -69,7 +69,7 @@ class IngressReplica:
     """One ingress. `workers` are the application's other deployments; requests do not pass their handles."""
 
     async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
-        log_as_replica()
+        log_as_replica("ingress")
         listen_with_reuseaddr()
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._settings = settings_from(settings)

@@ -43,7 +43,7 @@ class WorkerReplica:
     """One worker process. The subclasses name the class that does the role's work."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        log_as_replica()
+        log_as_replica(self.role)
         self._settings = settings_from(settings)
         self._registry = connect_registry()
         self._listing: asyncio.Task[None] | None = None
@@ -264,10 +264,10 @@ def prepared_model(settings: Settings) -> Any:
     return prepare_checkpoint(settings.model)
 
 
-def log_as_replica() -> None:
+def log_as_replica(role: str) -> None:
     """Send kvrelay's INFO lines to Serve's replica logs, and those that `kvrelay serve` shows to its file."""
     own, serve = logging.getLogger("kvrelay"), logging.getLogger("ray.serve")
-    configure_logging(own_replica())
+    configure_logging(f"{role}-{own_replica()}")
     for handler in serve.handlers:
         if handler not in own.handlers:
             own.addHandler(handler)
