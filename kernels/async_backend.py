@@ -1,6 +1,6 @@
 """What a backend offers beyond `Backend` when its calls return before the device has finished.
 
-The engine then launches a step before it has the previous step's tokens: see engine/execution/in_flight.py.
+The engine then launches a step before it has the previous step's tokens: see engine/execution/runner.py.
 """
 
 from dataclasses import dataclass

@@ -15,13 +15,12 @@ from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.stride import StepEvents, Stride
 from kvrelay.cluster.simulator.tiers import SimulatedTiers
 from kvrelay.config import Settings
-from kvrelay.engine.execution.sampling import OutputProcessor
+from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.step.reports import StepTiming, load_report
 from kvrelay.kvcache.eviction.policies import make_policy
@@ -140,7 +139,7 @@ class SimulatedEngine:
             return 0.0
         for item in plan.work:
             if item.seq.load is not None:
-                LowerTiers.settle(item.seq)
+                item.seq.end_load()
         return self.tiers.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float, *, waking: int) -> Stride:

@@ -11,8 +11,8 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping
 
+from kvrelay.engine.scheduling.blocks import Headroom
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.headroom import Headroom
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence

@@ -154,7 +154,7 @@ async def tiers_idle(worker: WorkerService) -> None:
 
 def corrupt_swapped(engine: Engine) -> None:
     """Change bytes of every swapped block."""
-    area = engine.scheduler.preemption.swapping.area
+    area = engine.scheduler.preemption.area
     assert area is not None
     for seq in engine.scheduler.swapped:
         for row in seq.swapped.rows if seq.swapped is not None else ():

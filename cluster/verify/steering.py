@@ -12,8 +12,9 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import scale_block
 from kvrelay.cluster.verify.rows import During, Evidence
 from kvrelay.cluster.verify.verifier import ServedAnswer
-from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
+from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.scheduling.sequence import Scheduled
 from kvrelay.engine.scheduling.sequence import Sequence as EngineSequence
 from kvrelay.engine.step.engine import Engine
 from kvrelay.plane.messages import LoadReport

@@ -1,4 +1,4 @@
 """Runs a planned step: loads, layer events, the model's batch, sampling, outputs, and the step in flight.
 
-May import kvrelay, engine/groups, engine/models, engine/scheduling, engine/speculation, kernels, kvcache.
+May import kvrelay, engine/models, engine/scheduling, kernels, kvcache.
 """

@@ -1,21 +1,33 @@
-"""Launches a planned step on the device: copies, loads, layer events, the model, and the draw where nothing else is
-needed.
+"""From a planned step to its outputs: copies, loads, layer events, the model, and the tokens of plain rows, of
+groups, of drafted rows, and prompt log-probabilities.
+
+On a device that computes asynchronously tokens are drawn when the step is launched, where that needs nothing that is
+not known yet, and collected later; otherwise they are drawn when the step is collected.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from kvrelay.engine.execution.in_flight import InFlightStep, sampled
-from kvrelay.engine.execution.runner import Runner
-from kvrelay.engine.execution.sampling import StepSampling
-from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
+import torch
+from torch import Tensor
+
+from kvrelay.engine.execution.runner import InFlightStep, Runner, sampled
+from kvrelay.engine.execution.sampler import OutputProcessor, Sampler, likeliest, token_logprobs, with_first_token_facts
+from kvrelay.engine.scheduling.groups import GroupSteps
+from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.kernels.async_backend import AsyncDevice, PendingTokens
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.memory.swap import SwapLoad
+from kvrelay.plane.messages import TokenLogprob, TokenOutput
 from kvrelay.types import BlockId
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_LOGPROB_ROWS = 64  # logits of a whole chunk at once would be 100 MB at vocabularies of 50k and 512 tokens
 
 
 class LayerHook(Protocol):
@@ -76,9 +88,6 @@ def _block_ids(seq: Sequence, first: int, end: int) -> list[BlockId]:
     return [BlockId(block) for block in seq.blocks[first:end]]
 
 
-logger = logging.getLogger(__name__)
-
-
 class StepLoads:
     """What a step waits for. may_load: whether sequences' blocks can be on their way at all."""
 
@@ -119,7 +128,7 @@ class StepLoads:
         if not (load.wait_verified() and load.wait_layer(self._last_layer)):
             self._rewind(seq)
             return False
-        LowerTiers.settle(seq)
+        seq.end_load()
         return True
 
     def before_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
@@ -143,7 +152,168 @@ class StepLoads:
         if self._may_load:
             for item in plan.work:
                 if item.seq.load is not None:
-                    LowerTiers.settle(item.seq)
+                    item.seq.end_load()
+
+
+class StepSampling:
+    """Draws the tokens of steps. device: None: calls return when they are computed.
+
+    note_draft: called with a drafted item and how many of its tokens were right.
+    """
+
+    def __init__(
+        self, runner: Runner, sampler: Sampler, outputs: OutputProcessor, groups: GroupSteps,
+        note_draft: Callable[[Scheduled, int], None], scheduler: Scheduler, device: AsyncDevice | None,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._runner, self.sampler, self._outputs, self._groups = runner, sampler, outputs, groups
+        self._note_draft, self._scheduler, self._device, self._clock = note_draft, scheduler, device, clock
+        self.waited_s = 0.0  # for the device, since the last `collect`
+
+    # ---- at launch
+
+    def launched(self, step: InFlightStep, hidden: Tensor) -> None:
+        """Draw the step's tokens now where that is possible; else keep `hidden` until it is collected."""
+        if self._device is not None and not step.wants_prompt_logprobs and self._draws_alone(step):
+            step.pending = self._device.pending(self._draw(step, hidden))
+        else:
+            step.hidden = hidden
+
+    def _draws_alone(self, step: InFlightStep) -> bool:
+        """Whether its tokens are drawn from its logits alone, and nothing else is asked of them."""
+        if step.plan.num_drafted or self._scheduler.groups.by_id:
+            return False
+        return self.sampler.wants_tokens_alone(step.seqs)
+
+    def _draw(self, step: InFlightStep, hidden: Tensor) -> Tensor:
+        """One token for each of its rows, [R] int64 on the device."""
+        if not step.rows:
+            return _none_drawn(hidden)
+        return self.sampler.draw(self._runner.logits(hidden, step.rows), step.seqs)
+
+    # ---- when the step is collected
+
+    def collect(self, step: InFlightStep) -> list[TokenOutput]:
+        """The outputs of a step. Waits until the device has done it."""
+        self.waited_s, outputs = 0.0, list[TokenOutput]()
+        try:
+            if step.pending is None:
+                self._sample(step, outputs)
+            else:
+                self._take(step, self._wait(step.pending), outputs)
+        finally:
+            step.release_kept()
+        return outputs
+
+    def _wait(self, pending: PendingTokens) -> list[int]:
+        begin_s = self._clock()
+        tokens = pending.wait()
+        self.waited_s += self._clock() - begin_s
+        return tokens
+
+    def _take(self, step: InFlightStep, tokens: list[int], outputs: list[TokenOutput]) -> None:
+        """Append tokens that were drawn at launch, but not to sequences that have ended meanwhile."""
+        drawn = [pair for pair in zip(step.seqs, tokens, strict=True) if pair[0].state is State.RUNNING]
+        seqs = [seq for seq, _ in drawn]
+        self._outputs.append_all(seqs, [token for _, token in drawn], [None] * len(seqs), outputs)
+
+    def _sample(self, step: InFlightStep, outputs: list[TokenOutput]) -> None:
+        """Draw the tokens of a step that has waited for what came before it."""
+        plan, rows, seqs, hidden = step.plan, step.rows, step.seqs, step.hidden
+        assert hidden is not None
+        if step.wants_prompt_logprobs:
+            self._collect_prompt_logprobs(plan, hidden)
+        if self._device is not None and not plan.num_drafted:  # some may have ended with the step before
+            pairs = [pair for pair in zip(rows, seqs, strict=True) if pair[1].state is State.RUNNING]
+            rows, seqs = [row for row, _ in pairs], [seq for _, seq in pairs]
+        if not rows:
+            if self._device is not None:  # whatever the step uses may be reused next
+                self._wait(self._device.pending(_none_drawn(hidden)))
+            return
+        logits = self._runner.logits(hidden, rows)
+        if plan.num_drafted:
+            self._sample_drafted(plan, seqs, logits, outputs)
+        elif self._scheduler.groups.by_id:
+            self._sample_groups(seqs, logits, outputs)
+        else:
+            tokens, logprobs = self.sampler.sample(logits, seqs)
+            self._outputs.append_all(seqs, tokens, logprobs, outputs)
+
+    def _sample_groups(self, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
+        """Sample a step that has members of groups."""
+        draws = self._groups.rows_of(seqs)
+        if len(draws) != len(seqs) or any(seq.group is not None for seq in seqs):
+            drawn = logits[torch.tensor([row for row, _ in draws], dtype=torch.int64, device=logits.device)]
+        else:
+            drawn = logits
+        if draws:
+            members = [seq for _, seq in draws]
+            tokens, logprobs = self.sampler.sample(drawn, members)
+            self._outputs.append_all(members, tokens, logprobs, outputs)
+        now_s = self._clock()
+        leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
+        for output in self._groups.advance_beams(seqs, lambda rows, beams: likeliest(logits[rows], beams)):
+            leader = next((seq for seq in leaders if seq.request_id == output.request_id), None)
+            outputs.append(output if leader is None else with_first_token_facts(output, leader, now_s))
+        self._groups.settle(leaders)
+
+    def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
+        """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its
+        sequence's step.
+
+        So the tokens are those of plain steps, one by one: see `uniform`.
+        """
+        items = [item for item in plan.work if item.samples]
+        ahead = [index for item in items for index in range(1 + len(item.drafts))]
+        tokens, logprobs = self.sampler.sample(logits, seqs, ahead)
+        begin = 0
+        for item in items:
+            end = begin + 1 + len(item.drafts)
+            if item.drafts:
+                self.take_drafted(item, tokens[begin:end], logprobs[begin:end], outputs)
+            else:
+                self._outputs.append_all([item.seq], tokens[begin:end], logprobs[begin:end], outputs)
+            begin = end
+
+    def take_drafted(
+        self, item: Scheduled, tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
+    ) -> None:
+        """Append a sequence's next token and those behind right drafts. tokens, logprobs: of its rows."""
+        seq, num_accepted = item.seq, 0
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            self._scheduler.advance(Scheduled(seq, item.start + index, 1))
+            self._outputs.append_all([seq], [token], [logprob], outputs)
+            if index == len(item.drafts) or token != item.drafts[index]:
+                break
+            num_accepted += 1
+            if seq.state is not State.RUNNING:
+                break
+        self._note_draft(item, num_accepted)
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> None:
+        begin = 0
+        for item in plan.work:
+            count = item.seq.request.sampling.prompt_logprobs
+            if count is not None:
+                self._collect_logprobs_of(item, hidden, begin, count)
+            begin += item.num_tokens
+
+    def _collect_logprobs_of(self, item: Scheduled, hidden: Tensor, begin: int, count: int) -> None:
+        """begin: the item's first row of `hidden`; count: likeliest tokens for each prompt token."""
+        seq = item.seq
+        last = min(item.start + item.num_tokens, seq.request.num_prompt_tokens - 1)
+        is_done = seq.num_output > seq.request.num_output_tokens  # sent before a preemption
+        if item.start >= last or is_done:
+            return
+        targets = seq.token_ids[item.start + 1 : last + 1]
+        for offset in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+            part = targets[offset : offset + _PROMPT_LOGPROB_ROWS]
+            rows = list(range(begin + offset, begin + offset + len(part)))
+            seq.prompt_logprobs += token_logprobs(self._runner.logits(hidden, rows), part, [count] * len(part))
+
+
+def _none_drawn(hidden: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=hidden.device)
 
 
 class StepLauncher:

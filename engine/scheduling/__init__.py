@@ -1,4 +1,4 @@
 """Which tokens of which sequences are computed in the next step, and which sequence holds which blocks.
 
-May import kvrelay, engine/groups, kvcache.
+May import kvrelay, kvcache.
 """

@@ -2,22 +2,22 @@
 
 A queued sequence is admitted when it is the head of its queue, the running-sequence limit allows it, and the pool has
 its blocks and headroom for what runs already. Neither queue starves the other: room for the other queue's head is
-reserved.
+reserved. A prompt of which this step computes a good part, for another sequence, waits one step and finds it cached.
+
+Source of that: SGLang's in-batch prefix caching defers such a prompt, too, by a fixed 32 tokens (python/sglang/srt/
+managers/schedule_policy.py); vLLM names blocks when they are planned instead, so that a step may read what it writes.
 """
 
 from array import array
 from collections.abc import Iterable
 
-from kvrelay.engine.groups.group_table import GroupTable
-from kvrelay.engine.scheduling.blocks import BlocksAside
+from kvrelay.engine.scheduling.blocks import BlocksAside, Headroom
 from kvrelay.engine.scheduling.fair_share import FairShare
-from kvrelay.engine.scheduling.headroom import Headroom
-from kvrelay.engine.scheduling.prefix_sharing import PlannedChunk, finds_more_next_step
-from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.sequence import GroupTable, Scheduled, Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, ranks_before
-from kvrelay.hashing import pack_tokens
+from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.kvcache.pool.radix import Match
@@ -216,7 +216,7 @@ class Admission:
             granted.append(seq)
         return granted
 
-    def admit_waiting(self, chunks: Iterable[PlannedChunk], before: Sequence | None = None) -> Sequence | None:
+    def admit_waiting(self, chunks: Iterable[Scheduled], before: Sequence | None = None) -> Sequence | None:
         """Admit the head of the waiting queue, which has its blocks then; None: there is none, or no room for it.
 
         Args:
@@ -230,9 +230,7 @@ class Admission:
             return None
         return seq if self._admit(seq, waiting, leave_one=True, chunks=chunks) else None
 
-    def _admit(
-        self, seq: Sequence, queue: WaitingQueue, *, leave_one: bool, chunks: Iterable[PlannedChunk] = ()
-    ) -> bool:
+    def _admit(self, seq: Sequence, queue: WaitingQueue, *, leave_one: bool, chunks: Iterable[Scheduled] = ()) -> bool:
         num_sequences, num_blocks = self.turns.reserved_for_other(seq, queue)
         if chunks and finds_more_next_step(seq, chunks, self._pool, self._token_budget):
             return False
@@ -243,7 +241,9 @@ class Admission:
 
     def fits_running(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Whether `seq`, with its group, may run too, when so many running sequences are reserved for others."""
-        taken = len(self._queues.running) + len(self._queues.receiving) + self._groups.num_reserved
+        taken = len(self._queues.running) + len(self._queues.receiving)
+        if self._groups.by_id:
+            taken += self._groups.num_reserved
         return taken + num_sequences_of(seq) + num_reserved <= self._max_running
 
 
@@ -260,3 +260,46 @@ def will_fork(seq: Sequence) -> bool:
 def prompt_blocks(seq: Sequence) -> int:
     """Blocks that admitting `seq` takes when nothing of it is cached."""
     return seq.blocks_for(seq.num_tokens + (seq.request.sampling.max_tokens > 1))
+
+
+BUDGET_CUT = 32
+"""A step's wait must save at least this part of a step's tokens: about what could be computed in a step's overhead."""
+
+
+def finds_more_next_step(seq: Sequence, chunks: Iterable[Scheduled], pool: BlockPool, token_budget: int) -> bool:
+    """Whether this step's chunks compute enough of the prefix of `seq` that it should wait for them."""
+    if not pool.is_caching or seq.request.sampling.prompt_logprobs is not None:
+        return False
+    chain, size = seq.block_chain(), seq.block_size
+    first = chain.data[:HASH_BYTES]
+    if len(first) < HASH_BYTES:  # not one full block
+        return False
+    alike = [one for one in chunks if one.seq.request.hints.keep and one.seq.block_chain().data[:HASH_BYTES] == first]
+    if not alike:
+        return False
+    computed = [(one.seq.block_chain(), (one.start + one.num_tokens) // size) for one in alike]
+    num_usable = (seq.num_tokens - 1) // size
+    least = least_blocks(token_budget, size)
+    return is_spared(chain, len(pool.match(chain, num_usable)), num_usable, least, computed)
+
+
+def least_blocks(token_budget: int, block_size: int) -> int:
+    """The least number of a prompt's blocks that are worth a step's wait."""
+    return max(1, -(-token_budget // (BUDGET_CUT * block_size)))
+
+
+def is_spared(
+    chain: HashChain, num_found: int, num_usable: int, least: int, computed: Iterable[tuple[HashChain, int]]
+) -> bool:
+    """Whether at least `least` of the chain's blocks after those found are among what is computed now.
+
+    Args:
+        num_usable: blocks of the chain that can be used at all.
+        computed: chains, and how many of their blocks will be there after this step.
+    """
+    last = num_found + least - 1
+    if last >= num_usable:
+        return False
+    begin = last * HASH_BYTES
+    digest = chain.data[begin : begin + HASH_BYTES]  # stands for all blocks before it, too
+    return any(last < count and other.data[begin : begin + HASH_BYTES] == digest for other, count in computed)

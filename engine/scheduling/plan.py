@@ -12,8 +12,8 @@ import msgspec
 from kvrelay.engine.scheduling.admit import Admission
 from kvrelay.engine.scheduling.blocks import BlockCopy, CopyOnWrite
 from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 
@@ -21,23 +21,6 @@ ITL_SHARE = 0.8
 """The part of the wanted inter-token latency that a step with prompts may take."""
 MIN_PREFILL_CUT = 8
 """Prompts get at least this part of a step's token budget, whatever inter-token latency is wanted."""
-
-
-class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """Compute tokens start : start + num_tokens of a sequence; sample if that reaches its end.
-
-    drafts: guesses of what comes after its last token, computed behind it; a token is drawn after each of them.
-    A struct because each step makes one for each sequence: 0.1 µs, where a frozen dataclass takes ten times that.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.num_tokens == len(self.seq.token_ids) + len(self.drafts)
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -206,7 +189,7 @@ class StepPlanner:
         """Swapped sequences continue in order of arrival, all of them before new ones."""
         swapped, preemption = self._queues.swapped, self._preemption
         while draft.budget > 0 and swapped and self._admission.fits_running(seq := swapped[0]):
-            cached = preemption.swapping.match(seq)
+            cached = preemption.match_swapped(seq)
             if cached is None:
                 swapped.popleft()
                 preemption.recompute(seq)
@@ -216,7 +199,7 @@ class StepPlanner:
                 break
             swapped.popleft()
             seq.blocks = blocks
-            preemption.swapping.swap_in(seq, len(cached))
+            preemption.swap_in(seq, len(cached))
             self._join(seq, draft)
 
     def _admit(self, draft: _Draft, before: Sequence | None = None) -> None:

@@ -1,25 +1,29 @@
-"""Preemption: which running sequences lose their blocks when there are none left, and what becomes of them. Pure."""
+"""Preemption: which running sequences lose their blocks when there are none left, and the swap area. Pure."""
 
+from array import array
 from collections import Counter
+from collections.abc import Mapping
 
-from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.blocks import CopyOnWrite, Release
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.groups import Groups
+from kvrelay.engine.scheduling.preemption_policy import PreemptionChoice, PreemptionMode, num_shared
 from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
-from kvrelay.engine.scheduling.swapping import PreemptionChoice, Swapping
 from kvrelay.engine.scheduling.waiting_queue import Queues, victim
-from kvrelay.types import FinishReason
+from kvrelay.kvcache.memory.swap import SwapArea, SwappedBlocks
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.pool.ledger import BlockIds
+from kvrelay.types import BlockId, FinishReason
 
 
 class Preemption:
     """Takes running sequences off the batch, and brings swapped ones back."""
 
     def __init__(
-        self, queues: Queues, release: Release, copies: CopyOnWrite, choice: PreemptionChoice, swapping: Swapping,
-        groups: Groups,
+        self, queues: Queues, release: Release, copies: CopyOnWrite, choice: PreemptionChoice,
+        groups: Groups, pool: BlockPool, area: SwapArea | None,
     ) -> None:  # fmt: skip
         self._queues, self._release, self._copies, self._groups = queues, release, copies, groups
-        self.choice, self.swapping = choice, swapping
+        self.choice, self._pool, self.area = choice, pool, area
         self.num_preemptions = 0
         self.num_by_mode: Counter[PreemptionMode] = Counter()  # sequences
         self.recomputed_tokens = 0  # of sequences whose KV was dropped, or found corrupt
@@ -84,7 +88,7 @@ class Preemption:
 
     def _swap_out(self, group: tuple[Sequence, ...]) -> bool:
         """Save their KV and take them off the batch. False, and nothing changed: the swap area has no room."""
-        if not self.swapping.swap_out(group, self._copies.source_of()):
+        if not self._save(group, self._copies.source_of()):
             return False
         for seq in group:
             self._release.leave_batch(seq)
@@ -101,7 +105,7 @@ class Preemption:
     def recompute(self, seq: Sequence) -> None:
         """Queue `seq`, which holds no blocks, to be computed again, at the front. Cached blocks shorten that."""
         self.recomputed_tokens += seq.num_computed
-        self.swapping.drop(seq)
+        self._release.drop_swapped(seq)
         seq.num_computed = seq.num_hashed_blocks = 0
         seq.prompt_logprobs.clear()  # they are computed again with the prompt
         seq.move_to(State.WAITING)
@@ -112,3 +116,56 @@ class Preemption:
         self._release.leave_batch(seq)
         self.recompute(seq)
         self.num_preemptions += 1
+
+    # ---- the swap area
+
+    def _save(self, group: tuple[Sequence, ...], sources: Mapping[int, int]) -> bool:
+        """Save all of these sequences, or none: False when there is no room.
+
+        sources: for blocks whose content is still to be copied from another block, that other block.
+        """
+        area = self.area
+        if area is None:
+            return False
+        saved: list[SwappedBlocks] = []
+        for seq in group:
+            first = num_shared(self._pool, seq)
+            blocks = seq.blocks[first : seq.blocks_for(seq.num_computed)]
+            swapped = area.save(first, [sources.get(block, block) for block in blocks])
+            if swapped is None:
+                break
+            saved.append(swapped)
+        if len(saved) < len(group):
+            for swapped in saved:
+                area.drop(swapped)
+            return False
+        for seq, swapped in zip(group, saved, strict=True):
+            seq.swapped = swapped
+        return True
+
+    def match_swapped(self, seq: Sequence) -> "BlockIds | None":
+        """Cached blocks that need not be copied back;
+
+        None: blocks that it shared are gone, so it must be recomputed.
+        """
+        swapped = seq.swapped
+        assert swapped is not None
+        cached = self._pool.match(seq.block_chain(), min(seq.num_computed // seq.block_size, swapped.end_block))
+        if len(cached) < swapped.first_block:
+            return None
+        self._pool.use(cached, seq.request.hints.priority)
+        return array("i", cached.blocks)
+
+    def swap_in(self, seq: Sequence, num_cached: int) -> None:
+        """`seq` holds all its blocks again, the first of them cached: the copies of the others begin."""
+        swapped, area = seq.swapped, self.area
+        assert swapped is not None and area is not None
+        blocks = [BlockId(block) for block in seq.blocks[num_cached : swapped.end_block]]
+        seq.swapped, seq.load = None, area.load(swapped, num_cached, blocks)
+        seq.num_hashed_blocks = num_cached
+
+    def check(self) -> None:
+        """Raise AssertionError unless the swap area holds just what this engine's sequences have there."""
+        if self.area is not None:
+            seqs = self._queues.sequences.values()
+            self.area.check([seq.swapped for seq in seqs if seq.swapped is not None])

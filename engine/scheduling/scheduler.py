@@ -9,19 +9,22 @@ from collections import defaultdict, deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from kvrelay.engine.groups.group_table import GroupTable, fault_of
-from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.admit import Admission, PromptBlocks, Turns
-from kvrelay.engine.scheduling.blocks import BlocksAside, CopyOnWrite, PrefixRegistration, Release, check_holders
+from kvrelay.engine.scheduling.blocks import (
+    BlocksAside,
+    CopyOnWrite,
+    Headroom,
+    PrefixRegistration,
+    Release,
+    check_holders,
+)
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.headroom import Headroom
-from kvrelay.engine.scheduling.pinning import Pinning
-from kvrelay.engine.scheduling.plan import Scheduled, StepPlan, StepPlanner
+from kvrelay.engine.scheduling.groups import Groups
+from kvrelay.engine.scheduling.plan import StepPlan, StepPlanner
 from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds, PreemptionChoice, Swapping
-from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionChoice, PreemptionMode
+from kvrelay.engine.scheduling.sequence import GroupTable, Scheduled, Sequence, State, fault_of
+from kvrelay.engine.scheduling.tier_requests import LowerTiers, Pinning
 from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, last_of
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -69,6 +72,8 @@ class Arrivals:
             return "too_long", f"{num_tokens} tokens do not fit {pool.num_blocks} blocks of {pool.block_size}"
         if self._is_full and self._displaceable(request.tenant) is None:
             return "full", f"{self._config.max_waiting} sequences are queued already"
+        if request.group is None:
+            return None
         return fault_of(
             request, block_size=pool.block_size, num_blocks=pool.num_blocks, max_running=self._config.max_running
         )
@@ -100,7 +105,8 @@ class Arrivals:
         )
         self._headroom.observe_request(request.sampling.max_tokens)
         self._queues.sequences[request.request_id] = seq
-        self._groups.begin(seq)
+        if request.group is not None:
+            self._groups.begin(seq)
         queue.push(seq)
         if self._tiers is not None:
             self._tiers.arrived(seq, len(self._pool.match(seq.block_chain())))
@@ -147,13 +153,12 @@ class Scheduler:
         self.queues = queues
         self.aside = BlocksAside(pool, queues, tiers)
         self.registration = PrefixRegistration(pool, Pinning(pool, tiers), tiers)
-        swapping = Swapping(pool, area)
-        self.release = Release(pool, queues, fair_share, table, swapping, headroom.lengths, tiers)
+        self.release = Release(pool, queues, fair_share, table, area, headroom.lengths, tiers)
         self.groups = Groups(table, pool, queues, self.release)
         choice = PreemptionChoice(
             pool, speeds, token_bytes=config.token_bytes, only=config.preemption, area=area, tiers=tiers
         )
-        self.preemption = Preemption(queues, self.release, copies, choice, swapping, self.groups)
+        self.preemption = Preemption(queues, self.release, copies, choice, self.groups, pool, area)
         turns = Turns(queues, pool, fair_share, speeds, tiers, token_budget=config.token_budget)
         blocks = PromptBlocks(pool, queues, headroom, self.aside, tiers)
         self.admission = Admission(
@@ -212,6 +217,18 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step. Blocks are taken here; tokens are applied by `advance`."""
         return self.planner.plan()
+
+    def may_look_ahead(self) -> bool:
+        """Whether the next step can be planned as if the tokens of the one in flight were known.
+
+        Which tokens they are changes no decision, unless a sequence might be preempted whose blocks are being computed:
+        each running one takes up to one block more for its next token, and one to write in instead of one that it
+        shares; admission leaves one for each. Members of a group end, fork and wait for one another by their tokens. A
+        swapped sequence comes back as others go.
+        """
+        queues = self.queues
+        is_roomy = self.pool.num_available >= 2 * len(queues.running)
+        return is_roomy and not (queues.swapped or self.groups.by_id)
 
     def copied(self) -> None:
         """The last plan's copies are made: their sources may be reused."""
@@ -307,4 +324,4 @@ class Scheduler:
         """Raise AssertionError unless queues, sequences and the pool's references agree."""
         check_holders(self.pool, self.queues, self.aside, self.planner.copies)
         self.queues.check()
-        self.preemption.swapping.check(list(self.queues.sequences.values()))
+        self.preemption.check()

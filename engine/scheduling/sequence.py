@@ -1,11 +1,13 @@
-"""One sequence in one engine: its tokens, its blocks, and the states that it may be in. Pure."""
+"""One sequence in one engine: its tokens, its blocks, and the states that it may be in; and groups of them. Pure."""
 
 import enum
 import math
 from array import array
 from dataclasses import dataclass, field
 
-from kvrelay.engine.groups.beam import BeamCandidates, BeamSearch
+import msgspec
+
+from kvrelay.engine.scheduling.beam import BeamCandidates, BeamRules, BeamSearch
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.memory.swap import SwappedBlocks
@@ -80,7 +82,7 @@ class Sequence:
     num_loaded_blocks: int = 0  # of its prompt, brought up so
     swapped: SwappedBlocks | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
-    drafter: object = None  # where its drafts come from: see speculation_steps.py
+    drafter: object = None  # where its drafts come from: see speculation.py
     group: "SequenceGroup | None" = None  # whose leader or member it is
     choice: int = 0  # a member's; of a beam search, its rank
     _block_chain: HashChain = field(init=False)
@@ -150,10 +152,33 @@ class Sequence:
         """`block_chain` as a list."""
         return self.block_chain().hashes()
 
+    def end_load(self) -> None:
+        """Wait until nothing is loaded into its blocks any more."""
+        load, self.load = self.load, None
+        if load is not None:
+            load.wait_over()
+
     def move_to(self, state: State) -> None:
         """Change state; an illegal change is our own bug."""
         assert state in _LEGAL[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
+
+
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
+    """Compute tokens start : start + num_tokens of a sequence; sample if that reaches its end.
+
+    drafts: guesses of what comes after its last token, computed behind it; a token is drawn after each of them.
+    A struct because each step makes one for each sequence: 0.1 µs, where a frozen dataclass takes ten times that.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.num_tokens == len(self.seq.token_ids) + len(self.drafts)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,3 +211,74 @@ class SequenceGroup:
         return sum(blocks_for(prompt + len(tokens) + 1) for tokens in self.outputs.values()) - self.num_sequences * (
             prompt // self.leader.block_size
         )
+
+
+def search_of(request: SequenceRequest, eos_ids: tuple[int, ...]) -> BeamSearch | None:
+    """A new beam search, when the request asks for one."""
+    if request.group is None or (beams := request.group.beams) is None:
+        return None
+    params = request.sampling
+    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+    rules = BeamRules(beams.width, params.max_tokens, end_ids, beams.length_penalty, beams.early_stopping)
+    return BeamSearch(rules)
+
+
+class GroupTable:
+    """A group is in the table from its arrival until its last member has ended. eos_ids: end a beam search's
+    hypotheses.
+    """
+
+    def __init__(self, eos_ids: tuple[int, ...] = ()) -> None:
+        self._eos_ids = eos_ids
+        self.by_id: dict[str, SequenceGroup] = {}
+
+    @property
+    def num_reserved(self) -> int:
+        """Running sequences that members will be when their leaders fork, beside the leaders."""
+        return sum(
+            group.num_sequences - 1
+            for group in self.by_id.values()
+            if group.leader is not None and group.leader.state in (State.RUNNING, State.RECEIVING)
+        )
+
+    def begin(self, leader: Sequence) -> None:
+        """The leader of a new group has arrived."""
+        request, asked = leader.request, leader.request.group
+        assert asked is not None
+        group = leader.group = self.by_id[request.request_id] = SequenceGroup(
+            request, leader, search_of(request, self._eos_ids)
+        )
+        emitted = asked.emitted or [[] for _ in asked.seeds]
+        group.outputs = {k: list(tokens) for k, tokens in enumerate(emitted) if k not in asked.ended}
+        if asked.beams is not None:
+            group.outputs = {rank: [] for rank in range(asked.beams.width)}  # for the count of blocks
+
+    def ended(self, seq: Sequence) -> None:
+        """A leader or a member has ended."""
+        group = seq.group
+        assert group is not None
+        if seq is group.leader:
+            group.leader = None
+        elif seq in group.members:
+            group.members.remove(seq)
+        if group.leader is None and not group.members:
+            self.by_id.pop(group.request.request_id, None)
+
+
+def fault_of(request: SequenceRequest, *, block_size: int, num_blocks: int, max_running: int) -> tuple[str, str] | None:
+    """Why a group can never run here, as (reason, message), or None."""
+    asked = request.group
+    assert asked is not None
+    if asked.num_sequences > max_running:
+        return "invalid", f"{asked.num_sequences} sequences in a group, but {max_running} run at once here"
+    if asked.beams is None:
+        return None
+    prompt = request.num_prompt_tokens
+    own = -(-(prompt + request.sampling.max_tokens) // block_size) - prompt // block_size
+    need = prompt // block_size + asked.beams.width * (own + 1)  # one each while a shared block is copied
+    if need > num_blocks:
+        return "too_long", (
+            f"a beam search of width {asked.beams.width} over up to {request.sampling.max_tokens} tokens may need "
+            f"{need} blocks, and there are {num_blocks}: ask for fewer tokens or beams"
+        )
+    return None

@@ -8,6 +8,9 @@ The unit is tokens: time costs the tokens that steps without drafts would have p
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+MARGIN = 1.3  # least ratio of a draft's expected tokens to its cost: rates are estimates
+_TRY_SHARE = 0.03  # of the time is spent on trial drafts while drafts are not expected to pay
+TRY_TOKENS = 2  # of a trial draft
 _BLEND = 0.25  # weight of the newest pass in the average
 _CATCHING_UP = 8  # tokens of text per pass time, until it is measured
 _LEAST_SHARE = 0.03  # of a step's time: a pass costs more than reading its weights
@@ -156,3 +159,65 @@ def _deepest(candidates: Sequence[DraftCandidate], prices: Prices, most: int) ->
             for index in winners:
                 best[1][index], best[2][index] = lengths[index], gains[index]
     return best
+
+
+class DraftModelChoice:
+    """Measures one draft model's passes, and from them how many tokens it drafts for which sequences.
+
+    share: its weights relative to the target model's, by bytes.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.times = PassTimes(share)
+        self._credit_s = 0.0  # for trial drafts
+
+    def observe_passes(self, passes: Sequence[Pass], plain_s: float) -> None:
+        """Record the passes before a step. plain_s: of a step of as many sequences, without drafts."""
+        for one in passes:
+            self.times.observe(one, plain_s)
+
+    def observe_step(self, seconds: float) -> None:
+        self._credit_s += _TRY_SHARE * seconds
+
+    def lengths(
+        self, candidates: Sequence[DraftCandidate], most: int, num_sequences: int, plain_s: float | None,
+        extra: tuple[float, float] | None, *, has_drafts: bool, chunk: int,
+    ) -> list[int]:  # fmt: skip
+        """Tokens that the model drafts for each candidate of a step of `num_sequences`, up to `most`.
+
+        Args:
+            plain_s: of such a step without drafts; None: not measured.
+            extra: seconds that drafts add to it, and seconds per drafted token; None: not measured.
+            has_drafts: the step has prompt lookup drafts.
+            chunk: most tokens of text that the model computes before a step.
+        """
+        nothing = [0] * len(candidates)
+        if not candidates or plain_s is None:
+            return nothing
+        if extra is None:
+            return nothing if has_drafts else self._for_nearest(candidates, most)
+        fixed_s, token_s = extra
+        price = MARGIN * num_sequences / plain_s  # tokens per second
+        prices = Prices(
+            fixed=0.0 if has_drafts else price * fixed_s,
+            token=price * token_s,
+            behind=price * self.times.behind(num_sequences, plain_s),
+            one_pass=lambda count: price * self.times.one_pass(count, plain_s),
+            near=most + 2,
+        )
+        found = choose(candidates, prices, most)
+        if any(found) or has_drafts:
+            return found
+        num_behind = min(one.num_behind for one in candidates)
+        cost_s = min(num_behind, chunk) * self.times.behind(1, plain_s) + TRY_TOKENS * self.times.one_pass(1, plain_s)
+        if self._credit_s < cost_s:
+            return nothing
+        self._credit_s = 0.0  # a trial: the nearest one's text may take several of them
+        return self._for_nearest(candidates, min(TRY_TOKENS, most))
+
+    @staticmethod
+    def _for_nearest(candidates: Sequence[DraftCandidate], length: int) -> list[int]:
+        nearest = min(range(len(candidates)), key=lambda index: candidates[index].num_behind)
+        lengths = [0] * len(candidates)
+        lengths[nearest] = min(length, candidates[nearest].most)
+        return lengths

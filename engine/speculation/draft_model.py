@@ -2,7 +2,7 @@
 
 Its KV is never transferred: after a migration, the new worker computes the text in chunks at the first draft. Tokens
 are sampled as the target model would at that position, with the same random number: where the two agree on the
-probabilities, they agree on the token. `speculation_model.py` decides which sequences are drafted for.
+probabilities, they agree on the token. `draft_choice.py` decides which sequences are drafted for.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.execution.sampler import Sampler
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
-from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.engine.speculation.draft_cache import DraftCache, Shadow
 from kvrelay.engine.speculation.draft_choice import Pass
 from kvrelay.engine.speculation.draft_fit import (

@@ -12,22 +12,20 @@ from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.preflight import num_blocks_for
-from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepLauncher, StepLoads
+from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepLauncher, StepLoads, StepSampling
 from kvrelay.engine.execution.runner import Runner
-from kvrelay.engine.execution.sampler import Sampler
-from kvrelay.engine.execution.sampling import OutputProcessor, StepSampling
-from kvrelay.engine.groups.group_steps import GroupSteps
+from kvrelay.engine.execution.sampler import OutputProcessor, Sampler
 from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.scheduling.blocks import Headroom
 from kvrelay.engine.scheduling.fair_share import FairShare
-from kvrelay.engine.scheduling.headroom import Headroom
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.groups import GroupSteps
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.speculation.speculation_steps import DraftModelProtocol, DraftSteps
-from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.speculation.draft_model import DraftModel
+from kvrelay.engine.speculation.speculation import DraftSteps
+from kvrelay.engine.step.config import EngineConfig, KvCache
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.step.kv_cache import KvCache
 from kvrelay.engine.step.reports import EngineMonitor, StepRecorder, StepTiming
 from kvrelay.engine.step.requests import Batch, Requests
 from kvrelay.hashing import HASH_SEED
@@ -57,7 +55,7 @@ class Extensions:
 
     tiers: Callable[[KvCache], LowerTiers | None] = lambda cache: None
     swap_area: Callable[[KvCache], SwapArea | None] = lambda cache: None
-    draft_model: DraftModelProtocol | None = None
+    draft_model: DraftModel | None = None
     layer_hook: LayerHook | None = None
     layers_per_hook: int = 0
 
@@ -126,9 +124,16 @@ def make_engine(
     batch = Batch(scheduler, runner, drafts)
     loads = StepLoads(scheduler, tiers, num_layers=spec.num_layers, may_load=tiers is not None or area is not None)
     outputs = OutputProcessor(batch.end, clock, eos_ids=spec.eos_ids, max_model_len=max_model_len)
-    groups = GroupSteps(scheduler, batch.end, runner.forget)
+    groups = GroupSteps(scheduler.groups, batch.end, runner.forget)
     sampling = StepSampling(
-        runner, Sampler(backend, tuple(spec.eos_ids)), outputs, groups, drafts, scheduler, backend.asynchronous, clock
+        runner,
+        Sampler(backend, tuple(spec.eos_ids)),
+        outputs,
+        groups,
+        drafts.note,
+        scheduler,
+        backend.asynchronous,
+        clock,
     )
     timing = StepTiming()
     return Engine(

@@ -1,12 +1,14 @@
-"""What an engine is configured with, and what its steps return. Pure."""
+"""What an engine is configured with, its KV cache, and what its steps return."""
 
 from dataclasses import dataclass, field
 
 from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.kernels.backend import KvOrder
 from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kvcache.memory.storage import KvStorage
+from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import KvEvents, LoadReport, TokenOutput
-from kvrelay.types import BlockId
+from kvrelay.types import BlockId, Fingerprint, KvMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,16 @@ class StepResult:
     is_stuck: bool = False  # nothing was done, and nothing can be until the engine is called otherwise
     events: KvEvents | None = None
     load: LoadReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """One engine's."""
+
+    storage: KvStorage
+    pool: BlockPool
+    fingerprint: Fingerprint
+
+    @property
+    def memory(self) -> KvMemory:
+        return self.storage.memory

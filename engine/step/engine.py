@@ -1,6 +1,6 @@
 """The engine: one model, one KV pool, one thread. A step: schedule, run, sample, emit.
 
-On a device that computes asynchronously a step is collected when the next one has been launched: see in_flight.py.
+On a device that computes asynchronously a step is collected when the next one has been launched: see InFlightStep.
 Every method is called from the owner's single thread; nothing here imports a network or Ray.
 """
 
@@ -9,20 +9,17 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
-from kvrelay.engine.execution.in_flight import InFlightStep
-from kvrelay.engine.execution.launch import StepLauncher, StepLoads
-from kvrelay.engine.execution.runner import Runner
-from kvrelay.engine.execution.sampling import OutputProcessor, StepSampling
+from kvrelay.engine.execution.launch import StepLauncher, StepLoads, StepSampling
+from kvrelay.engine.execution.runner import InFlightStep, Runner
+from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.speculation.speculation_steps import DraftSteps
-from kvrelay.engine.step.config import EngineConfig, Reservation, StepResult
-from kvrelay.engine.step.kv_cache import KvCache
-from kvrelay.engine.step.lookahead import Outlook, may_look_ahead
+from kvrelay.engine.speculation.speculation import DraftSteps
+from kvrelay.engine.step.config import EngineConfig, KvCache, Reservation, StepResult
 from kvrelay.engine.step.reports import EngineMonitor, StepRecorder
 from kvrelay.engine.step.requests import Batch, Requests, rejection_message
 from kvrelay.kernels.backend import Backend
@@ -72,7 +69,7 @@ class Engine:
         try:
             self.settle()
         finally:
-            if (area := self.scheduler.preemption.swapping.area) is not None:
+            if (area := self.scheduler.preemption.area) is not None:
                 area.close()
             if self.tiers is not None:
                 self.tiers.controller.close()
@@ -148,10 +145,9 @@ class Engine:
             self._outputs.send_later(result.outputs)
 
     def _may_look_ahead(self) -> bool:
-        scheduler = self.scheduler
-        running, groups = scheduler.running, len(scheduler.groups.by_id)
-        drafts = self.drafts.is_enabled and not groups and self.drafts.comes_next(running)
-        return may_look_ahead(Outlook(len(running), self.pool.num_available, len(scheduler.swapped), groups, drafts))
+        scheduler, drafts = self.scheduler, self.drafts
+        has_drafts = drafts.is_enabled and not scheduler.groups.by_id and drafts.comes_next(scheduler.running)
+        return not has_drafts and scheduler.may_look_ahead()
 
     def _begin(self, result: StepResult, now_s: float, on_reserved: OnReserved | None) -> None:
         """What is due before a step is planned."""
@@ -163,7 +159,7 @@ class Engine:
             (seq.request_id, reason, rejection_message(seq, reason, now_s))
             for seq, reason in scheduler.arrivals.take_rejected()
         ]
-        if (area := scheduler.preemption.swapping.area) is not None:
+        if (area := scheduler.preemption.area) is not None:
             area.poll()
         result.reservations = [_reservation(seq, now_s) for seq in scheduler.grant_reservations()]
         if result.reservations and on_reserved is not None:
@@ -172,11 +168,12 @@ class Engine:
     def _schedule(self, result: StepResult) -> StepPlan:
         scheduler, in_flight = self.scheduler, self.batch.in_flight
         plan = scheduler.schedule()
-        assert in_flight is None or not plan.preempted, "a sequence in flight was preempted: see lookahead.py"
+        assert in_flight is None or not plan.preempted, "a sequence in flight was preempted"
         plan = self._loads.verified(plan)
         for seq in plan.preempted:
             self.batch.forget(seq)
-        result.returned_to_prefill = [seq.request_id for seq in scheduler.preemption.take_returned()]
+        if scheduler.preemption.returned:
+            result.returned_to_prefill = [seq.request_id for seq in scheduler.preemption.take_returned()]
         if plan.work and self.drafts.is_enabled and in_flight is None and not scheduler.groups.by_id:
             plan = self.drafts.widen(plan)
             self.drafts.note_plan(plan)

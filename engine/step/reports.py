@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.engine.execution.in_flight import InFlightStep
-from kvrelay.engine.scheduling.headroom import OutputLengths
+from kvrelay.engine.execution.runner import InFlightStep
+from kvrelay.engine.scheduling.blocks import OutputLengths
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.speculation.speculation_steps import DraftSteps
+from kvrelay.engine.speculation.speculation import DraftSteps
 from kvrelay.engine.step.config import StepResult
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.index.changes import EventLog
@@ -111,7 +111,7 @@ def load_report(
         output_tokens: mean length of the last outputs; 0: not known.
     """
     queues, aside, preemption = scheduler.queues, scheduler.aside, scheduler.preemption
-    blocks, counts, area = scheduler.admission.blocks, scheduler.pool.counts(), preemption.swapping.area
+    blocks, counts, area = scheduler.admission.blocks, scheduler.pool.counts(), preemption.area
     num_overdue, overdue_tokens = queues.overdue()
     return LoadReport(
         seq=seq,

@@ -6,16 +6,15 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-from kvrelay.engine.execution.in_flight import InFlightStep
 from kvrelay.engine.execution.launch import StepLoads
-from kvrelay.engine.execution.runner import Runner
-from kvrelay.engine.execution.sampling import OutputProcessor
-from kvrelay.engine.groups.beam import BeamCandidates
-from kvrelay.engine.groups.group_steps import GroupSteps
+from kvrelay.engine.execution.runner import InFlightStep, Runner
+from kvrelay.engine.execution.sampler import OutputProcessor
+from kvrelay.engine.scheduling.beam import BeamCandidates
+from kvrelay.engine.scheduling.groups import GroupSteps
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
-from kvrelay.engine.speculation.speculation_steps import DraftSteps
+from kvrelay.engine.speculation.speculation import DraftSteps
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.plane.messages import MAX_PRIORITY, Sampling, SequenceRequest
 from kvrelay.types import FinishReason

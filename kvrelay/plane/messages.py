@@ -59,7 +59,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A beam search; see engine/groups/beam.py.
+    """A beam search; see engine/scheduling/beam.py.
 
     The other sampling parameters but max_tokens, min_tokens and stops have no effect.
     """

@@ -55,9 +55,6 @@ PURE_FILES = sorted(
         "router/**/*.py",
         "kvcache/**/*.py",
         "engine/scheduling/*.py",
-        "engine/groups/beam.py",
-        "engine/groups/group*.py",
-        "engine/step/lookahead.py",
         "engine/step/requests.py",
         "engine/step/reports.py",
     )

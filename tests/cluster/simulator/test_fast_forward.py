@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster.simulator.fast_forward import FairShareWithParked, FastForward, ParkedSequences, RefreshedHeadroom
-from kvrelay.engine.execution.sampling import OutputProcessor
+from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import block_hashes

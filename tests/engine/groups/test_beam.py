@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvrelay.engine.groups.beam import BeamRules, BeamSearch
+from kvrelay.engine.scheduling.beam import BeamRules, BeamSearch
 
 pytestmark = pytest.mark.pure
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
+from kvrelay.engine.scheduling.groups import GroupSteps
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import State
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -24,7 +24,7 @@ class Run:
         self.sched = Scheduler(
             BlockPool(blocks, block_size=BLOCK), limits, fair_share=FairShare(QueueRules(output_weight=3.0))
         )
-        self.groups = GroupSteps(self.sched, self.sched.finish, lambda seq: None)
+        self.groups = GroupSteps(self.sched.groups, self.sched.finish, lambda seq: None)
         self.count = 0
 
     def request(self, group: Group | None = None, *, tokens=5, max_tokens=8, **facts) -> SequenceRequest:

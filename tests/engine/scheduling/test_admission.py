@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
 from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.step.reports import StepTiming, load_report
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.execution.sampling import OutputProcessor
-from kvrelay.engine.scheduling.headroom import Headroom
+from kvrelay.engine.execution.sampler import OutputProcessor
+from kvrelay.engine.scheduling.blocks import Headroom
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool

@@ -3,9 +3,8 @@
 import pytest
 
 from kvrelay.engine.scheduling.admit import PromptBlocks
-from kvrelay.engine.scheduling.blocks import BlocksAside, CopyOnWrite
+from kvrelay.engine.scheduling.blocks import BlocksAside, CopyOnWrite, Headroom
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.headroom import Headroom
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool

@@ -114,7 +114,7 @@ def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches, mo
 
 def rot(engine: Engine) -> int:
     """Change what is swapped out now; how many blocks."""
-    slab = engine.scheduler.preemption.swapping.area.slab
+    slab = engine.scheduler.preemption.area.slab
     slots = [slot for seq in engine.scheduler.swapped for slot in seq.swapped.rows]
     for slot in slots:
         view = slab.row(slot)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvrelay.engine.scheduling.headroom import OutputLengths, growth_blocks
+from kvrelay.engine.scheduling.blocks import OutputLengths, growth_blocks
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import (
     PreemptionMode,

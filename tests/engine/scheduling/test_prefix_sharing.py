@@ -5,7 +5,7 @@ step.
 import msgspec
 import pytest
 
-from kvrelay.engine.scheduling.prefix_sharing import is_spared, least_blocks
+from kvrelay.engine.scheduling.admit import is_spared, least_blocks
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool

@@ -8,11 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.plan import Scheduled
+from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog, EventLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest

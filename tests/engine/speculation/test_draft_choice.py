@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.speculation.draft_choice import DraftCandidate, Pass, PassTimes, Prices, choose
-from kvrelay.engine.speculation.speculation import Acceptance, Speculation
-from kvrelay.engine.speculation.speculation_model import ModelSpeculation
+from kvrelay.engine.speculation.draft_choice import DraftCandidate, DraftModelChoice, Pass, PassTimes, Prices, choose
+from kvrelay.engine.speculation.speculation import Acceptance, DraftSource, Speculation
 
 pytestmark = pytest.mark.pure
 
@@ -96,7 +95,7 @@ class Device:
     ) -> None:
         self.rate, self.pass_s, self.token_s = rate, pass_s, token_s
         self.speculation = Speculation(most=8)
-        self.by_model = ModelSpeculation(self.speculation, share)
+        self.by_model, self.choice = DraftSource(0.7, Acceptance(1.4, 2.0)), DraftModelChoice(share)
         self.each = [Acceptance() for _ in range(sequences)]
         self.behind = [prompt] * sequences
         self.chance, self.left = random.Random(3), 1000
@@ -107,12 +106,13 @@ class Device:
         count = len(self.each)
         lengths = self._lengths(count)
         passes = self._passes(lengths)
-        self.by_model.observe_passes(count, passes)
+        if (plain_s := self.speculation.times.plain(count)) is not None:
+            self.choice.observe_passes(passes, plain_s)
         lengths = [length if behind <= 512 else 0 for length, behind in zip(lengths, self.behind, strict=True)]
         step_s = 0.020 + (0.002 + self.token_s * sum(lengths) if any(lengths) else 0.0)
         self.speculation.times.observe(count, sum(lengths), step_s)
         total_s = step_s + sum(one.seconds for one in passes)
-        self.by_model.observe_step(total_s)
+        self.choice.observe_step(total_s)
         for index, length in enumerate(lengths):
             kept = next((at for at in range(length) if self.chance.random() >= self.rate), length)
             if length:
@@ -131,7 +131,10 @@ class Device:
             DraftCandidate(self.by_model.rate(one), 8, behind, self.left)
             for one, behind in zip(self.each, self.behind, strict=True)
         ]
-        return self.by_model.lengths(count, candidates, has_drafts=False, chunk=512)
+        times = self.speculation.times
+        return self.choice.lengths(
+            candidates, 8, count, times.plain(count), times.extra(count), has_drafts=False, chunk=512
+        )
 
     def _passes(self, lengths: list[int]) -> list[Pass]:
         rows = [index for index, length in enumerate(lengths) if length]

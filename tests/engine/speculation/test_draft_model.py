@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.loading import load_model
-from kvrelay.engine.execution.sampling import StepSampling
+from kvrelay.engine.execution.launch import StepSampling
+from kvrelay.engine.speculation.draft_choice import DraftModelChoice
 from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
 from kvrelay.engine.speculation.speculation import Speculation
-from kvrelay.engine.speculation.speculation_model import ModelSpeculation
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
@@ -65,9 +65,9 @@ def make(folders, monkeypatch):
             monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
             monkeypatch.setattr(Speculation, "lengths", lambda self, count, drafters: [self.most] * len(drafters))
             monkeypatch.setattr(
-                ModelSpeculation,
+                DraftModelChoice,
                 "lengths",
-                lambda self, count, candidates, **_: [one.most for one in candidates],
+                lambda self, candidates, *_, **__: [one.most for one in candidates],
             )
         backend = select_backend("cpu", "cpu", 1)
         config = EngineConfig(

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from kvrelay.engine.execution.sampling import StepSampling
-from kvrelay.engine.speculation.speculation import PromptLookup, Speculation
+from kvrelay.engine.execution.launch import StepSampling
+from kvrelay.engine.speculation.prompt_lookup import PromptLookup
+from kvrelay.engine.speculation.speculation import Speculation
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine

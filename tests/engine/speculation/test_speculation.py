@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.speculation.speculation import Acceptance, PromptLookup, Speculation, SpeculationTimes, expected
+from kvrelay.engine.speculation.prompt_lookup import PromptLookup
+from kvrelay.engine.speculation.speculation import Acceptance, Speculation, SpeculationTimes, expected
 
 pytestmark = pytest.mark.pure
 

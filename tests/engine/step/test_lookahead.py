@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvrelay.engine.execution.in_flight import InFlightStep
+from kvrelay.engine.execution.runner import InFlightStep
 from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
@@ -423,7 +424,7 @@ def tokens_of_other_rows(monkeypatch):
 
 
 def who_may_have_to_give_way_is_looked_past(monkeypatch):
-    monkeypatch.setattr("kvrelay.engine.step.engine.may_look_ahead", lambda outlook: not outlook.drafts)
+    monkeypatch.setattr(Scheduler, "may_look_ahead", lambda self: True)
 
 
 @pytest.mark.parametrize("mistake", [tokens_of_other_rows, who_may_have_to_give_way_is_looked_past])

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.execution.in_flight import sampled
-from kvrelay.engine.execution.sampler import Sampler, uniform, uniforms
-from kvrelay.engine.execution.sampling import OutputProcessor
+from kvrelay.engine.execution.runner import sampled
+from kvrelay.engine.execution.sampler import OutputProcessor, Sampler, uniform, uniforms
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig

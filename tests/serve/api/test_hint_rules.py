@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrelay.engine.scheduling.pinning import Pinning
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from kvrelay.engine.scheduling.tier_requests import Pinning
 from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.pool.block_pool import BlockPool

@@ -2,11 +2,10 @@
 
 import random
 
-from kvrelay.engine.groups.beam import BeamCandidates, Hypothesis
-from kvrelay.engine.groups.group_steps import GroupSteps
-from kvrelay.engine.groups.group_table import search_of
+from kvrelay.engine.scheduling.beam import BeamCandidates, Hypothesis
+from kvrelay.engine.scheduling.groups import GroupSteps
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State, search_of
 from kvrelay.plane.messages import SequenceRequest, TokenOutput
 from kvrelay.types import FinishReason
 from tests.engine.scheduling.machine.model import key_after, keys_of
@@ -22,7 +21,7 @@ class GroupLife:
 
     def __init__(self, sched: Scheduler, rng: random.Random, end, forget) -> None:
         self.sched, self.rng = sched, rng
-        self.steps = GroupSteps(sched, end, forget)
+        self.steps = GroupSteps(sched.groups, end, forget)
         self.said: dict[str, dict[int, list[int]]] = {}  # of each live choice, by request
         self.requests: dict[str, SequenceRequest] = {}
         self.num_results = 0

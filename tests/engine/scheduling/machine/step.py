@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.engine.scheduling.swapping import MAX_RETURNS
-from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.step.lookahead import Outlook, may_look_ahead
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.preemption_policy import MAX_RETURNS, PreemptionMode
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.hashing import block_hashes
 from tests.engine.scheduling.machine.life import F, H, R, S, V, W, World
 from tests.engine.scheduling.machine.model import KINDS, ROLES, Record, key_after
@@ -62,7 +59,7 @@ class Life(World):
         self.sched.copied()
         self.swaps.arrive()
         for item in work:
-            LowerTiers.settle(item.seq)
+            item.seq.end_load()
         self.run(work)
         self.moved(frozenset({(R, H), (R, F)}))
         if self.setup.has_groups:
@@ -71,9 +68,7 @@ class Life(World):
                     record.keys.append(key_after(record.keys[-1], record.seq.token_ids[len(record.keys)]))
 
     def may_be_planned_ahead(self) -> bool:
-        sched, num_available = self.sched, self.pool.num_available
-        groups = len(sched.groups.by_id)
-        return may_look_ahead(Outlook(len(sched.running), num_available, len(sched.swapped), groups, drafts=False))
+        return self.sched.may_look_ahead()
 
     def running(self) -> list[Record]:
         return [record for record in self.records.values() if record.state is R]

@@ -6,22 +6,18 @@ are lived in.
 
 import pytest
 
-from kvrelay.engine.groups.group_steps import GroupSteps
-from kvrelay.engine.groups.group_table import GroupTable
-from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling import preempt, scheduler
 from kvrelay.engine.scheduling.admit import Admission
 from kvrelay.engine.scheduling.blocks import Release
 from kvrelay.engine.scheduling.fair_share import FairShare
+from kvrelay.engine.scheduling.groups import Groups, GroupSteps
 from kvrelay.engine.scheduling.plan import StepPlanner
 from kvrelay.engine.scheduling.preempt import Preemption
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import State
-from kvrelay.engine.scheduling.swapping import Swapping
+from kvrelay.engine.scheduling.sequence import GroupTable, State
 from kvrelay.engine.scheduling.waiting_queue import WaitingQueue
 from kvrelay.kvcache.memory.swap import SwapArea
-from tests.engine.scheduling.machine import step as scheduler_step
 from tests.engine.scheduling.machine.setup import Setup
 from tests.engine.scheduling.machine.step import lives
 
@@ -102,8 +98,8 @@ def blocks_come_back_in_another_order(monkeypatch):
 
 
 def a_block_that_is_to_be_copied_is_saved_too_early(monkeypatch):
-    real = Swapping.swap_out
-    monkeypatch.setattr(Swapping, "swap_out", lambda self, group, sources: real(self, group, {}))
+    real = Preemption._save
+    monkeypatch.setattr(Preemption, "_save", lambda self, group, sources: real(self, group, {}))
 
 
 def a_reservation_comes_before_who_is_swapped(monkeypatch):
@@ -269,9 +265,7 @@ def a_credit_lowers_the_counter(monkeypatch):
 
 
 def steps_are_planned_ahead_without_room(monkeypatch):
-    monkeypatch.setattr(
-        scheduler_step, "may_look_ahead", lambda outlook: outlook.num_available >= outlook.num_running // 2
-    )
+    monkeypatch.setattr(Scheduler, "may_look_ahead", lambda self: self.pool.num_available >= len(self.running) // 2)
 
 
 MUTATIONS = {
