@@ -128,21 +128,17 @@ def _check_backend(settings: Settings, role: Role) -> None:
     Raises BackendUnavailable, ConfigError.
     """
     from kvrelay.engine.checkpoints.preflight import check_kv_layout, check_quantization
-    from kvrelay.engine.speculation.draft_fit import check_draft_quantization
 
     engine = settings.for_role(role).engine
     if engine.backend == "cuda" or engine.kv_layout != "NHD":
         from kvrelay.kernels.select import kv_layouts
 
         check_kv_layout(*kv_layouts(engine.backend, engine.device), settings, role)
-    wanted = {settings.model.quantization, settings.engine.draft_quantization}
-    if wanted != {"none"} and (engine.backend, engine.device) != ("cpu", "auto"):
+    if settings.model.quantization != "none" and (engine.backend, engine.device) != ("cpu", "auto"):
         from kvrelay.kernels.select import quantizes
 
         name, can = quantizes(engine.backend, engine.device)
         check_quantization(name, settings, quantizes=can)
-        if role is Role.DECODE and settings.engine.draft_source is not None:
-            check_draft_quantization(name, settings, quantizes=can)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from kvrelay.cluster.simulator.stride import StepEvents, Stride
 from kvrelay.cluster.simulator.tiers import SimulatedTiers
 from kvrelay.config import Settings
 from kvrelay.engine.execution.sampler import OutputProcessor
+from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionMode
@@ -55,13 +56,13 @@ class SimulatedEngine:
             profile.token_budget,
             self.max_running,
             own.max_waiting,
-            own.headroom,
+            HEADROOM_SHARE,
             preemption=None if own.preemption == "auto" else PreemptionMode(own.preemption),
             token_bytes=float(profile.kv_bytes_per_token),
         )
         parked = ParkedSequences(WORD_TOKEN)
         fair_share = FairShareWithParked(queue_rules(settings.scheduler))
-        headroom = RefreshedHeadroom(own.headroom, profile.block_size, parked)
+        headroom = RefreshedHeadroom(HEADROOM_SHARE, profile.block_size, parked)
         self._lengths, self._speeds = headroom.lengths, MeasuredSpeeds()
         self.scheduler = Scheduler(
             self.pool, config, fair_share=fair_share, headroom=headroom, speeds=self._speeds, tiers=self._lower_tiers

@@ -349,7 +349,7 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
 def speculation(verifier: Verifier, transport: str) -> list[Setup]:
     """Prompts that repeat themselves, drafted by n-grams and by a draft model (the model, its last token wrong)."""
     prompts = tuple(repeating_prompts(verifier.prompts, verifier.longest_prompt))
-    by_model = {"speculation": "model", "draft_model": str(verifier.model_dir), "draft_kv_memory": verifier.kv_bytes}
+    by_model = {"speculation": "model", "draft_model": str(verifier.model_dir)}
     setups = []
     for kind, engine in (("speculation", {}), ("draft model", by_model)):
         rows = [

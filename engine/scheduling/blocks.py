@@ -25,6 +25,7 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.types import BlockId, FinishReason
 
+HEADROOM_SHARE = 1.0  # of the blocks that running sequences are expected to need: less preempts them, more idles
 _WINDOW = 256  # outputs that are remembered
 _ENOUGH = 8  # outputs before they are believed
 _PRIOR_TOKENS = 128  # what an output is taken for until then

@@ -23,7 +23,7 @@ class QueueRules:
     """How queued sequences are ordered: see docs/scheduling.md."""
 
     oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
-    output_weight: float = 2.0  # of an output token, against 1 of a prompt token that is computed
+    output_weight: float = 2.0  # of an output token, against 1 of a prompt token: its share of a step's time
     credit_tokens: float = (
         4096.0  # weighted tokens that a tenant may save up, and lead by and still have deadlines heeded
     )
@@ -33,7 +33,7 @@ class QueueRules:
 def queue_rules(settings: SchedulerSettings) -> QueueRules:
     """The engine's own form of the settings; weights are of the names' digests."""
     weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return QueueRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
+    return QueueRules(credit_tokens=settings.credit_tokens, tenant_weights=weights)
 
 
 class FairShare:

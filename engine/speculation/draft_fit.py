@@ -11,7 +11,6 @@ from kvrelay.engine.checkpoints.checkpoint import Progress, prepare_checkpoint
 from kvrelay.engine.checkpoints.files import expected_shapes
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import ConfigError
-from kvrelay.kernels.common.quant_scheme import Scheme, scheme_of
 from kvrelay.settings.engine import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -72,25 +71,10 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     return {token: index for token, index in pairs if token not in special}
 
 
-def draft_scheme_of(settings: Settings) -> Scheme | None:
-    """The quantisation of the draft model's weights in the settings."""
-    return scheme_of(settings.engine.draft_quantization)
-
-
-def check_draft_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
-    """Raises ConfigError when its weights are to be quantised and the backend of this name does not support that."""
-    wanted = settings.engine.draft_quantization
-    if wanted != "none" and not quantizes:
-        raise ConfigError(
-            f"engine.draft_quantization: the {backend} backend has no {wanted} weights: "
-            "choose none, or engine.backend cpu"
-        )
-
-
 def weight_share(folder: Path, draft_folder: Path, settings: Settings) -> float:
     """Bytes of weights that a pass of the draft model reads, relative to a step of the model; warns above 1."""
     sizes = (
-        _num_weights(draft_folder) * _BITS[settings.engine.draft_quantization],
+        _num_weights(draft_folder) * _BITS["none"],
         _num_weights(folder) * _BITS[settings.model.quantization],
     )
     share = sizes[0] / sizes[1]

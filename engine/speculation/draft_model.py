@@ -27,8 +27,6 @@ from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.engine.speculation.draft_cache import DraftCache, Shadow
 from kvrelay.engine.speculation.draft_choice import Pass
 from kvrelay.engine.speculation.draft_fit import (
-    check_draft_quantization,
-    draft_scheme_of,
     prepare_draft_model,
     weight_share,
 )
@@ -87,7 +85,7 @@ class DraftModel:
             order=shape.kv_layout,
             is_latent=shape.latent_dim is not None,
         )
-        num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes, key="engine.draft_kv_memory")
+        num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
         self.share, self._name = config.share, name
         self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len)
         self._clock, self._vocab_size = clock, config.vocab_size
@@ -206,7 +204,6 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_run
     draft_folder = prepare_draft_model(settings, folder)
     if draft_folder is None:
         return None
-    check_draft_quantization(backend.name, settings, quantizes=backend.quantizes)
     engine, spec = settings.engine, ModelSpec.from_folder(folder)
     config = DraftConfig(
         block_size=engine.block_size,
@@ -222,7 +219,6 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_run
         DTYPES[settings.model.compute_dtype],
         block_size=engine.block_size,
         kv_layout=engine.kv_layout,
-        quantization=draft_scheme_of(settings),
     )
     drafts = DraftModel(model, backend, config, name=draft_folder.name)
     logger.info("draft model %s", drafts.describe())

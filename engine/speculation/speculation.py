@@ -377,7 +377,8 @@ class DraftSteps:
         model_s, self._model_s = self._model_s, 0.0  # the next step may not call `widen`
         if plan.num_decode == (count := len(plan.work)):
             self.speculation.times.observe(count, plan.num_tokens - count, seconds - model_s)
-            self._choice.observe_step(seconds)
+            if self.model is not None:
+                self._choice.observe_step(seconds)
 
     def note(self, item: Scheduled, num_accepted: int) -> None:
         """Record how many of its drafted tokens were accepted."""

@@ -74,8 +74,7 @@ def load_engine(
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
         config = replace(config, kv_memory_bytes=budget)
     engine = make_engine(model, backend, config, extensions, digest=model_digest(folder))
-    if config.warm_up:
-        engine.runner.warm_up()
+    engine.runner.warm_up()
     return engine
 
 
@@ -112,7 +111,7 @@ def make_engine(
         cache.pool, _scheduler_config(config, cache, max_running), fair_share=FairShare(config.rules),
         headroom=headroom, speeds=speeds, area=area, tiers=tiers, eos_ids=tuple(spec.eos_ids),
     )  # fmt: skip
-    backend.share_prefixes(enabled=config.cascade)
+    backend.share_prefixes(enabled=True)
     runner = Runner(
         model, backend, cache.storage.layers, block_size=config.block_size, max_running=max_running,
         max_blocks=-(-max_model_len // config.block_size) + 1, max_tokens=config.token_budget,

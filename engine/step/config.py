@@ -31,9 +31,7 @@ class EngineConfig:
     rules: QueueRules = field(default_factory=QueueRules)  # the order of the queues
     preemption: str = "auto"  # the cheapest mode, or always this PreemptionMode where it is possible
     headroom: float = 0.0  # see SchedulerConfig
-    cascade: bool = True  # decode rows read blocks that they share once, where that pays
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
-    warm_up: bool = False  # on a GPU, choose kernels and capture graphs before the first request
     prompt_lookup: bool = True  # drafts from a sequence's own text
 
 

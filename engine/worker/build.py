@@ -11,6 +11,7 @@ from kvrelay.config import Settings
 from kvrelay.engine.checkpoints.preflight import check_fit, check_kv_layout, check_quantization
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.draft_model import make_draft_model
@@ -125,10 +126,8 @@ def _engine_config(options: WorkerOptions, own: Settings, sizes: EngineSizes) ->
         policy=settings.cache.eviction_policy,
         rules=queue_rules(settings.scheduler),
         preemption=engine.preemption,
-        headroom=engine.headroom,
-        cascade=engine.cascade == "auto",
+        headroom=HEADROOM_SHARE,
         draft_tokens=engine.draft_tokens if engine.speculation != "off" else 0,
-        warm_up=engine.warm_up,
         prompt_lookup=engine.speculation != "model",
     )
 

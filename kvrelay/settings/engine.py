@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, model_validator
 
-from kvrelay.settings.choices import BackendName, CascadeMode, Dtype, KvDtype, KvOrder, PreemptionSetting, Quantization
+from kvrelay.settings.choices import BackendName, Dtype, KvDtype, KvOrder, PreemptionSetting, Quantization
 from kvrelay.settings.choices import Speculation as SpeculationMode
 from kvrelay.settings.section import Section, setting
 from kvrelay.sizes import Budget, Size, memory_share, parse_bytes
@@ -83,25 +83,6 @@ class EngineSettings(Section):
         "mode is impossible.",
     )
     swap_memory: Size = setting("256MiB", "Host memory for the KV of preempted sequences, allocated on demand.")
-    cascade: CascadeMode = setting(
-        "auto",
-        "Cascade attention: decoding sequences that share blocks (a system prompt, samples, beams) read them once "
-        "where "
-        "that is faster.",
-    )
-    warm_up: bool = setting(
-        True,
-        "Backend cuda: choose attention kernels and capture CUDA graphs before the worker accepts requests, not at the "
-        "first step of each size.",
-    )
-    headroom: float = setting(
-        1.0,
-        "Share of the blocks that running sequences are expected to need, by recent output lengths, which admission "
-        "leaves "
-        "free; 0: one block for each.",
-        ge=0,
-        le=4,
-    )
     speculation: SpeculationMode = setting(
         "auto",
         "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both "
@@ -114,8 +95,6 @@ class EngineSettings(Section):
         "A small model with the same vocabulary that drafts on decode workers; same forms as model.source, computed in "
         "model.dtype.",
     )
-    draft_quantization: Quantization = setting("none", "The draft model's quantization; groups as the model's.")
-    draft_kv_memory: Size = setting("64MiB", "The draft model's KV pool on each decode worker, beside kv_memory.")
 
     @property
     def swap_bytes(self) -> int:
@@ -128,7 +107,8 @@ class EngineSettings(Section):
 
     @property
     def draft_kv_bytes(self) -> int:
-        return parse_bytes(self.draft_kv_memory)
+        """The draft model's KV pool on each decode worker, beside kv_memory: a quarter of it, and at least 64 MiB."""
+        return max(64 << 20, self.kv_memory_bytes // 4 if self.kv_memory_share is None else 0)
 
     @property
     def kv_memory_share(self) -> float | None:
@@ -166,4 +146,3 @@ class RoleSettings(Section):
     token_budget: int | None = setting(None, "As engine.token_budget.", unit="tokens", ge=16)
     max_running: int | None = setting(None, "As engine.max_running.", unit="sequences", ge=1)
     num_threads: int | None = setting(None, "As engine.num_threads.", ge=1)
-    prefix_caching: bool | None = setting(None, "As engine.prefix_caching.")

@@ -22,21 +22,6 @@ class SchedulerSettings(Section):
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
         {}, "Shares of the service by salt, user or key as clients send it; other tenants have weight 1."
     )
-    output_weight: float = setting(
-        2.0,
-        "Cost of an output token to its tenant; a computed prompt token costs 1, a cached one 0.",
-        unit="prompt tokens",
-        gt=0,
-        allow_inf_nan=False,
-    )
-    oldest_every: int = setting(
-        16,
-        "One in this many admissions takes the oldest request, whatever its priority, deadline and tenant, so that "
-        "none "
-        "starves; 1: first come, first served.",
-        unit="admissions",
-        ge=1,
-    )
     credit_tokens: float = setting(
         4096.0,
         "Tolerated imbalance between tenants: an idle tenant saves up this much of its share, and a tenant this far "

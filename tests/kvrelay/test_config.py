@@ -139,8 +139,9 @@ def test_yaml_then_overrides(tmp_path):
 def test_off_needs_no_quotes(tmp_path):
     path = tmp_path / "kvrelay.yaml"
     path.write_text("engine: {speculation: off, prefix_caching: off}\ntransfer: {checks: off}\n")
-    settings = load_settings(path, {"engine": {"cascade": False}})
-    assert (settings.engine.speculation, settings.engine.cascade, settings.transfer.checks) == ("off", "off", "off")
+    settings = load_settings(path)
+    assert (settings.engine.speculation, settings.transfer.checks) == ("off", "off")
+    assert load_settings(None, {"engine": {"speculation": False}}).engine.speculation == "off"
     assert settings.engine.prefix_caching is False
     with pytest.raises(ConfigError, match="speculation"):
         load_settings(path, {"engine": {"speculation": True}})
@@ -253,13 +254,13 @@ def test_a_roles_own_section_goes_over_the_common_one():
     settings = settings_from(
         {
             "engine": {"block_size": 16, "token_budget": 256},
-            "prefill": {"block_size": 32, "kv_memory": "1GiB", "prefix_caching": False},
+            "prefill": {"block_size": 32, "kv_memory": "1GiB"},
             "decode": {"token_budget": 64, "kv_layout": "HND", "backend": "reference"},
         }
     )
     prefill, decode = settings.for_role(Role.PREFILL).engine, settings.for_role(Role.DECODE).engine
     assert (prefill.block_size, prefill.kv_memory_bytes, prefill.token_budget) == (32, 1 << 30, 256)
-    assert (prefill.kv_layout, prefill.prefix_caching, decode.prefix_caching) == ("NHD", False, True)
+    assert prefill.kv_layout == "NHD"
     assert (decode.block_size, decode.token_budget, decode.kv_layout, decode.backend) == (16, 64, "HND", "reference")
 
 

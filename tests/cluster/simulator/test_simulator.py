@@ -113,10 +113,9 @@ def test_every_request_ends_and_gives_everything_back():
 
 
 @pytest.mark.slow
-def test_pools_that_are_too_small_for_all_pre_empt_and_still_serve():
-    sim = simulate(
-        chats(150, every_s=0.01, output=150), workers=profile(num_blocks=64), settings={"engine": {"headroom": 0.0}}
-    )
+def test_pools_that_are_too_small_for_all_pre_empt_and_still_serve(monkeypatch):
+    monkeypatch.setattr("kvrelay.cluster.simulator.engine.HEADROOM_SHARE", 0.0)
+    sim = simulate(chats(150, every_s=0.01, output=150), workers=profile(num_blocks=64))
     assert sum(worker.engine.scheduler.preemption.num_preemptions for worker in sim.workers) > 0
     assert sum(sim.tally.outcomes.values()) == 150 and sim.tally.outcomes["done"] > 50
     everything_is_given_back(sim)

@@ -119,9 +119,9 @@ async def test_a_worker_refuses_what_is_too_late_and_goes_on(folder):
 
 
 def test_weights_go_by_the_digest_of_the_name_that_clients_send():
-    settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}, "oldest_every": 5, "output_weight": 1.5}})
+    settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}, "credit_tokens": 50}})
     rules = queue_rules(settings.scheduler)
-    assert rules.tenant_weights == {tenant_of("alice"): 3.0} and (rules.oldest_every, rules.output_weight) == (5, 1.5)
+    assert rules.tenant_weights == {tenant_of("alice"): 3.0} and rules.credit_tokens == 50
 
 
 @pytest.mark.parametrize("facts", [{"priority": 9}, {"priority": -9}, {"deadline_s": 0.0}, {"deadline_s": float("nan")},

@@ -8,7 +8,6 @@ import pytest
 from kvrelay.cluster.commands.settings_flags import with_absolute_source
 from kvrelay.config import settings_from
 from kvrelay.engine.speculation.draft_fit import (
-    check_draft_quantization,
     check_vocabulary,
     prepare_draft_model,
     weight_share,
@@ -80,8 +79,6 @@ def test_a_draft_model_that_reads_more_than_the_model_is_worth_a_warning(tmp_pat
         assert 0.2 < share < 0.5 and not caplog.records
         assert weight_share(small, large, settings) == pytest.approx(1 / share)
     assert "drafting with it cannot pay" in caplog.text
-    quantised = settings_from({"engine": {"draft_model": "x", "draft_quantization": "int4"}})
-    assert weight_share(small, small, quantised) == 0.25
 
 
 @pytest.mark.parametrize(("speculation", "drafts"), [("auto", True), ("model", True), ("ngram", False), ("off", False)])
@@ -99,13 +96,6 @@ def test_there_is_none_to_prepare_where_none_is_to_draft(tmp_path):
 def test_speculation_by_a_model_needs_one():
     with pytest.raises(ConfigError, match=r"engine: speculation: model needs engine.draft_model"):
         settings_from({"engine": {"speculation": "model"}})
-
-
-def test_a_backend_without_quantised_weights_is_refused():
-    settings = settings_from({"engine": {"draft_model": "x", "draft_quantization": "int4"}})
-    check_draft_quantization("cpu", settings, quantizes=True)
-    with pytest.raises(ConfigError, match=r"engine.draft_quantization: the cuda backend has no int4"):
-        check_draft_quantization("cuda", settings, quantizes=False)
 
 
 def test_a_path_does_not_depend_on_the_folder_that_serve_is_started_in(tmp_path, monkeypatch):

@@ -67,8 +67,9 @@ WAVES = {
 
 def serve(folder, backend, waves, *, cascade):
     """(tokens by stream and choice, KV tokens spared) of waves of requests, each begun once the last one decodes."""
-    config = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 << 20, token_budget=64, cascade=cascade)
+    config = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 << 20, token_budget=64)
     engine, before = load_engine(folder, backend, torch.float32, config), backend.cascade_saved_tokens
+    backend.share_prefixes(enabled=cascade)
     streams, left = {}, list(waves)
     while left or engine.scheduler.has_work:
         if left and (not engine.scheduler.has_work or streams):

@@ -2,8 +2,6 @@
 without.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -50,7 +48,7 @@ def take(result, found):
 
 
 def test_an_engine_that_warmed_up_captures_nothing_later_and_gives_the_same_tokens(fake_gpu, folder):
-    warm = load_engine(folder, fake_gpu, torch.bfloat16, dataclasses.replace(CONFIG, warm_up=True))
+    warm = load_engine(folder, fake_gpu, torch.bfloat16, CONFIG)
     num_captures, replays = fake_gpu.gpu.num_captures, fake_gpu.gpu.num_replays
     found = tokens_of(warm)
     assert num_captures == fake_gpu.gpu.num_captures > 0 and fake_gpu.gpu.num_replays > replays
