@@ -107,8 +107,10 @@ class EngineSettings(Section):
 
     @property
     def draft_kv_bytes(self) -> int:
-        """The draft model's KV pool on each decode worker, beside kv_memory: a quarter of it, and at least 64 MiB."""
-        return max(64 << 20, self.kv_memory_bytes // 4 if self.kv_memory_share is None else 0)
+        """The draft model's KV pool on each decode worker, beside kv_memory: a quarter of a size that is set there, and
+        at least 64 MiB.
+        """
+        return max(64 << 20, (self.kv_memory_bytes or 0) // 4)
 
     @property
     def kv_memory_share(self) -> float | None:
