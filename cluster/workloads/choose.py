@@ -15,6 +15,7 @@ from kvrelay.cluster.workloads.trace import (
     TraceEntry,
     at_rate,
     is_rounded,
+    rate_of,
     spread_buckets,
     with_own_blocks,
 )
@@ -22,17 +23,37 @@ from kvrelay.errors import ConfigError
 
 DEFAULT_RATE_PER_S = 1.0
 GAMMA_VARIATION = 3.0
+RATE_ROUNDS = 2  # in which the rate is approached; what is left is a few per cent, by which all gaps are scaled
 NO_LIMIT = 1 << 62
 
 
 def _chat(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
     spec = SessionSpec(seed=seed)
-    return generate(replace(spec, sessions_per_s=rate_per_s / requests_per_session(spec)), num_requests)
+    sessions = rate_per_s / requests_per_session(spec)
+    return _at_full_rate(lambda each: generate(replace(spec, sessions_per_s=each), num_requests), sessions, rate_per_s)
 
 
 def _agents(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
     spec = AgentSpec(seed=seed)
-    return agent_entries(replace(spec, tasks_per_s=rate_per_s / requests_per_task(spec)), num_requests)
+    start = rate_per_s / requests_per_task(spec)
+    return _at_full_rate(
+        lambda starts: agent_entries(replace(spec, tasks_per_s=starts), num_requests), start, rate_per_s
+    )
+
+
+def _at_full_rate(make: Callable[[float], list[TraceEntry]], starts: float, rate_per_s: float) -> list[TraceEntry]:
+    """A trace of conversations with this rate from its first to its last request.
+
+    Conversations that begin at `starts` per second bring the rate only when as many end; in a trace that is over before
+    that, more of them begin, so that readers' pauses keep their length.
+    """
+    made = make(starts)
+    for _ in range(RATE_ROUNDS):
+        if len(made) < 2 or made[0].arrival_s == made[-1].arrival_s:
+            return made
+        starts *= rate_per_s / rate_of(made)
+        made = make(starts)
+    return at_rate(made, rate_per_s)
 
 
 def _bursty(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
@@ -51,7 +72,7 @@ def _poisson(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry
 GENERATORS: dict[str, Callable[[float, int, int], list[TraceEntry]]] = {
     "chat": _chat, "agents": _agents, "bursty": _bursty, "gamma": _gamma, "poisson": _poisson,
 }  # fmt: skip
-"""Name -> (requests per second in the long run, how many, seed) -> entries."""
+"""Name -> (requests per second, how many, seed) -> entries."""
 
 
 def load_trace(path: Path, *, limit: int | None = None, seed: int = 0) -> list[TraceEntry]:
@@ -81,7 +102,7 @@ def make_workload(
 
     Args:
         source: a name in GENERATORS, or a trace file.
-        rate_per_s: of a generator, in the long run (default 1); a trace is scaled to it (default: its own).
+        rate_per_s: of the requests made (default 1); a trace file is scaled to it (default: its own).
         limit: how many; a generator needs it.
 
     Raises ConfigError.

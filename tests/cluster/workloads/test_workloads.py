@@ -1,6 +1,7 @@
 """Traces and made-up loads: what the files say, what scaling keeps, and what each generator promises."""
 
 import json
+import statistics
 from collections import defaultdict
 from dataclasses import replace
 from itertools import islice, pairwise, takewhile
@@ -311,6 +312,32 @@ def test_equal_blocks_stand_behind_equal_prefixes(name):
 @pytest.mark.parametrize("name", ["agents", "bursty", "gamma", "poisson"])
 def test_a_generator_has_its_rate_in_the_long_run(name):
     assert rate_of(make_workload(name, rate_per_s=5.0, limit=12_000, seed=4)) == pytest.approx(5.0, rel=0.12)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("count", [500, 2000])
+def test_a_made_trace_has_its_rate_from_its_first_request_to_its_last(name, count):
+    """`kvrelay trace chat --rate 5` made 2.59 requests per second: conversations take minutes to grow."""
+    made = make_workload(name, rate_per_s=5.0, limit=count)
+    # chance and bursts move the rate of single requests; that of conversations is set
+    assert rate_of(made) == pytest.approx(5.0, rel=1e-3 if name in ("chat", "agents") else 0.35)
+
+
+def test_readers_pauses_keep_their_length_in_a_short_trace():
+    """More conversations begin; none is hurried."""
+
+    def pause_s(entries):
+        before, pauses = {}, []
+        for one in entries:
+            if one.session in before:
+                pauses.append(one.arrival_s - before[one.session])
+            before[one.session] = one.arrival_s
+        return statistics.median(pauses)
+
+    spec = SessionSpec(sessions_per_s=5.0)
+    span_s = 600 / 5.0
+    natural = [one for one in generate(spec, 3000) if one.arrival_s < span_s]
+    assert pause_s(make_workload("chat", rate_per_s=5.0, limit=600)) == pytest.approx(pause_s(natural), rel=0.25)
 
 
 def test_chat_comes_to_its_rate_when_sessions_have_grown():
