@@ -20,13 +20,7 @@ class WorkerLinks:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        settings: Settings,
-        *,
-        message_s: float,
-        block_size: int,
-        load_changed: Callable[[], object],
+        self, clock: Clock, settings: Settings, *, message_s: float, block_size: int, load_changed: Callable[[], object]
     ) -> None:
         self._clock, self._settings, self._message_s, self._block_size = clock, settings, message_s, block_size
         self._load_changed = load_changed

@@ -91,14 +91,7 @@ class IndexedWorker:
         "was_behind",
     )
 
-    def __init__(
-        self,
-        row: int,
-        max_blocks: int,
-        stride: int,
-        holders: HolderIndex,
-        learned: LearnedPrefixes,
-    ) -> None:
+    def __init__(self, row: int, max_blocks: int, stride: int, holders: HolderIndex, learned: LearnedPrefixes) -> None:
         self.row, self.max_blocks, self.stride, self.holders = row, max_blocks, stride, holders
         self.anywhere, self.both = anywhere_bit(row), both_bits(row)
         self.learned: LearnedPrefixes | None = learned  # while it has sent no event or snapshot

@@ -33,14 +33,7 @@ class RequestShape:
         self._is_known = False
 
     def state(self) -> ShapeState:
-        return ShapeState(
-            tuple(self._stats),
-            self._last,
-            self._swings,
-            self._counts,
-            self.burstiness,
-            self._is_known,
-        )
+        return ShapeState(tuple(self._stats), self._last, self._swings, self._counts, self.burstiness, self._is_known)
 
     def resume(self, state: ShapeState) -> None:
         self._stats, self._last = list(state.stats), state.last

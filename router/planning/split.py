@@ -6,14 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from kvrelay.router.planning.capacity import (
-    Fits,
-    aggregated_fits,
-    decode_fits,
-    prefill_fits,
-    rate_of,
-    workers_for,
-)
+from kvrelay.router.planning.capacity import Fits, aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
 from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 WORTH = 1.02  # gain over aggregated workers from which a split is worth its complexity
