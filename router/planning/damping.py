@@ -11,8 +11,7 @@ more than the start.
 Bound. A turn is a change whose direction differs from that of the change before. Between two turns from up to down lies
 an up, and by (2) the second of them is at least `hold_s` after that up: turns from up to down are at least `hold_s`
 apart, so a span of T seconds has at most floor(T / hold_s) + 1 of them. Turns from down to up alternate with them: at
-most one more. So whatever the needs are, a span of T seconds has at most `most_turns(T)` = 2 floor(T / hold_s) + 3
-turns.
+most one more. So whatever the needs are, a span of T seconds has at most 2 floor(T / hold_s) + 3 turns.
 
 Constant load. Let the need be u, with the margin d >= u, forever. Above d, rule 2 brings the count to d, never lower;
 below u, rule 1 brings it to u; from u to d nothing changes. So after the last of a run of downs, no count changes any
@@ -20,43 +19,31 @@ more.
 """
 
 import math
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 MOST_HOLDS = 2.0
 MOST_DOWN = 0.5  # of the count, per change
 GAP = 0.25  # of a hold: a longer gap between needs restarts it; also the time between two downs
 
 
-def most_turns(span_s: float, hold_s: float) -> int:
-    """The bound: changes of direction that any `span_s` seconds have at most."""
-    return 2 * math.floor(span_s / hold_s) + 3
-
-
-@dataclass(frozen=True, slots=True)
-class DamperState:
-    """The state of a damper without its count. Times are seconds before the moment it was taken; infinite: never."""
-
-    hold_s: float
-    changed_ago_s: float
-    up_ago_s: float
-    down_ago_s: float | None
-    since_ago_s: float
-    looked_ago_s: float
-    lows: tuple[tuple[float, int], ...]
-    needs: tuple[tuple[float, int], ...]
-
-
+@dataclass(slots=True)
 class Damper:
-    """Holds one count, which changes only in `step`."""
+    """Holds one count, which changes only in `step`: plain data. Times are of the caller's clock; infinite: never."""
 
-    def __init__(self, count: int, hold_s: float, rise_s: float = 0.0) -> None:
-        self.count, self._base_s, self.hold_s, self._rise_s = count, hold_s, hold_s, rise_s
-        self._changed_s = self._up_s = -math.inf
-        self._down_s: float | None = None  # of the last down; None after an up
-        self._lows: deque[tuple[float, int]] = deque()  # (time, low), falling: a maximum over a window
-        self._needs: deque[tuple[float, int]] = deque()  # (time, need), rising: a minimum over a window
-        self._since_s = self._now_s = -math.inf  # start of the uninterrupted run of needs, and the last one
+    count: int = field(compare=False)
+    base_s: float = field(compare=False)  # of the hold
+    rise_s: float = field(default=0.0, compare=False)
+    hold_s: float = 0.0  # now; 0: base_s
+    changed_s: float = -math.inf
+    up_s: float = -math.inf
+    down_s: float | None = None  # of the last down; None after an up
+    since_s: float = -math.inf  # start of the uninterrupted run of needs
+    now_s: float = -math.inf  # of the last need
+    lows: list[tuple[float, int]] = field(default_factory=list)  # (time, low), falling: a maximum over a window
+    needs: list[tuple[float, int]] = field(default_factory=list)  # (time, need), rising: a minimum over a window
+
+    def __post_init__(self) -> None:
+        self.hold_s = self.hold_s or self.base_s
 
     def step(self, need: int, low: int, now_s: float, *, most: int) -> int:
         """The count from now on.
@@ -66,71 +53,51 @@ class Damper:
             falls. At least `need`, else taken as it. most: the count's upper limit now; where it is below the count,
             nothing is forced down, but nothing goes up.
         """
-        low, now_s = max(low, need), max(now_s, self._now_s)
+        low, now_s = max(low, need), max(now_s, self.now_s)
         self._note(need, low, now_s)
         if need > self.count:
-            if now_s - self._since_s >= self._rise_s:
-                self._up(min(self._needs[0][1], most), now_s)
+            if now_s - self.since_s >= self.rise_s:
+                self._up(min(self.needs[0][1], most), now_s)
         elif low < self.count and self._may_fall(now_s):
             self._down(now_s)
-        elif self.hold_s > self._base_s and now_s - self._changed_s >= 4 * self.hold_s:
-            self.hold_s, self._changed_s = max(self._base_s, self.hold_s / 2), now_s
+        elif self.hold_s > self.base_s and now_s - self.changed_s >= 4 * self.hold_s:
+            self.hold_s, self.changed_s = max(self.base_s, self.hold_s / 2), now_s
         return self.count
 
-    def state(self, now_s: float) -> DamperState:
-        """The state, for `resume` elsewhere."""
-        down_ago_s = None if self._down_s is None else now_s - self._down_s
-        lows, needs = (tuple((now_s - at_s, one) for at_s, one in window) for window in (self._lows, self._needs))
-        return DamperState(
-            self.hold_s,
-            now_s - self._changed_s,
-            now_s - self._up_s,
-            down_ago_s,
-            now_s - self._since_s,
-            now_s - self._now_s,
-            lows,
-            needs,
-        )
-
-    def resume(self, state: DamperState, now_s: float) -> None:
-        """Continue from that state; the count stays."""
-        self.hold_s = min(max(state.hold_s, self._base_s), MOST_HOLDS * self._base_s)
-        self._changed_s, self._since_s = now_s - state.changed_ago_s, now_s - state.since_ago_s
-        self._up_s = now_s - state.up_ago_s
-        self._down_s = None if state.down_ago_s is None else now_s - state.down_ago_s
-        self._now_s = now_s - state.looked_ago_s
-        self._lows = deque((now_s - ago_s, low) for ago_s, low in state.lows)
-        self._needs = deque((now_s - ago_s, need) for ago_s, need in state.needs)
+    def resumed(self, learned: "Damper") -> "Damper":
+        """With this one's count and durations, and what the other has learned."""
+        hold_s = min(max(learned.hold_s, self.base_s), MOST_HOLDS * self.base_s)
+        return replace(learned, count=self.count, base_s=self.base_s, rise_s=self.rise_s, hold_s=hold_s)
 
     def _may_fall(self, now_s: float) -> bool:
-        is_held = now_s - max(self._up_s, self._since_s) < self.hold_s
-        return not is_held and now_s - self._changed_s >= GAP * self.hold_s
+        is_held = now_s - max(self.up_s, self.since_s) < self.hold_s
+        return not is_held and now_s - self.changed_s >= GAP * self.hold_s
 
     def _note(self, need: int, low: int, now_s: float) -> None:
-        if now_s - self._now_s > GAP * self.hold_s:
-            self._since_s = now_s
-        self._now_s = now_s
-        while self._lows and self._lows[-1][1] <= low:
-            self._lows.pop()
-        self._lows.append((now_s, low))
-        while self._lows[0][0] < now_s - self.hold_s:
-            self._lows.popleft()
-        while self._needs and self._needs[-1][1] >= need:
-            self._needs.pop()
-        self._needs.append((now_s, need))
-        while self._needs[0][0] < now_s - self._rise_s:
-            self._needs.popleft()
+        if now_s - self.now_s > GAP * self.hold_s:
+            self.since_s = now_s
+        self.now_s = now_s
+        while self.lows and self.lows[-1][1] <= low:
+            self.lows.pop()
+        self.lows.append((now_s, low))
+        while self.lows[0][0] < now_s - self.hold_s:
+            self.lows.pop(0)
+        while self.needs and self.needs[-1][1] >= need:
+            self.needs.pop()
+        self.needs.append((now_s, need))
+        while self.needs[0][0] < now_s - self.rise_s:
+            self.needs.pop(0)
 
     def _up(self, count: int, now_s: float) -> None:
         if count <= self.count:
             return
-        if self._down_s is not None and now_s - self._down_s < self.hold_s:
-            self.hold_s = min(2 * self.hold_s, MOST_HOLDS * self._base_s)
-        self.count, self._changed_s, self._up_s, self._down_s = count, now_s, now_s, None
+        if self.down_s is not None and now_s - self.down_s < self.hold_s:
+            self.hold_s = min(2 * self.hold_s, MOST_HOLDS * self.base_s)
+        self.count, self.changed_s, self.up_s, self.down_s = count, now_s, now_s, None
 
     def _down(self, now_s: float) -> None:
-        needed = self._lows[0][1]  # the maximum of the last hold_s
+        needed = self.lows[0][1]  # the maximum of the last hold_s
         if needed >= self.count:
             return
         least = self.count - max(1, int(self.count * MOST_DOWN))
-        self.count, self._changed_s, self._down_s = max(needed, least), now_s, now_s
+        self.count, self.changed_s, self.down_s = max(needed, least), now_s, now_s

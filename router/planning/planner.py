@@ -14,12 +14,13 @@ bound on its turns.
 """
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from kvrelay.router.planning import split
 from kvrelay.router.planning.capacity import context_of
-from kvrelay.router.planning.damping import Damper, DamperState
-from kvrelay.router.planning.demand import Demand, DemandState
+from kvrelay.router.planning.damping import Damper
+from kvrelay.router.planning.demand import Demand
 from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 CORRECTION_GAIN = 0.2
@@ -53,18 +54,18 @@ class ScalingPlan:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannerState:
-    """The learned state of a planner, as plain data that outlives the process that runs it.
+    """What a planner has learned, as plain data that outlives the process that runs it.
 
-    Times are seconds before the moment it was taken. Counts are not part of it: they are read from the cluster.
+    Times are of the planner's own clock, which `now_s` was taken at. Counts are read from the cluster instead.
     """
 
-    demand: DemandState
-    prefill: DamperState
-    decode: DamperState
-    slowness: tuple[float, float]  # logarithms, of prefill and decode
-    strain: tuple[float, float]
+    now_s: float
+    demand: Demand
+    dampers: dict[str, Damper]  # by role, as the others
+    slowness: dict[str, float]  # logarithm of observed step time over the curve's, averaged
+    strain: dict[str, float]  # factor on the forecast load
 
 
 class Planner:
@@ -74,28 +75,29 @@ class Planner:
         self, model: WorkerModel, target: PlanningTarget, limits: CountLimits, rules: PlannerRules, counts: WorkerCounts
     ) -> None:
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
-        self._demand = Demand(horizon_s=rules.horizon_s, period_s=rules.period_s)
-        start = limits.clipped(counts, within_total=True)
-        self._prefill, self._decode = (
-            Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for count in (start.prefill, start.decode)
-        )
-        self._prefill_slow, self._decode_slow = _Slowness(), _Slowness()
-        self._prefill_strain, self._decode_strain = _Strain(), _Strain()
+        self._demand = Demand(rules.horizon_s, rules.period_s)
+        start = limits.clipped(counts, within_total=True)._asdict()
+        self._dampers = {
+            role: Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for role, count in start.items()
+        }
+        self._slowness, self._strain = dict.fromkeys(start, 0.0), dict.fromkeys(start, 1.0)
+        self._ahead_s = 0.0  # of the planner's clock before the caller's: it began with that of the first planner
 
     @property
     def counts(self) -> WorkerCounts:
-        return WorkerCounts(self._prefill.count, self._decode.count)
+        return WorkerCounts(**{role: damper.count for role, damper in self._dampers.items()})
 
     @property
     def corrected(self) -> WorkerModel:
         """The worker model, corrected by measured step times."""
-        return self.model.slowed(self._prefill_slow.factor, self._decode_slow.factor)
+        return self.model.slowed(**{role: math.exp(log) for role, log in self._slowness.items()})
 
     def observe(self, seen: Interval) -> ScalingPlan:
         """Learn from an interval; returns the counts from now on."""
+        seen = replace(seen, start_s=seen.start_s + self._ahead_s, end_s=seen.end_s + self._ahead_s)
         self._demand.observe(seen)
-        self._prefill_slow.observe(seen.prefill_slowness)
-        self._decode_slow.observe(seen.decode_slowness)
+        self._correct("prefill", seen.prefill_slowness)
+        self._correct("decode", seen.decode_slowness)
         load = self._demand.workload(self._demand.expected(self.target.share))
         if load is None:
             return ScalingPlan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
@@ -107,22 +109,23 @@ class Planner:
         return ScalingPlan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
 
     def state(self, now_s: float) -> PlannerState:
-        """The learned state, for `resume`."""
-        return PlannerState(
-            self._demand.state(now_s),
-            self._prefill.state(now_s),
-            self._decode.state(now_s),
-            (self._prefill_slow.log, self._decode_slow.log),
-            (self._prefill_strain.factor, self._decode_strain.factor),
-        )
+        """What it has learned, for `resume`."""
+        learned = self._demand, self._dampers, self._slowness, self._strain
+        return PlannerState(now_s + self._ahead_s, *deepcopy(learned))
 
     def resume(self, state: PlannerState, now_s: float) -> None:
         """Continue from that state, with this planner's own counts, limits and rules."""
-        self._demand.resume(state.demand, now_s)
-        self._prefill.resume(state.prefill, now_s)
-        self._decode.resume(state.decode, now_s)
-        self._prefill_slow.log, self._decode_slow.log = state.slowness
-        self._prefill_strain.factor, self._decode_strain.factor = state.strain
+        self._ahead_s = state.now_s - now_s
+        self._demand.resume(state.demand)
+        self._dampers = {role: damper.resumed(state.dampers[role]) for role, damper in self._dampers.items()}
+        self._slowness, self._strain = state.slowness, state.strain
+
+    def _correct(self, role: str, ratio: float | None) -> None:
+        """Observed step time over the curve's; averaged over logarithms."""
+        if ratio is not None and 0.0 < ratio < math.inf:
+            limit = math.log(MOST_CORRECTION)
+            log = max(-limit, min(limit, math.log(ratio)))
+            self._slowness[role] += CORRECTION_GAIN * (log - self._slowness[role])
 
     def comparison(self, workers: int | None = None) -> split.Comparison | None:
         """Split against aggregated workers at the current load; None before any was seen."""
@@ -139,8 +142,8 @@ class Planner:
         return max(0.0, seen.queued - punctual) / self.rules.catch_up_s
 
     def _needs(self, load: Workload, waiting: float) -> split.Needs:
-        prompts = load.at((load.rate + waiting) * self._prefill_strain.factor)
-        sequences = load.at((load.rate + waiting) * self._decode_strain.factor)
+        prompts = load.at((load.rate + waiting) * self._strain["prefill"])
+        sequences = load.at((load.rate + waiting) * self._strain["decode"])
         return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
 
     def _reachable(self, load: Workload) -> PlanningTarget:
@@ -159,26 +162,25 @@ class Planner:
         wanted = self._needs(load, waiting), self._needs(least, 0.0)
         if seen.is_changing or seen.first_tokens < FEWEST_SEEN:
             return wanted
-        strains = (self._prefill_strain, seen.ttft_kept, "prefill"), (self._decode_strain, seen.tpot_kept, "decode")
-        for strain, kept, role in strains:
-            need, old = getattr(wanted[0], role), strain.factor
+        for role, kept in (("prefill", seen.ttft_kept), ("decode", seen.tpot_kept)):
+            need, old = getattr(wanted[0], role), self._strain[role]
             if kept is None:
                 continue
             if kept < self.target.share:
                 if need is not None and need <= getattr(self.counts, role):
-                    strain.factor = min(old * STRAIN_STEP, MOST_STRAIN)
+                    self._strain[role] = min(old * STRAIN_STEP, MOST_STRAIN)
                     wanted = self._needs(load, waiting), self._needs(least, 0.0)
             elif old > 1.0:
-                strain.factor = max(1.0, old * STRAIN_LEFT)
+                self._strain[role] = max(1.0, old * STRAIN_LEFT)
                 if (self._needs(load, waiting), self._needs(least, 0.0)) != wanted:
-                    strain.factor = old
+                    self._strain[role] = old
         return wanted
 
     # ---- counts
 
     def _hold(self, now_s: float) -> WorkerCounts:
         """Nothing is known of requests: the counts stay."""
-        for damper in (self._prefill, self._decode):
+        for damper in self._dampers.values():
             damper.step(damper.count, damper.count, now_s, most=damper.count)
         return self.counts
 
@@ -187,12 +189,10 @@ class Planner:
         wanted = split.within_total(need.counts(limits), load, self.corrected, self._reachable(load), limits)
         floor = split.within_total(low.counts(limits), load, self.corrected, self._reachable(load), limits)
         # first the decreases: the other role may use what one role releases
-        order = sorted(("prefill", "decode"), key=lambda role: getattr(wanted, role) - getattr(self.counts, role))
-        dampers = {"prefill": self._prefill, "decode": self._decode}
-        for role in order:
-            damper, other = dampers[role], dampers["decode" if role == "prefill" else "prefill"]
+        for role in sorted(self._dampers, key=lambda role: getattr(wanted, role) - getattr(self.counts, role)):
+            other = self._dampers["decode" if role == "prefill" else "prefill"]
             most = min(getattr(limits, f"max_{role}"), limits.total - other.count)
-            damper.step(getattr(wanted, role), getattr(floor, role), now_s, most=most)
+            self._dampers[role].step(getattr(wanted, role), getattr(floor, role), now_s, most=most)
 
     # ---- why
 
@@ -205,13 +205,13 @@ class Planner:
         ]
         if waiting > 0:
             reasons.append(f"and {waiting:.3g}/s of overdue prompts")
-        for name, slow in (("prefill", self._prefill_slow), ("decode", self._decode_slow)):
-            if abs(slow.factor - 1.0) > 0.05:
-                reasons.append(f"{name} takes {slow.factor:.2f} of its curve's time")
-        for name, strain in (("TTFT", self._prefill_strain), ("TPOT", self._decode_strain)):
-            if strain.factor > 1.0:
+        for role, log in self._slowness.items():
+            if abs((slow := math.exp(log)) - 1.0) > 0.05:
+                reasons.append(f"{role} takes {slow:.2f} of its curve's time")
+        for name, strain in zip(("TTFT", "TPOT"), self._strain.values(), strict=True):
+            if strain > 1.0:
                 reasons.append(
-                    f"{name} is missed although the model has enough workers: planned for {strain.factor:.2f} x load"
+                    f"{name} is missed although the model has enough workers: planned for {strain:.2f} x load"
                 )
         if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
             reasons.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
@@ -231,31 +231,3 @@ class Planner:
         if count < before:
             return f"{role} {before} -> {count}: {wanted}, for {self.rules.hold_s:.0f} s or more"
         return f"{role} {count}: {wanted}"
-
-
-class _Strain:
-    """Factor on the forecast load."""
-
-    __slots__ = ("factor",)
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-
-class _Slowness:
-    """Observed step time over the curve's, averaged over logarithms."""
-
-    __slots__ = ("log",)
-
-    def __init__(self) -> None:
-        self.log = 0.0
-
-    @property
-    def factor(self) -> float:
-        return math.exp(self.log)
-
-    def observe(self, ratio: float | None) -> None:
-        if ratio is None or not 0.0 < ratio < math.inf:
-            return
-        limit = math.log(MOST_CORRECTION)
-        self.log += CORRECTION_GAIN * (max(-limit, min(limit, math.log(ratio))) - self.log)
