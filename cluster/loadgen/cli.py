@@ -89,7 +89,6 @@ def render(summary: Summary, console: Console) -> None:
 
 
 def _lines(summary: Summary) -> Iterator[str]:
-    lag = summary.lag
     yield (
         f"requests    {summary.num_requests} sent: {summary.num_ok} ok, {summary.num_rejected} rejected (429), "
         f"{summary.num_failed} failed, {summary.num_unfinished} unfinished; at most {summary.max_concurrency} at once"
@@ -102,25 +101,22 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"goodput     {summary.goodput_per_s:.2f} requests/s ({summary.slo_attainment:.1%} within the SLO)"
     share = summary.cached_tokens / max(summary.prompt_tokens, 1)
     yield f"tokens      {summary.prompt_tokens} prompt ({share:.1%} cached), {summary.output_tokens} output"
-    yield (
-        f"own lag     loop p99 {1000 * lag.loop.p99:.1f} ms, max {1000 * lag.loop.max:.1f} ms; dispatch p99 "
-        f"{1000 * lag.dispatch.p99:.1f} ms; {100 * lag.cpu_share:.0f} % of a core"
-    )
+    late, cpu = summary.late_s, 100 * summary.cpu_share
+    yield f"own lag     sent p99 {1000 * late.p99:.1f} ms late, max {1000 * late.max:.1f} ms; {cpu:.0f} % of a core"
     for outcome, count in summary.errors.items():
         yield f"error       {count} x {outcome}"
     if summary.num_wrong_length:
         yield f"warning     {summary.num_wrong_length} answers were not as long as asked for"
     if summary.num_estimated:
         yield f"warning     {summary.num_estimated} answers came without usage: their tokens are counted as chunks"
-    if lag.is_saturated:
-        yield (
-            "warning     the load generator ran late, because it or other processes took the processor: "
-            "latencies include its delay"
-        )
+    if summary.is_late:
+        yield "warning     the load generator sent requests late, as it was short of processor time: see own lag"
 
 
 async def execute(plan: LoadPlan, target: LoadTarget, result: LoadResult, console: Console) -> bool:
     """Run a plan into `result` with a progress bar on `console`. Returns False when Ctrl-C ended it."""
+    import numpy  # noqa: F401  (what makes prompts: not at the first request, which it would delay)
+
     if plan.warm_up:
         await run_load(target, plan.warm_up_jobs(), concurrency=min(plan.warm_up, plan.concurrency or 1))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -155,7 +151,7 @@ def _report(
         document: dict[str, Any] = {
             "target": {"url": target.url, "model": target.model, "endpoint": target.endpoint},
             "plan": {**asdict(plan), "entries": len(plan.entries)},
-            "summary": summary.as_dict(),
+            "summary": asdict(summary),
             "requests": [{**asdict(record), "tpot_s": record.tpot_s} for record in result.records],
         }
         out.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,16 +1,16 @@
 """The load generator: sends streamed requests to an OpenAI server and times their chunks.
 
 Closed loop: N clients, each sends its next request when its last one has ended. Open loop: requests are sent at their
-arrival times, whether or not earlier ones have been answered. Memory is bounded by the number of requests (a small
-record each); gaps between tokens are counted in a histogram.
+arrival times, whether or not earlier ones have been answered. Memory: a small record for each request, 8 bytes for each
+token.
 """
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -18,25 +18,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvrelay.cluster.loadgen.prompts import as_text
-from kvrelay.cluster.loadgen.stats import (
-    OK,
-    UNFINISHED,
-    GapHistogram,
-    LoadRecord,
-    OwnLag,
-    Slo,
-    Summary,
-    add_gaps,
-    distribution,
-    summarize,
-)
+from kvrelay.cluster.loadgen.stats import OK, UNFINISHED, LoadRecord, Slo, Summary, summarize, token_gaps
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     import aiohttp  # imported where a session opens, so that `kvrelay bench --help` is fast
 
 Endpoint = Literal["completions", "chat"]
-_LAG_TICK_S = 0.05
 _MAX_EVENT_BYTES = 4 << 20
 
 
@@ -69,12 +57,12 @@ class LoadResult:
     """A run's records and gaps so far; may be read at any time."""
 
     records: list[LoadRecord] = field(default_factory=list)
-    gaps: GapHistogram = field(default_factory=GapHistogram)
-    lag: OwnLag = field(default_factory=OwnLag)
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    cpu_share: float = 0.0
     first_failure: str = ""
 
     def summary(self, slo: Slo | None = None) -> Summary:
-        return summarize(self.records, self.gaps, slo or Slo(), self.lag)
+        return summarize(self.records, self.gaps_s, slo or Slo(), self.cpu_share)
 
 
 # ---- chunks of a stream; unknown fields are skipped
@@ -146,10 +134,8 @@ class _Stream:
             raise StreamFailed("error event")
         self.usage = chunk.usage or self.usage
         self.is_finished = self.is_finished or any(choice.finish_reason for choice in chunk.choices)
-        if any(_carries_token(choice) for choice in chunk.choices):
-            self._count(now_s)
-
-    def _count(self, now_s: float) -> None:
+        if not any(_carries_token(choice) for choice in chunk.choices):
+            return
         self.num_chunks += 1
         if self.first_s is None:
             self.first_s = now_s
@@ -216,11 +202,14 @@ async def send(
     result: LoadResult,
     *,
     run_start_s: float,
-    headers: Mapping[str, str] | None = None,
+    due_s: float | None = None,
 ) -> LoadRecord:
     """Send one request, read its whole stream, add its record to `result` and return it.
 
     Faults of the server or the network are outcomes, not exceptions. A cancelled request is recorded as unfinished.
+
+    Args:
+        due_s: when it should have been sent, since the run began; default: its arrival time.
     """
     import aiohttp
 
@@ -229,7 +218,7 @@ async def send(
     started_s = time.perf_counter()
     outcome = UNFINISHED
     try:
-        outcome = await _exchange(session, _path(target), payload, headers, stream, result)
+        outcome = await _exchange(session, _path(target), payload, stream, result)
     except StreamFailed as error:
         outcome = str(error)
     except TimeoutError:
@@ -239,22 +228,32 @@ async def send(
     except (aiohttp.ClientError, OSError) as error:
         outcome = f"connection: {type(error).__name__}"
     finally:
-        record = _record(job, stream, outcome, started_s, run_start_s)
+        usage = stream.usage or _Usage()
+        details = usage.prompt_tokens_details
+        record = LoadRecord(
+            index=job.index,
+            scheduled_s=job.arrival_s if due_s is None else due_s,
+            started_s=started_s - run_start_s,
+            outcome=outcome,
+            ttft_s=None if stream.first_s is None else stream.first_s - started_s,
+            e2e_s=time.perf_counter() - started_s,
+            num_prompt_tokens=usage.prompt_tokens or len(job.prompt),
+            num_output_tokens=usage.completion_tokens or stream.num_chunks,
+            num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+            num_chunks=stream.num_chunks,
+            wanted_tokens=job.output_tokens,
+            is_estimated=stream.usage is None,
+        )
         result.records.append(record)
         if outcome == OK:
-            add_gaps(result.gaps, stream.gaps, record.num_output_tokens)
+            result.gaps_s.extend(token_gaps(stream.gaps, record.num_output_tokens))
     return record
 
 
 async def _exchange(
-    session: "aiohttp.ClientSession",
-    url: str,
-    payload: bytes,
-    headers: Mapping[str, str] | None,
-    stream: _Stream,
-    result: LoadResult,
+    session: "aiohttp.ClientSession", url: str, payload: bytes, stream: _Stream, result: LoadResult
 ) -> str:
-    async with session.post(url, data=payload, headers=headers) as response:
+    async with session.post(url, data=payload) as response:
         if response.status != 200:
             text = (await response.content.read(2000)).decode("utf-8", "replace")
             result.first_failure = result.first_failure or f"HTTP {response.status}: {text.strip()[:500]}"
@@ -274,58 +273,7 @@ async def _exchange(
     return OK
 
 
-def _record(job: LoadRequest, stream: _Stream, outcome: str, started_s: float, run_start_s: float) -> LoadRecord:
-    usage = stream.usage or _Usage()
-    details = usage.prompt_tokens_details
-    return LoadRecord(
-        index=job.index,
-        scheduled_s=job.arrival_s,
-        started_s=started_s - run_start_s,
-        outcome=outcome,
-        ttft_s=None if stream.first_s is None else stream.first_s - started_s,
-        e2e_s=time.perf_counter() - started_s,
-        num_prompt_tokens=usage.prompt_tokens or len(job.prompt),
-        num_output_tokens=usage.completion_tokens or stream.num_chunks,
-        num_cached_tokens=(details.cached_tokens or 0) if details else 0,
-        num_chunks=stream.num_chunks,
-        wanted_tokens=job.output_tokens,
-        is_estimated=stream.usage is None,
-    )
-
-
 # ---- many requests
-
-
-async def _client(
-    jobs: Iterator[LoadRequest], send_one: Callable[[LoadRequest], Awaitable[object]], is_over: Callable[[], bool]
-) -> None:
-    while not is_over():
-        job = next(jobs, None)
-        if job is None:
-            return
-        await send_one(job)
-
-
-async def _send_at_arrivals(
-    jobs: Iterator[LoadRequest],
-    send_one: Callable[[LoadRequest], Awaitable[object]],
-    is_over: Callable[[], bool],
-    run_start_s: float,
-) -> None:
-    async with asyncio.TaskGroup() as group:
-        for job in jobs:
-            await asyncio.sleep(max(run_start_s + job.arrival_s - time.perf_counter(), 0.0))
-            if is_over():
-                return
-            group.create_task(send_one(job))  # type: ignore[arg-type]
-
-
-async def _watch_loop(lateness_s: list[float]) -> None:
-    """Record how late a periodic timer fires, the event loop's own delay, for an hour at most."""
-    while len(lateness_s) < 72_000:
-        before_s = time.perf_counter()
-        await asyncio.sleep(_LAG_TICK_S)
-        lateness_s.append(max(time.perf_counter() - before_s - _LAG_TICK_S, 0.0))
 
 
 async def run_load(
@@ -344,37 +292,36 @@ async def run_load(
     recorded as unfinished, and a `result` that the caller passed holds everything so far.
     """
     result = result or LoadResult()
-    lateness_s: list[float] = []
     run_start_s, cpu_start_s = time.perf_counter(), time.process_time()
-    async with open_session(target) as session:
 
-        async def send_one(job: LoadRequest) -> None:
-            record = await send(session, target, job, result, run_start_s=run_start_s)
-            if on_record is not None:
-                on_record(record)
+    def now_s() -> float:
+        return time.perf_counter() - run_start_s
 
-        def is_over() -> bool:
-            return duration_s is not None and time.perf_counter() - run_start_s >= duration_s
+    def is_over() -> bool:
+        return duration_s is not None and now_s() >= duration_s
 
-        watcher = asyncio.create_task(_watch_loop(lateness_s))
-        try:
-            if concurrency is None:
-                await _send_at_arrivals(jobs, send_one, is_over, run_start_s)
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(concurrency):
-                        group.create_task(_client(jobs, send_one, is_over))
-        finally:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
-            wall_s = max(time.perf_counter() - run_start_s, 1e-9)
-            is_open = concurrency is None
-            result.lag = OwnLag(
-                loop=distribution(lateness_s),
-                dispatch=distribution(r.started_s - r.scheduled_s for r in result.records if is_open),
-                cpu_share=(time.process_time() - cpu_start_s) / wall_s,
-            )
+    async def send_one(job: LoadRequest, due_s: float | None = None) -> None:
+        record = await send(session, target, job, result, run_start_s=run_start_s, due_s=due_s)
+        if on_record is not None:
+            on_record(record)
+
+    async def client() -> None:
+        due_s = now_s()
+        while not is_over() and (job := next(jobs, None)) is not None:
+            await send_one(job, due_s)
+            due_s = now_s()
+
+    try:
+        async with open_session(target) as session, asyncio.TaskGroup() as group:
+            for _ in range(concurrency or 0):
+                group.create_task(client())
+            for job in () if concurrency else jobs:
+                await asyncio.sleep(max(job.arrival_s - now_s(), 0.0))
+                if is_over():
+                    break
+                group.create_task(send_one(job))
+    finally:
+        result.cpu_share = (time.process_time() - cpu_start_s) / max(now_s(), 1e-9)
     return result
 
 

@@ -5,39 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.loadgen.client import LoadResult
-from kvrelay.cluster.loadgen.stats import OK, LoadRecord, Slo
+from kvrelay.cluster.loadgen.stats import OK, LoadRecord, Slo, concurrency_steps
 
 SUFFIXES = ("", ".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")  # without one: PNG
 
 
-def _shares(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Ascending values in ms and the share of values up to each."""
-    ordered = sorted(values)
-    return [1000 * value for value in ordered], [(rank + 1) / len(ordered) for rank in range(len(ordered))]
-
-
-def _draw_shares(axes: Any, title: str, points: tuple[Sequence[float], Sequence[float]], limit_s: float | None) -> None:
+def _draw_shares(axes: Any, title: str, values_s: Sequence[float], limit_s: float | None) -> None:
     axes.set_title(title)
     axes.set_xlabel("ms")
     axes.set_ylabel("share of values")
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
-    if points[0]:
-        axes.step(points[0], points[1], where="post")
+    if values_s:
+        axes.ecdf([1000 * value for value in values_s])
     if limit_s is not None:
         axes.axvline(1000 * limit_s, color="tab:red", linestyle="--", label="SLO")
         axes.legend(loc="lower right")
-
-
-def concurrency_steps(records: Sequence[LoadRecord]) -> tuple[list[float], list[int]]:
-    """How many requests were in flight from each moment on: times in seconds, counts."""
-    edges = sorted(edge for record in records for edge in ((record.started_s, 1), (record.end_s, -1)))
-    times, counts, now = [0.0], [0], 0
-    for time_s, change in edges:
-        now += change
-        times.append(time_s)
-        counts.append(now)
-    return times, counts
 
 
 def _draw_course(axes: Any, records: Sequence[LoadRecord]) -> None:
@@ -66,17 +49,11 @@ def plot(result: LoadResult, path: Path, *, title: str, slo: Slo) -> None:
     ok = [record for record in result.records if record.outcome == OK]
     ttfts = [record.ttft_s for record in ok if record.ttft_s is not None]
     tpots = [tpot for record in ok if (tpot := record.tpot_s) is not None]
-    gaps = result.gaps.cumulative()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5))
     try:
-        _draw_shares(axes[0][0], "time to first token", _shares(ttfts), slo.ttft_s)
-        _draw_shares(
-            axes[0][1],
-            "gap between tokens (ITL)",
-            ([1000 * gap for gap, _ in gaps], [share for _, share in gaps]),
-            None,
-        )
-        _draw_shares(axes[1][0], "time per output token (TPOT)", _shares(tpots), slo.tpot_s)
+        _draw_shares(axes[0][0], "time to first token", ttfts, slo.ttft_s)
+        _draw_shares(axes[0][1], "gap between tokens (ITL)", result.gaps_s, None)
+        _draw_shares(axes[1][0], "time per output token (TPOT)", tpots, slo.tpot_s)
         _draw_course(axes[1][1], result.records)
         figure.suptitle(title)
         figure.tight_layout()

@@ -8,24 +8,23 @@ Owns the meaning of the figures:
   * TPOT: (end - first token) / (tokens - 1), one figure per request; none for one-token answers.
   * E2E: request sent to the end of the stream.
   * goodput: requests per second that succeeded within the SLO.
-Imports no clock, socket or random source.
+  * lateness: request sent later than it was due, because the generator itself was slow.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 OK = "ok"
 UNFINISHED = "unfinished"
-_QUANTILES = (50.0, 90.0, 95.0, 99.0)
+LATE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
     """One request as the client saw it. Times are seconds; `scheduled_s` and `started_s` since the run began.
 
+    It was scheduled for its arrival time, or in a closed loop for when its client became free.
     `outcome` is "ok", "unfinished" (stopped by us), "http <status>", or what went wrong in words.
     `num_output_tokens` comes from the server's usage, else from the number of chunks (`is_estimated`).
     """
@@ -71,54 +70,6 @@ class Slo:
         return self.tpot_s is None or (record.tpot_s or 0.0) <= self.tpot_s
 
 
-class GapHistogram:
-    """Gaps in seconds in buckets 1 % apart, so that memory stays fixed however many tokens arrive.
-
-    Percentiles are right to 0.5 %; gaps under 1 µs count as zero. Count and sum are exact.
-    """
-
-    _FLOOR_S = 1e-6
-    _STEP = math.log(1.01)
-
-    def __init__(self) -> None:
-        self._buckets: Counter[int] = Counter()  # -1 holds the zeros
-        self.count = 0
-        self.sum_s = 0.0
-        self.max_s = 0.0
-
-    def add(self, gap_s: float, times: int = 1) -> None:
-        """Count one gap `times` times."""
-        if times <= 0:
-            return
-        bucket = -1 if gap_s < self._FLOOR_S else int(math.log(gap_s / self._FLOOR_S) / self._STEP)
-        self._buckets[bucket] += times
-        self.count += times
-        self.sum_s += gap_s * times
-        self.max_s = max(self.max_s, gap_s)
-
-    def percentile(self, q: float) -> float:
-        """The value that q % of the gaps do not exceed, seconds; 0 when empty."""
-        rank, seen = math.ceil(self.count * q / 100), 0
-        for bucket in sorted(self._buckets):
-            seen += self._buckets[bucket]
-            if seen >= max(rank, 1):
-                return self._middle(bucket)
-        return 0.0
-
-    def cumulative(self) -> list[tuple[float, float]]:
-        """(gap in seconds, share of gaps up to it), ascending: what a plot wants."""
-        points, seen = [], 0
-        for bucket in sorted(self._buckets):
-            seen += self._buckets[bucket]
-            points.append((self._middle(bucket), seen / self.count))
-        return points
-
-    def _middle(self, bucket: int) -> float:
-        if bucket < 0:
-            return 0.0
-        return min(self._FLOOR_S * math.exp((bucket + 0.5) * self._STEP), self.max_s)
-
-
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """Mean and percentiles of one measure, seconds."""
@@ -130,19 +81,6 @@ class Distribution:
     p95: float = 0.0
     p99: float = 0.0
     max: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLag:
-    """How late the generator itself ran: a saturated generator measures itself, not the server."""
-
-    loop: Distribution = Distribution()  # a timer's lateness in the event loop
-    dispatch: Distribution = Distribution()  # request sent later than its arrival time
-    cpu_share: float = 0.0  # of one core
-
-    @property
-    def is_saturated(self) -> bool:
-        return self.loop.p99 > 0.02 or self.dispatch.p99 > 0.05 or self.cpu_share > 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,65 +110,46 @@ class Summary:
     max_concurrency: int
     num_wrong_length: int  # ok, but not as many tokens as were asked for
     num_estimated: int  # ok, but the server sent no usage: tokens are chunks
-    lag: OwnLag = field(default_factory=OwnLag)
+    late_s: Distribution
+    cpu_share: float  # of one core, by the generator
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
-
-def percentile(ordered: Sequence[float], q: float) -> float:
-    """The q-th percentile of ascending values, linear between neighbours (numpy's default). 0 when empty."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * q / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    @property
+    def is_late(self) -> bool:
+        """Whether the generator sent its requests late: then the latencies are partly its own."""
+        return self.late_s.p99 > LATE_S
 
 
 def distribution(values: Iterable[float]) -> Distribution:
     """Mean and percentiles of any values."""
-    ordered = sorted(values)
-    if not ordered:
+    import numpy as np  # here: `kvrelay bench --help` stays fast
+
+    found = np.fromiter(values, np.float64)
+    if not found.size:
         return Distribution()
-    p50, p90, p95, p99 = (percentile(ordered, q) for q in _QUANTILES)
-    return Distribution(len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
+    p50, p90, p95, p99 = np.percentile(found, (50, 90, 95, 99)).tolist()
+    return Distribution(found.size, float(found.mean()), p50, p90, p95, p99, float(found.max()))
 
 
-def gap_distribution(gaps: GapHistogram) -> Distribution:
-    """The same of a histogram of gaps."""
-    if not gaps.count:
-        return Distribution()
-    p50, p90, p95, p99 = (gaps.percentile(q) for q in _QUANTILES)
-    return Distribution(gaps.count, gaps.sum_s / gaps.count, p50, p90, p95, p99, gaps.max_s)
-
-
-def add_gaps(gaps: GapHistogram, chunk_gaps_s: Sequence[float], num_tokens: int) -> None:
-    """Count one answer: its chunks' gaps, and a gap of zero for each token that shared a chunk.
+def token_gaps(chunk_gaps_s: Sequence[float], num_tokens: int) -> list[float]:
+    """One answer's gaps: its chunks', and a gap of zero for each token that shared a chunk.
 
     Args:
         chunk_gaps_s: time between chunks, one fewer than chunks.
         num_tokens: tokens of the whole answer.
     """
-    for gap in chunk_gaps_s:
-        gaps.add(gap)
-    gaps.add(0.0, max(num_tokens - 1 - len(chunk_gaps_s), 0))
+    return [*chunk_gaps_s, *[0.0] * max(num_tokens - 1 - len(chunk_gaps_s), 0)]
 
 
-def max_concurrency(records: Iterable[LoadRecord]) -> int:
-    """The most requests that were in flight at once."""
-    edges = [edge for record in records for edge in ((record.started_s, 1), (record.end_s, -1))]
-    now = most = 0
-    for _, change in sorted(edges):  # at equal times an end (-1) comes before a start
+def concurrency_steps(records: Sequence[LoadRecord]) -> tuple[list[float], list[int]]:
+    """How many requests were in flight from each moment on: times in seconds, counts."""
+    # at equal times an end (-1) comes before a start
+    edges = sorted(edge for record in records for edge in ((record.started_s, 1), (record.end_s, -1)))
+    times, counts, now = [0.0], [0], 0
+    for time_s, change in edges:
         now += change
-        most = max(most, now)
-    return most
-
-
-def count_good(records: Iterable[LoadRecord], slo: Slo) -> int:
-    """Requests that met the SLO."""
-    return sum(slo.is_met(record) for record in records)
+        times.append(time_s)
+        counts.append(now)
+    return times, counts
 
 
 def _times(records: Iterable[LoadRecord], name: str) -> Distribution:
@@ -238,15 +157,15 @@ def _times(records: Iterable[LoadRecord], name: str) -> Distribution:
     return distribution(value for value in values if value is not None)
 
 
-def summarize(records: Sequence[LoadRecord], gaps: GapHistogram, slo: Slo, lag: OwnLag | None = None) -> Summary:
-    """All figures of one run. `gaps` holds the ITLs of the successful requests."""
+def summarize(records: Sequence[LoadRecord], gaps_s: Sequence[float], slo: Slo, cpu_share: float = 0.0) -> Summary:
+    """All figures of one run. `gaps_s` holds the ITLs of the successful requests."""
     ok = [record for record in records if record.outcome == OK]
     outcomes = Counter(record.outcome for record in records if record.outcome not in (OK, UNFINISHED))
     num_unfinished = sum(record.outcome == UNFINISHED for record in records)
     start_s = min((record.started_s for record in records), default=0.0)
     duration_s = max((record.end_s for record in records), default=0.0) - start_s
     per_s = 1 / duration_s if duration_s > 0 else 0.0
-    good = count_good(records, slo)
+    good = sum(slo.is_met(record) for record in records)
     output_tokens = sum(record.num_output_tokens for record in ok)
     prompt_tokens = sum(record.num_prompt_tokens for record in ok)
     return Summary(
@@ -258,7 +177,7 @@ def summarize(records: Sequence[LoadRecord], gaps: GapHistogram, slo: Slo, lag: 
         num_unfinished=num_unfinished,
         errors=dict(outcomes.most_common()),
         ttft_s=_times(ok, "ttft_s"),
-        itl_s=gap_distribution(gaps),
+        itl_s=distribution(gaps_s),
         tpot_s=_times(ok, "tpot_s"),
         e2e_s=_times(ok, "e2e_s"),
         requests_per_s=len(ok) * per_s,
@@ -270,8 +189,9 @@ def summarize(records: Sequence[LoadRecord], gaps: GapHistogram, slo: Slo, lag: 
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         cached_tokens=sum(record.num_cached_tokens for record in ok),
-        max_concurrency=max_concurrency(records),
+        max_concurrency=max(concurrency_steps(records)[1]),
         num_wrong_length=sum(0 < record.wanted_tokens != record.num_output_tokens for record in ok),
         num_estimated=sum(record.is_estimated for record in ok),
-        lag=lag or OwnLag(),
+        late_s=distribution(record.started_s - record.scheduled_s for record in records),
+        cpu_share=cpu_share,
     )

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +24,7 @@ from kvrelay.cluster.loadgen.client import (
     sse_events,
 )
 from kvrelay.cluster.loadgen.prompts import PromptSpec
-from kvrelay.cluster.loadgen.stats import OK, UNFINISHED
+from kvrelay.cluster.loadgen.stats import LATE_S, OK, UNFINISHED
 from kvrelay.cluster.workloads.choose import load_trace
 from kvrelay.cluster.workloads.trace import scale_entries
 from kvrelay.errors import ConfigError
@@ -134,7 +135,7 @@ async def test_a_closed_loop_keeps_exactly_its_clients_busy():
     assert {one.num_output_tokens for one in result.records} == {8}
     assert {one.num_cached_tokens for one in result.records} == {2}
     assert {one.num_chunks for one in result.records} == {4}
-    assert result.gaps.count == 12 * 7
+    assert len(result.gaps_s) == 12 * 7
 
 
 async def test_an_open_loop_never_waits_for_answers():
@@ -146,7 +147,33 @@ async def test_an_open_loop_never_waits_for_answers():
         result = await run
     assert [one.outcome for one in result.records] == [OK] * 20
     assert result.summary().max_concurrency == 20
-    assert result.lag.dispatch.count == 20
+    assert result.summary().late_s.count == 20
+
+
+def slow_jobs(count, delay_s):
+    """Each takes that long to make: the generator's own fault."""
+    for job in jobs(count):
+        time.sleep(delay_s)
+        yield job
+
+
+@pytest.mark.parametrize("concurrency", [None, 1], ids=["open", "closed"])
+async def test_a_generator_that_is_slow_itself_knows_how_late_it_sent(concurrency):
+    async with Server() as server:
+        result = await run_load(LoadTarget(server.url, "m"), slow_jobs(3, 2 * LATE_S), concurrency=concurrency)
+    assert result.summary().is_late
+    assert result.summary().late_s.max >= 2 * LATE_S
+
+
+async def test_a_generator_whose_server_is_slow_is_not_late():
+    async with Server() as server:
+        server.gate.clear()
+        run = asyncio.create_task(run_load(LoadTarget(server.url, "m"), jobs(4), concurrency=2))
+        await until(lambda: server.running == 2)
+        asyncio.get_running_loop().call_later(4 * LATE_S, server.gate.set)
+        result = await run
+    assert result.summary().ttft_s.max >= 4 * LATE_S
+    assert max(one.started_s - one.scheduled_s for one in result.records) < 4 * LATE_S
 
 
 @pytest.mark.parametrize(
@@ -165,7 +192,7 @@ async def test_each_failure_has_its_name(model, outcome):
     assert summary.errors == {outcome: 2}
     assert summary.num_rejected == (2 if model == "status-429" else 0)
     assert summary.num_ok == 0
-    assert result.gaps.count == 0
+    assert len(result.gaps_s) == 0
 
 
 async def test_a_server_that_is_not_there_is_an_outcome_and_no_exception():

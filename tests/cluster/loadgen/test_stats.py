@@ -6,27 +6,24 @@ import numpy as np
 import pytest
 
 from kvrelay.cluster.loadgen.stats import (
+    LATE_S,
     OK,
     UNFINISHED,
-    GapHistogram,
+    Distribution,
     LoadRecord,
     Slo,
-    add_gaps,
-    count_good,
     distribution,
-    gap_distribution,
-    max_concurrency,
-    percentile,
     summarize,
+    token_gaps,
 )
 
 pytestmark = pytest.mark.pure
 
 
-def record(outcome=OK, *, start=0.0, ttft=0.1, e2e=1.1, tokens=11, wanted=0, cached=0, prompt=8):
+def record(outcome=OK, *, start=0.0, late=0.0, ttft=0.1, e2e=1.1, tokens=11, wanted=0, cached=0, prompt=8):
     return LoadRecord(
         index=0,
-        scheduled_s=start,
+        scheduled_s=start - late,
         started_s=start,
         outcome=outcome,
         ttft_s=ttft,
@@ -40,15 +37,14 @@ def record(outcome=OK, *, start=0.0, ttft=0.1, e2e=1.1, tokens=11, wanted=0, cac
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
-@pytest.mark.parametrize("q", [0, 50, 90, 95, 99, 100])
-def test_percentiles_are_numpys(size, q):
-    values = sorted(random.Random(size).expovariate(1) for _ in range(size))
-    assert percentile(values, q) == pytest.approx(np.percentile(values, q))
+def test_percentiles_are_numpys(size):
+    values = [random.Random(size).expovariate(1) for _ in range(size)]
+    found = distribution(values)
+    assert (found.p50, found.p90, found.p95, found.p99) == pytest.approx(np.percentile(values, (50, 90, 95, 99)))
 
 
 def test_no_values_have_a_percentile_of_zero():
-    assert percentile([], 50) == 0
-    assert distribution([]).count == 0
+    assert distribution([]) == Distribution()
 
 
 def test_a_distribution_needs_no_order():
@@ -56,39 +52,13 @@ def test_a_distribution_needs_no_order():
     assert (found.count, found.mean, found.p50, found.max) == (3, 2.0, 2.0, 3.0)
 
 
-def test_the_gap_histogram_is_within_half_a_percent_of_the_exact_percentiles():
-    draw, gaps = random.Random(1), GapHistogram()
-    values = sorted(draw.lognormvariate(-4, 1) for _ in range(20_000))
-    for value in values:
-        gaps.add(value)
-    found = gap_distribution(gaps)
-    for q, value in ((50, found.p50), (90, found.p90), (95, found.p95), (99, found.p99)):
-        exact = values[int(len(values) * q / 100) - 1]
-        assert value == pytest.approx(exact, rel=0.006)
-    assert found.mean == pytest.approx(sum(values) / len(values))
-    assert found.max == values[-1]
-
-
-def test_the_cumulative_gaps_end_at_one():
-    gaps = GapHistogram()
-    gaps.add(0.0, 3)
-    gaps.add(0.01)
-    assert [share for _, share in gaps.cumulative()] == [0.75, 1.0]
-
-
 def test_a_chunk_of_k_tokens_counts_as_k_gaps():
-    gaps = GapHistogram()
-    add_gaps(gaps, [0.030, 0.010], num_tokens=7)  # three chunks, seven tokens: six gaps
-    assert gaps.count == 6
-    assert gaps.sum_s == pytest.approx(0.040)
-    assert gaps.percentile(50) == 0.0
-    assert gaps.percentile(99) == pytest.approx(0.030, rel=0.01)
+    gaps = token_gaps([0.030, 0.010], num_tokens=7)  # three chunks, seven tokens: six gaps
+    assert sorted(gaps) == [0.0, 0.0, 0.0, 0.0, 0.010, 0.030]
 
 
 def test_more_chunks_than_tokens_add_no_gaps():
-    gaps = GapHistogram()
-    add_gaps(gaps, [0.01, 0.01, 0.01], num_tokens=2)
-    assert gaps.count == 3
+    assert token_gaps([0.01, 0.01, 0.01], num_tokens=2) == [0.01, 0.01, 0.01]
 
 
 def test_tpot_is_the_time_after_the_first_token_over_the_other_tokens():
@@ -114,7 +84,7 @@ def test_goodput_counts_requests_inside_every_limit(slo, good):
         record("http 500", ttft=None, e2e=0.01, tokens=0),
         record(UNFINISHED, ttft=0.1, e2e=0.2),
     ]
-    assert count_good(records, slo) == good
+    assert [slo.is_met(one) for one in records].count(True) == good
 
 
 def test_a_one_token_answer_cannot_miss_the_tpot_limit():
@@ -122,7 +92,8 @@ def test_a_one_token_answer_cannot_miss_the_tpot_limit():
 
 
 def test_concurrency_does_not_count_a_request_that_ends_as_another_starts():
-    assert max_concurrency([record(start=0, e2e=1.0), record(start=1.0, e2e=1.0), record(start=1.5, e2e=1.0)]) == 2
+    records = [record(start=0, e2e=1.0), record(start=1.0, e2e=1.0), record(start=1.5, e2e=1.0)]
+    assert summarize(records, [], Slo()).max_concurrency == 2
 
 
 def test_a_summary_keeps_rejected_failed_and_unfinished_apart():
@@ -134,7 +105,7 @@ def test_a_summary_keeps_rejected_failed_and_unfinished_apart():
         record("timeout", start=2.0, ttft=None, e2e=0.1, tokens=0),
         record(UNFINISHED, start=2.0, ttft=None, e2e=0.1, tokens=0),
     ]
-    found = summarize(records, GapHistogram(), Slo(ttft_s=1.0))
+    found = summarize(records, [], Slo(ttft_s=1.0))
     assert (found.num_requests, found.num_ok, found.num_rejected) == (6, 2, 2)
     assert (found.num_failed, found.num_unfinished) == (1, 1)
     assert found.errors == {"http 429": 2, "timeout": 1}
@@ -147,5 +118,12 @@ def test_a_summary_keeps_rejected_failed_and_unfinished_apart():
 
 
 def test_a_run_without_requests_has_a_summary():
-    found = summarize([], GapHistogram(), Slo())
+    found = summarize([], [], Slo())
     assert (found.num_requests, found.requests_per_s, found.ttft_s.count) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("late_s", "is_late"), [(0.0, False), (LATE_S / 2, False), (2 * LATE_S, True)])
+def test_a_generator_is_late_when_its_requests_left_late_however_busy_it_was(late_s, is_late):
+    records = [record(start=float(index), late=late_s) for index in range(100)]
+    for cpu_share in (0.02, 0.99):
+        assert summarize(records, [], Slo(), cpu_share).is_late is is_late
