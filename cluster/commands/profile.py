@@ -120,7 +120,7 @@ def _fit(settings: "Settings", file: Path, budget_s: float, num_workers: int) ->
     try:
         sampler = StepSampler(engine, budget_s=budget_s, step_clock=step_clock_of(engine))
         fitted = fit_curve(sampler.run())
-        threads, where = _num_threads(engine), _where(engine, settings)
+        threads, where = getattr(engine.backend, "num_threads", 0), _where(engine, settings)  # 0: not a CPU
         if num_workers > 1:
             slowdown = slowdowns(engine, settings, prepare_checkpoint(settings.model), num_workers)
         if not engine.looks_ahead:  # with lookahead the device computes meanwhile
@@ -140,13 +140,6 @@ def _fit(settings: "Settings", file: Path, budget_s: float, num_workers: int) ->
         profile = profile.model_copy(update={"slowdown": slowdown, "workers_per_node": num_workers})
     file.write_text(profile.text())
     _show_fit(Console(), fitted, where, file, profile)
-
-
-def _num_threads(engine: "Engine") -> int:
-    """CPU threads that compute; 0 on another device."""
-    import torch
-
-    return torch.get_num_threads() if engine.backend.device.type == "cpu" else 0
 
 
 def _show_fit(console: Console, fitted: "Fitted", where: str, file: Path, profile: "SimulatorProfile") -> None:

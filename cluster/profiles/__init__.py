@@ -1,4 +1,4 @@
 """Speed profiles of workers, measured or published, and flame graphs.
 
-May import kvrelay, cluster/launch, engine, router.
+May import kvrelay, engine, router.
 """

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvrelay.cluster.launch.local import make_worker
 from kvrelay.cluster.profiles.fit import StepSampler
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.worker.build import WorkerOptions, build_engine
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.speed_fit import DECODE, PREFILL
 from kvrelay.types import Role
@@ -82,7 +82,8 @@ def profiled_engine(settings: Settings, folder: Path) -> Engine:
     Raises ModelError, BackendUnavailable.
     """
     plain = settings.model_copy(update={"engine": settings.engine.model_copy(update={"speculation": "off"})})
-    return make_worker(Role.DECODE, plain, folder, b"", "profile", None).build_engine()
+    options = WorkerOptions(plain, folder, folder.name, "profile", "local", secret=b"", host="127.0.0.1", cores=None)
+    return build_engine(options, Role.DECODE, layer_hook=None, wake=lambda: None)
 
 
 def main() -> int:

@@ -9,8 +9,10 @@ path with those of one worker. Heavy modules are imported when the command runs:
 
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,13 +23,15 @@ from rich.console import Console
 from kvrelay.errors import BackendUnavailable, KvrelayError
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.verify.report import VerifyReport
+    from kvrelay.cluster.verify.report import RowResult
+    from kvrelay.cluster.verify.rows import Setup
     from kvrelay.cluster.verify.verifier import Verifier
     from kvrelay.types import KvMemory
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRANSPORTS = ("shm", "tcp", "nixl")
 LATENT_FAMILY = "deepseek_v3"
+QUICK = ("1 token", "one block", "block + 1", "several chunks", "shared prefix 0", "shared prefix 1", "Chinese")
 
 
 def pool_memory(backend: str) -> "KvMemory":
@@ -82,6 +86,7 @@ def command(
     backend: Annotated[str, typer.Option(help="Kernel backend: auto, cpu, reference, cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: what the model computes in.")] = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there.")] = None,
+    is_all: Annotated[bool, typer.Option("--all/--quick", help="Every row, or one transport's paths.")] = False,
 ) -> None:
     """Compare every path's tokens with Hugging Face's. Exit code 1 on any difference.
 
@@ -93,7 +98,7 @@ def command(
         if name not in known:
             console.print(f"unknown {what} {name!r}; choose from {', '.join(known)}", style="red")
             raise typer.Exit(2)
-    from kvrelay.cluster.verify.report import print_report
+    from kvrelay.cluster.verify.report import VerifyReport, print_summary
     from kvrelay.cluster.verify.verifier import Verifier
 
     reports: list[VerifyReport] = []
@@ -111,13 +116,17 @@ def command(
                     progress=status.update,
                 )
                 verifier.report.device, verifier.report.left_out = memory.device, dict(left_out)
-                if not reports:
-                    run_kernels(verifier)
+                if is_all:
+                    own = Path(tempfile.mkdtemp(dir=scratch))
+                    setups = all_setups(verifier, chosen, own, is_random=bool(family), is_first=not reports)
+                else:
+                    setups = quick_setups(verifier, chosen[0])
+                    verifier.report.left_out["everything else"] = "kvrelay verify --all"
                 reports.append(verifier.report)
-                asyncio.run(run_all(verifier, chosen, is_random=bool(family)))
-                if not family and dtype == "float32":
-                    asyncio.run(run_latent(verifier, Path(scratch), chosen[0]))
-                print_report(verifier.report, console)
+                with workers_log(console) as keep_log:
+                    run(verifier, setups, console)
+                    keep_log(not verifier.report.ok)
+                print_summary(verifier.report, console)
     except KvrelayError as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}")
         raise typer.Exit(1) from None
@@ -127,78 +136,127 @@ def command(
         raise typer.Exit(1)
 
 
-def run_kernels(verifier: "Verifier") -> None:
-    """Add the row about the backend's kernels: each against its definition, over the grid of shapes."""
+def run(verifier: "Verifier", setups: "Sequence[tuple[Verifier, Setup]]", console: Console) -> None:
+    """Serve the setups, and print each row when it has ended. Raises KvrelayError."""
+    from kvrelay.cluster.verify.report import row_printer
+    from kvrelay.cluster.verify.rows import run_setup
+
+    show = row_printer(verifier.report, sum(setup.num_rows for _, setup in setups), console)
+    for one, setup in setups:
+        one.on_row = show
+        asyncio.run(run_setup(one, setup))
+
+
+@contextmanager
+def workers_log(console: Console) -> Iterator[Callable[[bool], None]]:
+    """Send standard error, ours and the workers', to a file: negative controls make them log errors.
+
+    The file is named and kept if the function that is yielded was called with True last, or never.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="kvrelay-verify-", suffix=".log", delete=False) as log:
+        before, is_kept = os.dup(2), True
+
+        def keep(value: bool) -> None:
+            nonlocal is_kept
+            is_kept = value
+
+        os.dup2(log.fileno(), 2)
+        try:
+            yield keep
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            if is_kept:
+                console.print(f"the workers' log: {log.name}", highlight=False, soft_wrap=True)
+            else:
+                os.unlink(log.name)
+
+
+def kernels(verifier: "Verifier") -> "Setup":
+    """The row about the backend's kernels: each against its definition, over the grid of shapes."""
     import torch
 
+    from kvrelay.cluster.verify.rows import OwnRows, Setup
     from kvrelay.kernels.oracle.grid import FAMILIES, judge
     from kvrelay.kernels.select import select_backend
 
-    backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
-    row = verifier.report.row(f"kernels in {verifier.dtype} within rounding of their definitions")
-    num_cases = 0
-    for family in FAMILIES:
-        verifier.progress(f"kernels: {family}")
-        verdict = judge(family, backend, getattr(torch, verifier.dtype))
-        num_cases += verdict.num_cases
-        worst = verdict.worst
-        holds = verdict.ok or verdict.num_cases == 0
-        row.check("" if holds else f"{family}, {worst.case}: {worst.ratio:.3g} of its bound", holds=holds)
-    row.note = row.note or f"{num_cases} cases"
+    async def serve(verifier: "Verifier", cluster: None, row: "RowResult") -> None:
+        backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
+        num_cases = 0
+        for family in FAMILIES:
+            verifier.progress(f"kernels: {family}")
+            verdict = await asyncio.to_thread(judge, family, backend, getattr(torch, verifier.dtype))
+            num_cases += verdict.num_cases
+            worst = verdict.worst
+            holds = verdict.ok or verdict.num_cases == 0
+            row.check("" if holds else f"{family}, {worst.case}: {worst.ratio:.3g} of its bound", holds=holds)
+        row.note = row.note or f"{num_cases} cases"
+
+    name = f"kernels in {verifier.dtype} within rounding of their definitions"
+    return Setup("kernels", (OwnRows((name,), serve),), transport=None)
 
 
-async def run_all(verifier: "Verifier", transports: Sequence[str], *, is_random: bool) -> None:
-    """Add every row that has a meaning in the verifier's dtype. is_random: the model's weights are noise."""
+def quick_setups(verifier: "Verifier", transport: str) -> "list[tuple[Verifier, Setup]]":
+    """The paths of one transport, with their controls, for some of the prompts."""
+    from kvrelay.cluster.verify import suites
+
+    verifier.prompts = [prompt for prompt in verifier.prompts if prompt.name in QUICK]
+    verifier.report.prompts = [prompt.name for prompt in verifier.prompts]
+    return [(verifier, setup) for setup in suites.paths([transport])]
+
+
+def all_setups(
+    verifier: "Verifier", transports: Sequence[str], scratch: Path, *, is_random: bool, is_first: bool
+) -> "list[tuple[Verifier, Setup]]":
+    """Every row that has a meaning in the verifier's dtype, and which verifier serves it.
+
+    is_random: the model's weights are noise. is_first: no model before it has shown what is the same for all.
+    """
     import torch
 
     from kvrelay.cluster.verify import suites
     from kvrelay.cluster.verify.dtypes import DtypeRows
-    from kvrelay.cluster.verify.groups import run_groups
-    from kvrelay.cluster.verify.near_float32 import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, run_near
-    from kvrelay.cluster.verify.rows import run_setup
+    from kvrelay.cluster.verify.groups import groups
+    from kvrelay.cluster.verify.near_float32 import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, near
     from kvrelay.kernels.select import quantizes, select_backend
 
-    first = transports[0]
-    if verifier.dtype != "float32":
+    first, is_float32, setups = transports[0], verifier.dtype == "float32", list["Setup"]()
+    if is_first:
+        setups.append(kernels(verifier))
+    if not is_float32:
         backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
         stands_alone = backend.is_batch_invariant(getattr(torch, verifier.dtype))
-        await DtypeRows(verifier, first, stands_alone=stands_alone).run()
+        setups += DtypeRows(verifier, first, scratch, stands_alone=stands_alone).setups()
         if not stands_alone:
             why = "with these kernels a row's bits depend on its batch, so tokens may differ where two are close"
             verifier.report.left_out["tokens of every path"] = why
-            return
-    for setup in suites.paths(transports):
-        await run_setup(verifier, setup)
-    if verifier.dtype == "float32":
-        await run_near(verifier, first, FP8_KV)
+            return [(verifier, setup) for setup in setups]
+    setups += suites.paths(transports)
+    if is_float32:
+        setups += near(first, FP8_KV)
         if quantizes(verifier.backend)[1]:  # type: ignore[arg-type]
-            for variant in WEIGHTS:
-                await run_near(verifier, first, variant, slack=OF_RANDOM_WEIGHTS if is_random else 1.0)
-        await run_groups(verifier, first)
-    with tempfile.TemporaryDirectory() as scratch:
-        for setup in suites.tiers(Path(scratch), verifier.kv_bytes):
-            await run_setup(verifier, setup)
-    for setup in (
-        *suites.preemption(first),
-        *suites.queue_order(verifier, first),
-        *suites.mixed_batches(verifier, first),
-        *suites.cascade(verifier, first),
-        *suites.speculation(verifier, first),
-    ):
-        await run_setup(verifier, setup)
+            slack = OF_RANDOM_WEIGHTS if is_random else 1.0
+            setups += [setup for variant in WEIGHTS for setup in near(first, variant, slack=slack)]
+        setups += groups(first)
+    setups += suites.tiers(scratch, verifier.kv_bytes)
+    setups += suites.preemption(first)
+    for suite in (suites.queue_order, suites.mixed_batches, suites.cascade, suites.speculation):
+        setups += suite(verifier, first)
+    served = [(verifier, setup) for setup in setups]
+    if is_float32 and not is_random:
+        tiny = latent_verifier(verifier, scratch)
+        served += [(tiny, setup) for setup in suites.latent(tiny, first)]
+    return served
 
 
-async def run_latent(verifier: "Verifier", scratch: Path, transport: str) -> None:
-    """Add the rows of latent KV (MLA), of a tiny random model that is made below `scratch`."""
+def latent_verifier(verifier: "Verifier", scratch: Path) -> "Verifier":
+    """Of a tiny random model with latent KV (MLA), made below `scratch`, with the same report."""
     from kvrelay.cluster.verify.prompts import CHUNK, latent_prompts
-    from kvrelay.cluster.verify.rows import run_setup
-    from kvrelay.cluster.verify.suites import latent
     from kvrelay.cluster.verify.verifier import Verifier
     from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
-    folder = tiny_checkpoint(LATENT_FAMILY, scratch / "tiny-latent")
-    tiny = Verifier(
-        folder,
+    return Verifier(
+        tiny_checkpoint(LATENT_FAMILY, scratch / "tiny-latent"),
         max_model_len=4 * CHUNK,
         num_output=8,
         backend=verifier.backend,
@@ -206,8 +264,6 @@ async def run_latent(verifier: "Verifier", scratch: Path, transport: str) -> Non
         report=verifier.report,
         progress=verifier.progress,
     )
-    for setup in latent(tiny, transport):
-        await run_setup(tiny, setup)
 
 
 def _folders(

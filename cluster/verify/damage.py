@@ -1,15 +1,15 @@
 """Damage to KV that negative controls do: to what the decode worker receives, and to what its lower tiers hold.
 
-Each function returns a `During` of rows.py: a context in which the damage is done, and evidence that it was.
+Functions with `@during` return a `During` of rows.py: a context in which the damage is done, and evidence that it was.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.launch.local import LocalCluster
-from kvrelay.cluster.verify.rows import During, Evidence
+from kvrelay.cluster.verify.rows import Evidence, during
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.service import WorkerService
@@ -59,16 +59,14 @@ def tampering(target: "KvTarget", change: Change, *, most: int | None = None) ->
         target.tamper = None
 
 
-def in_flight(change: Change, *, most: int | None = None) -> During:
+@during
+async def in_flight(
+    cluster: LocalCluster, evidence: Evidence, change: Change, *, most: int | None = None
+) -> AsyncIterator[None]:
     """Every region that arrives is changed, or the first `most`; at least one must arrive."""
-
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        with tampering(decode_worker(cluster).target, change, most=most) as count:
-            yield
-        evidence.require("" if count() else "no KV was transferred", holds=count() > 0)
-
-    return during
+    with tampering(decode_worker(cluster).target, change, most=most) as count:
+        yield
+    evidence.require("" if count() else "no KV was transferred", holds=count() > 0)
 
 
 def flip_exponent_bit(region: "torch.Tensor", layout: KvLayout) -> None:
@@ -118,23 +116,19 @@ def tiers_of(engine: Engine) -> TierController:
     return engine.tiers.controller
 
 
-def corrupt_host_tier(*, is_checked: bool) -> During:
+@during
+async def corrupt_host_tier(cluster: LocalCluster, evidence: Evidence, *, is_checked: bool) -> AsyncIterator[None]:
     """What the host tier holds is changed, and the pool forgotten. is_checked: the damage must be noticed."""
-
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        worker = cluster.inside[0]
-        await tiers_idle(worker)
-        before = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt)
-        await worker.thread.call(_corrupt_host_tier)
-        await worker.thread.call(lambda engine: engine.pool.reset_cache())
-        yield
-        await tiers_idle(worker)
-        found = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt) - before
-        if is_checked:
-            evidence.require(f"{found} blocks found corrupt, the prompt was recomputed", holds=found > 0)
-
-    return during
+    worker = cluster.inside[0]
+    await tiers_idle(worker)
+    before = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt)
+    await worker.thread.call(_corrupt_host_tier)
+    await worker.thread.call(lambda engine: engine.pool.reset_cache())
+    yield
+    await tiers_idle(worker)
+    found = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt) - before
+    if is_checked:
+        evidence.require(f"{found} blocks found corrupt, the prompt was recomputed", holds=found > 0)
 
 
 def _corrupt_host_tier(engine: Engine) -> None:

@@ -12,9 +12,7 @@ generated tokens must be the same bits on every path. Control: lowest bits of KV
 import asyncio
 import json
 import math
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +22,9 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import flip_lowest_bits, in_flight
 from kvrelay.cluster.verify.hugging_face import log_probabilities
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.rows import Evidence
+from kvrelay.cluster.verify.report import RowResult
+from kvrelay.cluster.verify.rows import Evidence, OwnRows, Setup
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
-from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import TokenLogprob
 
 if TYPE_CHECKING:
@@ -118,50 +116,63 @@ def concatenated(parts: Sequence[TextLogprobs]) -> TextLogprobs:
 
 
 class DtypeRows:
-    """Adds the rows of the verifier's 16-bit dtype. stands_alone: see Backend.is_batch_invariant."""
+    """The rows of the verifier's 16-bit dtype. stands_alone: see Backend.is_batch_invariant."""
 
-    def __init__(self, verifier: Verifier, transport: str, *, stands_alone: bool) -> None:
+    def __init__(self, verifier: Verifier, transport: str, scratch: Path, *, stands_alone: bool) -> None:
+        """scratch: a folder for changed copies of the model."""
         from kvrelay.serve.text.tokenizer import Tokenizer
 
-        self._verifier, self._transport, self._stands_alone = verifier, transport, stands_alone
+        self._verifier, self._transport, self._scratch = verifier, transport, scratch
+        self._stands_alone = stands_alone
         text, most = Tokenizer(verifier.model_dir).encode(TEXT.read_text()), verifier.longest_prompt
         pieces = [text[at : at + most] for at in range(0, min(len(text), 3 * most), most)]
         self._pieces = [piece for piece in pieces if len(piece) > most // 2]
+        self._exact: torch.Tensor | None = None  # Hugging Face's log-probabilities in float32, and how far it is off
+        self._theirs: DtypeError | None = None  # in the dtype
 
-    async def run(self) -> None:
-        """Raises KvrelayError when a worker cannot start."""
-        verifier, dtype = self._verifier, self._verifier.dtype
-        verifier.progress(f"Hugging Face's log-probabilities, float32 and {dtype}")
-        exact, theirs = await asyncio.to_thread(self._reference)
-        async with verifier.cluster(self._transport, "off") as cluster:
-            for force, path in (("local", "aggregated"), ("remote", "disaggregated")):
-                row = verifier.report.row(f"{dtype}: a text's log-probabilities, {path}")
-                try:
-                    ours = await self._error_of(cluster, force, exact)
-                    excess = ours.excess(theirs)
-                    row.check("; ".join(excess) or f"{ours} (Hugging Face: {theirs})", holds=not excess)
-                except KvrelayError as error:
-                    row.check(str(error), holds=False)
-            await self._control_of_paths(cluster, await self._path_rows(cluster, 2 * theirs.worst))
+    def setups(self) -> list[Setup]:
+        dtype = self._verifier.dtype
+        rows = [
+            OwnRows((f"{dtype}: a text's log-probabilities, {path}",), partial(self._text, force))
+            for force, path in (("local", "aggregated"), ("remote", "disaggregated"))
+        ]
+        names = [f"{dtype}: log-probabilities {{how}}, {path}" for path in ("disaggregated", "cached", "batched")]
+        control = f"{dtype}: lowest bits changed in flight, checks off, change log-probabilities"
+        rows.append(OwnRows((*names, control), self._paths))
+        setups = [Setup(f"Hugging Face's log-probabilities, float32 and {dtype}", tuple(rows), self._transport, "off")]
         layer = partial(_scale_first_layer, factor=LAYER_FACTORS[dtype])
         for what, change in (("the rotary base", _scale_rotary_base), ("one layer's weights", layer)):
-            with tempfile.TemporaryDirectory() as scratch:
-                folder = await asyncio.to_thread(_changed_copy, verifier.model_dir, Path(scratch) / "model", change)
-                row = verifier.report.row(f"{dtype}: {what} a little wrong is out of bounds")
-                overrides = {"model": {"source": str(folder)}}
-                async with verifier.cluster(self._transport, overrides=overrides, num_prefill=0) as cluster:
-                    excess = (await self._error_of(cluster, "local", exact)).excess(theirs)
-                row.check("; ".join(excess) or "UNDETECTED: within bounds", holds=bool(excess))
+            row = OwnRows((f"{dtype}: {what} a little wrong is out of bounds",), self._control)
+            copy = partial(self._changed_model, self._scratch / what.replace(" ", "-"), change)
+            setups.append(Setup(what, (row,), self._transport, overrides=copy, num_prefill=0))
+        return setups
+
+    async def _text(self, force: str, verifier: Verifier, cluster: LocalCluster, row: RowResult) -> None:
+        exact, theirs = await asyncio.to_thread(self._reference)
+        ours = await self._error_of(cluster, force, exact)
+        excess = ours.excess(theirs)
+        row.check("; ".join(excess) or f"{ours} (Hugging Face: {theirs})", holds=not excess)
+
+    async def _control(self, verifier: Verifier, cluster: LocalCluster, row: RowResult) -> None:
+        exact, theirs = await asyncio.to_thread(self._reference)
+        excess = (await self._error_of(cluster, "local", exact)).excess(theirs)
+        row.check("; ".join(excess) or "UNDETECTED: within bounds", holds=bool(excess))
+
+    def _changed_model(self, folder: Path, change: Callable[[Path], None]) -> dict[str, dict[str, str]]:
+        return {"model": {"source": str(_changed_copy(self._verifier.model_dir, folder, change))}}
 
     def _reference(self) -> tuple["torch.Tensor", DtypeError]:
-        """Float32's log-probabilities, and how far Hugging Face is from them in the dtype."""
+        """Float32's log-probabilities, and how far Hugging Face is from them in the dtype; computed once."""
         import torch
 
-        exact = log_probabilities(self._verifier.model_dir, self._pieces)
-        half = log_probabilities(self._verifier.model_dir, self._pieces, self._verifier.dtype)
-        top = min(TOP, exact[0].shape[1])
-        found = [on_same_tokens(one, piece, top) for one, piece in zip(half, self._pieces, strict=True)]
-        return torch.cat(exact), dtype_error(concatenated(found), torch.cat(exact))
+        if self._exact is None or self._theirs is None:
+            exact = log_probabilities(self._verifier.model_dir, self._pieces)
+            half = log_probabilities(self._verifier.model_dir, self._pieces, self._verifier.dtype)
+            top = min(TOP, exact[0].shape[1])
+            found = [on_same_tokens(one, piece, top) for one, piece in zip(half, self._pieces, strict=True)]
+            self._exact = torch.cat(exact)
+            self._theirs = dtype_error(concatenated(found), self._exact)
+        return self._exact, self._theirs
 
     async def _error_of(self, cluster: LocalCluster, force: str, exact: "torch.Tensor") -> DtypeError:
         """How far this cluster's model is off. Raises KvrelayError."""
@@ -174,30 +185,30 @@ class DtypeRows:
 
     async def _serve(self, cluster: LocalCluster, prompt: VerifyPrompt, force: str, **sampling: Any) -> ServedAnswer:
         """Raises KvrelayError."""
-        answer = await self._verifier.serve(cluster, prompt, force, self._verifier.request(prompt, **sampling))
-        if answer.error is not None:
-            raise answer.error
-        return answer
+        request = self._verifier.request(prompt, **sampling)
+        return (await self._verifier.serve(cluster, prompt, force, request)).checked()
 
     async def _logprobs(self, cluster: LocalCluster, prompt: VerifyPrompt, force: str) -> list[TokenLogprob]:
         return (await self._serve(cluster, prompt, force, logprobs=_TOP_OUT)).logprobs[0]
 
-    async def _path_rows(self, cluster: LocalCluster, most: float) -> dict[str, list[TokenLogprob]]:
-        """Compare generated tokens' log-probabilities on each path with one worker's alone, which are returned.
+    async def _paths(self, verifier: Verifier, cluster: LocalCluster, *results: RowResult) -> None:
+        """Generated tokens' log-probabilities on each path are those of one worker alone; the last row is the control.
 
-        most: by how much log-probabilities may differ where rows depend on their batch.
+        Where rows depend on their batch, they may differ by twice Hugging Face's largest error.
         """
-        verifier, alone = self._verifier, {}
+        _, theirs = await asyncio.to_thread(self._reference)
+        bound = 0.0 if self._stands_alone else 2 * theirs.worst
+        *rows, control = results
+        for row in rows:
+            row.name = row.name.format(how=f"within {bound:.2g}" if bound else "bit for bit")
+        alone = {}
         for prompt in verifier.prompts:
             await reset_caches(cluster)
             alone[prompt.name] = await self._logprobs(cluster, prompt, "local")
         await reset_caches(cluster)
-        bound = 0.0 if self._stands_alone else most
-        num_tokens = sum(map(len, alone.values()))
-        for path in ("disaggregated", "cached", "batched"):
-            how = "bit for bit" if self._stands_alone else f"within {most:.2g}"
-            row = verifier.report.row(f"{verifier.dtype}: log-probabilities {how}, {path}")
-            if path == "batched":
+        note = f"{sum(map(len, alone.values()))} tokens"
+        for row in rows:
+            if row is rows[-1]:  # batched
                 await reset_caches(cluster)
                 forces = ("remote" if index % 2 else "local" for index in range(len(verifier.prompts)))
                 pairs = zip(verifier.prompts, forces, strict=True)
@@ -206,22 +217,14 @@ class DtypeRows:
                 found = [await self._logprobs(cluster, prompt, "remote") for prompt in verifier.prompts]
             for prompt, got in zip(verifier.prompts, found, strict=True):
                 at = first_difference(alone[prompt.name], got, bound)
-                row.check(f"{num_tokens} tokens" if at is None else f"{prompt.name}: token {at}", holds=at is None)
-        return alone
-
-    async def _control_of_paths(self, cluster: LocalCluster, alone: dict[str, list[TokenLogprob]]) -> None:
-        """The comparison can fail: lowest bits that no check sees change in flight."""
-        name = "lowest bits changed in flight, checks off, change log-probabilities"
-        row, evidence = self._verifier.report.row(f"{self._verifier.dtype}: {name}"), Evidence()
+                row.check(note if at is None else f"{prompt.name}: token {at}", holds=at is None)
+        evidence = Evidence()
         await reset_caches(cluster)
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(in_flight(flip_lowest_bits)(cluster, evidence))
-            got = await self._logprobs(cluster, self._verifier.prompt(_CONTROL), "remote")
+        async with in_flight(flip_lowest_bits)(cluster, evidence):
+            got = await self._logprobs(cluster, verifier.prompt(_CONTROL), "remote")
         changed = first_difference(alone[_CONTROL], got, 0.0) is not None
-        row.check("they changed" if changed else "UNDETECTED: the same bits", holds=changed)
-        for finding in evidence.findings:
-            holds, note = finding(())
-            row.check(note, holds=holds)
+        control.check("they changed" if changed else "UNDETECTED: the same bits", holds=changed)
+        await evidence.judge(control)
 
 
 def first_difference(wanted: Sequence[TokenLogprob], got: Sequence[TokenLogprob], most: float) -> int | None:

@@ -6,17 +6,17 @@ Controls: other seeds give other choices, and a flipped bit in the prompt's only
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.hugging_face import expected_beams
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.rows import Evidence
+from kvrelay.cluster.verify.report import RowResult
+from kvrelay.cluster.verify.rows import Evidence, OwnRows, Setup, blocks_freed
 from kvrelay.cluster.verify.suites import FLIPPED_BIT
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
-from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import Beams, Group
 from kvrelay.serve.api.parameters import ranked
 
@@ -25,48 +25,48 @@ NUM_BEST = 2
 WIDTH = 4
 NAMES = ("block - 1", "one block", "block + 1", "several chunks", "Chinese", "code")
 CONTROL = "one block"
+BEAMS = Group(beams=Beams(width=WIDTH, num_returned=WIDTH))
 
 
-async def run_groups(verifier: Verifier, transport: str) -> None:
-    """Add the rows to the report."""
-    verifier.progress("groups")
-    prompts = [prompt for prompt in verifier.prompts if prompt.name in NAMES]
-    found = await asyncio.to_thread(expected_beams, verifier.model_dir, prompts, verifier.num_output, width=WIDTH)
-    beams = {prompt.name: one for prompt, one in zip(prompts, found, strict=True)}
-    async with verifier.cluster(transport) as cluster:
-        await _sample_rows(verifier, cluster, prompts)
-        for force, where in (("local", "on one worker"), ("remote", "disaggregated")):
-            row = verifier.report.row(f"beam search, width {WIDTH}, {where} = Hugging Face")
-            for prompt in prompts:
-                try:
-                    answer = await _serve_beams(verifier, cluster, prompt, force)
-                    row.compare(prompt.name, _flat(beams[prompt.name]), _flat(answer.choices))
-                except KvrelayError as error:
-                    row.check(f"{prompt.name}: {error}", holds=False)
-        leaks = await cluster.pool_leaks()
-        row = verifier.report.row("every block of a group freed")
-        row.check(leaks[0] if leaks else "free + cached = total", holds=not leaks)
-    async with verifier.cluster(transport, "off") as cluster:
-        await _control_row(verifier, cluster, beams[CONTROL])
-
-
-async def _sample_rows(verifier: Verifier, cluster: LocalCluster, prompts: Iterable[VerifyPrompt]) -> None:
+def groups(transport: str) -> list[Setup]:
+    """One cluster for samples and beams, and one with checks off for the control."""
+    beams: dict[str, list[list[int]]] = {}  # Hugging Face's, by prompt; filled before the first row
     count = len(SEEDS)
-    names = (
+    samples = (
         f"n = {count} disaggregated = single requests",
         f"best_of {count}, n = {NUM_BEST} disaggregated",
         "other seeds give other choices",
     )
-    samples, best_of, other_seeds = rows = [verifier.report.row(name) for name in names]
-    for prompt in prompts:
-        try:
-            alone = [await _serve_one(verifier, cluster, prompt, seed) for seed in SEEDS]
-            group = await _serve_samples(verifier, cluster, prompt, SEEDS)
-            others = await _serve_samples(verifier, cluster, prompt, OTHER_SEEDS)
-        except KvrelayError as error:
-            for row in rows:
-                row.check(f"{prompt.name}: {error}", holds=False)
-            continue
+    rows = [OwnRows(samples, _serve_samples)]
+    for force, where in (("local", "on one worker"), ("remote", "disaggregated")):
+        name = f"beam search, width {WIDTH}, {where} = Hugging Face"
+        rows.append(OwnRows((name,), partial(_serve_beams, beams, force)))
+    rows.append(blocks_freed("every block of a group freed"))
+    control = OwnRows(("flipped bit with checks off changes choices and beams",), partial(_serve_control, beams))
+    return [
+        Setup("groups", tuple(rows), transport, prepare=partial(_learn, beams)),
+        Setup("groups, checks off", (control,), transport, "off"),
+    ]
+
+
+def _prompts(verifier: Verifier) -> list[VerifyPrompt]:
+    return [prompt for prompt in verifier.prompts if prompt.name in NAMES]
+
+
+async def _learn(beams: dict[str, list[list[int]]], verifier: Verifier, cluster: LocalCluster) -> None:
+    prompts, count = _prompts(verifier), verifier.num_output
+    found = await asyncio.to_thread(expected_beams, verifier.model_dir, prompts, count, width=WIDTH)
+    beams.update((prompt.name, one) for prompt, one in zip(prompts, found, strict=True))
+
+
+async def _serve_samples(
+    verifier: Verifier, cluster: LocalCluster, samples: RowResult, best_of: RowResult, other_seeds: RowResult
+) -> None:
+    count = len(SEEDS)
+    for prompt in _prompts(verifier):
+        alone = [await _serve(verifier, cluster, prompt, "local", None, seed) for seed in SEEDS]
+        group = await _serve(verifier, cluster, prompt, "remote", Group(seeds=SEEDS))
+        others = await _serve(verifier, cluster, prompt, "remote", Group(seeds=OTHER_SEEDS))
         own = [answer.tokens for answer in alone]
         samples.compare(prompt.name, _flat(own), _flat(group.choices))
         best = ranked([answer.scores[0] for answer in alone], count, NUM_BEST)
@@ -76,37 +76,26 @@ async def _sample_rows(verifier: Verifier, cluster: LocalCluster, prompts: Itera
         other_seeds.check(f"{prompt.name}: the same" if same else "the comparison can fail", holds=not same)
 
 
-async def _control_row(verifier: Verifier, cluster: LocalCluster, beams: list[list[int]]) -> None:
+async def _serve_beams(
+    beams: dict[str, list[list[int]]], force: str, verifier: Verifier, cluster: LocalCluster, row: RowResult
+) -> None:
+    for prompt in _prompts(verifier):
+        answer = await _serve(verifier, cluster, prompt, force, BEAMS)
+        row.compare(prompt.name, _flat(beams[prompt.name]), _flat(answer.choices))
+
+
+async def _serve_control(
+    beams: dict[str, list[list[int]]], verifier: Verifier, cluster: LocalCluster, row: RowResult
+) -> None:
     """With checks off, a bit of the one copy that all members share changes every member."""
-    row = verifier.report.row("flipped bit with checks off changes choices and beams")
-    prompt = verifier.prompt(CONTROL)
-    right = await _serve_samples(verifier, cluster, prompt, SEEDS)
-    evidence = Evidence()
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(FLIPPED_BIT(cluster, evidence))
-        wrong = await _serve_samples(verifier, cluster, prompt, SEEDS)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(FLIPPED_BIT(cluster, evidence))
-        answer = await _serve_beams(verifier, cluster, prompt, "remote")
-    for what, changed in (("choices", wrong.choices != right.choices), ("beams", answer.choices != beams)):
+    prompt, evidence, sampled = verifier.prompt(CONTROL), Evidence(), Group(seeds=SEEDS)
+    right = {"choices": (await _serve(verifier, cluster, prompt, "remote", sampled)).choices, "beams": beams[CONTROL]}
+    for what, group in (("choices", sampled), ("beams", BEAMS)):
+        async with FLIPPED_BIT(cluster, evidence):
+            wrong = await _serve(verifier, cluster, prompt, "remote", group)
+        changed = wrong.choices != right[what]
         row.check(f"the {what} changed" if changed else f"UNDETECTED: the same {what}", holds=changed)
-    for finding in evidence.findings:
-        holds, note = finding(())
-        row.check(note, holds=holds)
-
-
-async def _serve_one(verifier: Verifier, cluster: LocalCluster, prompt: VerifyPrompt, seed: int) -> ServedAnswer:
-    return await _serve(verifier, cluster, prompt, "local", None, seed)
-
-
-async def _serve_samples(
-    verifier: Verifier, cluster: LocalCluster, prompt: VerifyPrompt, seeds: tuple[int, ...]
-) -> ServedAnswer:
-    return await _serve(verifier, cluster, prompt, "remote", Group(seeds=seeds))
-
-
-async def _serve_beams(verifier: Verifier, cluster: LocalCluster, prompt: VerifyPrompt, force: str) -> ServedAnswer:
-    return await _serve(verifier, cluster, prompt, force, Group(beams=Beams(width=WIDTH, num_returned=WIDTH)))
+    await evidence.judge(row)
 
 
 async def _serve(
@@ -115,13 +104,9 @@ async def _serve(
     """From workers that have nothing cached. Raises KvrelayError."""
     await reset_caches(cluster)
     is_sampled = group is None or group.beams is None
-    request = (
-        verifier.request(prompt, temperature=1.0, seed=seed, logprobs=0) if is_sampled else verifier.request(prompt)
-    )
-    answer = await verifier.serve(cluster, prompt, force, msgspec.structs.replace(request, group=group))
-    if answer.error is not None:
-        raise answer.error
-    return answer
+    sampling = {"temperature": 1.0, "seed": seed, "logprobs": 0} if is_sampled else {}
+    request = msgspec.structs.replace(verifier.request(prompt, **sampling), group=group)
+    return (await verifier.serve(cluster, prompt, force, request)).checked()
 
 
 def _flat(choices: Iterable[list[int]]) -> list[int]:

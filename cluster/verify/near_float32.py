@@ -8,18 +8,20 @@ of another kind is refused is a matter of fingerprints (tests/engine/models/test
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import Change, flip_scale_exponent, in_flight, scale_fp8_scales
 from kvrelay.cluster.verify.hugging_face import logit_gaps
-from kvrelay.cluster.verify.rows import Must, VerifyRow, run_row
+from kvrelay.cluster.verify.report import RowResult
+from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRow, during
 from kvrelay.cluster.verify.verifier import Overrides, ServedAnswer, Verifier, reset_caches
 from kvrelay.engine.models.spec import ModelSpec
 
 CONTROL = "one block"  # no window hides its first token
-FLIPPED_SCALE = in_flight(flip_scale_exponent, most=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,61 +51,49 @@ WEIGHTS = (
 OF_RANDOM_WEIGHTS = 3.0  # times the tolerance of weights: logits of noise are flatter; a random token is 2.5 off
 
 
-async def run_near(verifier: Verifier, transport: str, variant: NearVariant, *, slack: float = 1.0) -> None:
-    """Add the rows of one variant. slack: what its tolerance is multiplied by."""
-    verifier.progress(variant.name)
-    async with verifier.cluster(transport, overrides=variant.overrides) as cluster:
-        answers = await same_on_every_path(verifier, cluster, variant)
-        if variant.controls:
-            row = VerifyRow(
-                f"{variant.name}: flipped bit of a scale refused",
-                Must.FAIL_CHECKSUM,
-                (CONTROL,),
-                cold=True,
-                during=(FLIPPED_SCALE,),
-            )
-            await run_row(verifier, cluster, row, verifier.prompts)
-    await within_tolerance(verifier, variant, answers, slack)
-    if not variant.controls:
-        return
-    async with verifier.cluster(transport, "off", variant.overrides) as cluster:
-        for what, change, most in variant.controls:
-            await leaves_tolerance(verifier, cluster, variant, what, change, most)
+def near(transport: str, variant: NearVariant, *, slack: float = 1.0) -> list[Setup]:
+    """The rows of one variant. slack: what its tolerance is multiplied by."""
+    name, most, answers = variant.name, variant.tolerance * slack, list[ServedAnswer]()
+    rows: list[VerifyRow | OwnRows] = [
+        OwnRows((f"{name}: aggregated = disaggregated = cached",), partial(same_on_every_path, answers))
+    ]
+    if variant.controls:
+        refused = VerifyRow(f"{name}: flipped bit of a scale refused", Must.FAIL_CHECKSUM, (CONTROL,), cold=True)
+        rows.append(replace(refused, during=(in_flight(flip_scale_exponent, most=1),)))
+    within = f"{name}: within {most:g} deviations of float32's choice"
+    rows.append(OwnRows((within,), partial(within_tolerance, variant, most, answers)))
+    setups = [Setup(name, tuple(rows), transport, overrides=variant.overrides)]
+    if variant.controls:
+        controls = tuple(leaves_tolerance(variant, *control) for control in variant.controls)
+        setups.append(Setup(f"{name}, checks off", controls, transport, "off", variant.overrides))
+    return setups
 
 
-async def same_on_every_path(verifier: Verifier, cluster: LocalCluster, variant: NearVariant) -> list[ServedAnswer]:
-    """Add the row that one worker, two workers, and two with a cache give the same tokens.
-
-    Returns the first's answers.
-    """
-    row = verifier.report.row(f"{variant.name}: aggregated = disaggregated = cached")
-    answers: list[ServedAnswer] = []
+async def same_on_every_path(
+    answers: list[ServedAnswer], verifier: Verifier, cluster: LocalCluster, row: RowResult
+) -> None:
+    """One worker, two workers, and two with a cache give the same tokens. Adds the first's answers to `answers`."""
     for prompt in verifier.prompts:
         served = []
         for force, is_cold in (("local", True), ("remote", True), ("remote", False)):
             if is_cold:
                 await reset_caches(cluster)
-            served.append(await verifier.serve(cluster, prompt, force))
-        if failed := [answer.error for answer in served if answer.error is not None]:
-            row.check(f"{prompt.name}: {failed[0]}", holds=False)
-            continue
+            served.append((await verifier.serve(cluster, prompt, force)).checked())
         answers.append(served[0])
         for answer in served[1:]:
             row.compare(prompt.name, served[0].tokens, answer.tokens)
-    return answers
 
 
 async def within_tolerance(
-    verifier: Verifier,
     variant: NearVariant,
+    most: float,
     answers: Sequence[ServedAnswer],
-    slack: float = 1.0,
-    gaps_of: Callable[..., list[float]] = logit_gaps,
+    verifier: Verifier,
+    cluster: LocalCluster,
+    row: RowResult,
 ) -> None:
-    """Add the row that every answer is near float32's choice."""
-    most = variant.tolerance * slack
-    row = verifier.report.row(f"{variant.name}: within {most:g} deviations of float32's choice")
-    gaps = await _gaps(verifier, answers, gaps_of)
+    """Every answer is near float32's choice."""
+    gaps = await asyncio.to_thread(_gaps, verifier.model_dir, answers)
     mean, worst = sum(gaps) / max(len(gaps), 1), max(gaps, default=math.inf)
     note = f"mean {mean:.3f}, worst {worst:.3f}; {gaps.count(0.0)} of {len(gaps)} as float32"
     if variant.chooses_experts_anew and ModelSpec.from_folder(verifier.model_dir).experts is not None:
@@ -113,19 +103,22 @@ async def within_tolerance(
         row.check(note, holds=gap <= most)
 
 
-async def leaves_tolerance(
-    verifier: Verifier, cluster: LocalCluster, variant: NearVariant, what: str, change: Change, most: int | None
-) -> None:
-    """Add the control that damage in flight, with checks off, is further off than the tolerance."""
+def leaves_tolerance(variant: NearVariant, what: str, change: Change, most: int | None) -> VerifyRow:
+    """The control: damage in flight, with checks off, is further off than the tolerance."""
     name = f"{variant.name}, checks off: {what} leaves the tolerance".replace("scales leaves", "scales leave")
-    row = VerifyRow(name, Must.ANYTHING, (CONTROL,), cold=True, during=(in_flight(change, most=most),))
-    answers = await run_row(verifier, cluster, row, verifier.prompts)
-    for gap in await _gaps(verifier, answers, logit_gaps):
-        verifier.report.rows[-1].check(f"{gap:.2f} deviations off", holds=gap > variant.tolerance)
+    damage = (in_flight(change, most=most), _is_far_off(variant.tolerance))
+    return VerifyRow(name, Must.ANYTHING, (CONTROL,), cold=True, during=damage)
 
 
-async def _gaps(
-    verifier: Verifier, answers: Sequence[ServedAnswer], gaps_of: Callable[..., list[float]]
-) -> list[float]:
-    texts = [answer.prompt.token_ids for answer in answers], [answer.tokens for answer in answers]
-    return await asyncio.to_thread(gaps_of, verifier.model_dir, *texts)
+@during
+async def _is_far_off(cluster: LocalCluster, evidence: Evidence, tolerance: float) -> AsyncIterator[None]:
+    def far_off(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
+        gaps = _gaps(cluster.inside[0].options.model_dir, answers)
+        return min(gaps, default=0.0) > tolerance, f"{min(gaps, default=0.0):.2f} deviations off"
+
+    evidence.findings.append(far_off)
+    yield
+
+
+def _gaps(model_dir: Path, answers: Sequence[ServedAnswer]) -> list[float]:
+    return logit_gaps(model_dir, [one.prompt.token_ids for one in answers], [one.tokens for one in answers])

@@ -1,8 +1,8 @@
-"""What `kvrelay verify` found: one result per row, and the table that shows them."""
+"""What `kvrelay verify` found: one result per row, printed as rows end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,28 +60,33 @@ class VerifyReport:
     def ok(self) -> bool:
         return bool(self.rows) and all(row.ok for row in self.rows)
 
-    def row(self, name: str) -> RowResult:
-        """Append an empty row."""
-        self.rows.append(RowResult(name))
-        return self.rows[-1]
 
-
-def print_report(report: VerifyReport, console: "Console") -> None:
-    """Print the table, the prompts and what was left out."""
-    from rich.table import Table
-
+def row_printer(report: VerifyReport, num_rows: int, console: "Console") -> Callable[[RowResult, float], None]:
+    """Print the title; returns what prints each row when it has ended, on a terminal or not."""
     against = "one worker alone, and Hugging Face's log-probabilities"
     if report.dtype == "float32":
         against = "Hugging Face generate"
-    table = Table(title=f"kvrelay verify: {report.model}, {report.dtype}, greedy, against {against}")
-    for column in ("row", "passed", "of", "", "note"):
-        table.add_column(column)
-    for row in report.rows:
-        mark = "[green]ok[/]" if row.ok else "[red]FAIL[/]"
-        table.add_row(row.name, str(row.passed), str(row.total), mark, row.note)
-    console.print(table)
-    console.print(f"prompts: {', '.join(report.prompts)}")
+    _print(console, f"kvrelay verify: {report.model}, {report.dtype}, greedy, against {against}")
+
+    def show(row: RowResult, seconds: float) -> None:
+        mark, style = ("ok  ", "green") if row.ok else ("FAIL", "red")
+        note = f"; {row.note}" if row.note else ""
+        line = f"{row.name}: {row.passed} of {row.total}{note} ({seconds:.1f} s)"
+        console.print(f"{len(report.rows):>3}/{num_rows} [{style}]{mark}[/]", end=" ")
+        _print(console, line)
+
+    return show
+
+
+def print_summary(report: VerifyReport, console: "Console") -> None:
+    """Print how many rows passed, the prompts, and what was left out."""
+    _print(console, f"{sum(row.ok for row in report.rows)} of {len(report.rows)} rows ok")
+    _print(console, f"prompts: {', '.join(report.prompts)}")
     for name, why in report.left_out.items():
-        console.print(f"left out: {name} ({why})")
+        _print(console, f"left out: {name} ({why})")
     if report.device.startswith("cuda") and report.dtype == "float32":
-        console.print(CUDA_NOTE)
+        _print(console, CUDA_NOTE)
+
+
+def _print(console: "Console", line: Any) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

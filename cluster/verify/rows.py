@@ -5,17 +5,21 @@ controls are rows as well: damage that must be refused, or must change the answe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Concatenate, ParamSpec
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.prompts import VerifyPrompt
 from kvrelay.cluster.verify.report import RowResult
 from kvrelay.cluster.verify.verifier import Overrides, ServedAnswer, Verifier, reset_caches
+from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import SequenceRequest
 
+P = ParamSpec("P")
 ROW_TIMEOUT_S = 300.0
 REFUSAL = "did not arrive as they left"  # of ChecksumMismatch
 
@@ -30,7 +34,7 @@ class Must(Enum):
 
 
 Finding = Callable[[Sequence[ServedAnswer]], tuple[bool, str]]
-"""(answers of the row) -> whether it is as required, and a note."""
+"""(answers of the row) -> whether it is as required, and a note. Called in a thread: it may compute for long."""
 
 
 @dataclass(slots=True)
@@ -43,9 +47,24 @@ class Evidence:
         """Require something that does not depend on the answers."""
         self.findings.append(lambda answers: (holds, note))
 
+    async def judge(self, result: RowResult, answers: Sequence[ServedAnswer] = ()) -> None:
+        for finding in self.findings:
+            holds, note = await asyncio.to_thread(finding, answers)
+            result.check(note, holds=holds)
+
 
 During = Callable[[LocalCluster, Evidence], AbstractAsyncContextManager[object]]
 """What is done to the workers, or counted, while a row is served."""
+
+
+def during(steps: Callable[Concatenate[LocalCluster, Evidence, P], AsyncIterator[None]]) -> Callable[P, During]:
+    """Decorates a generator that yields once, while the row is served; its further parameters become the only ones."""
+    context = asynccontextmanager(steps)
+
+    def with_parameters(*args: P.args, **kwargs: P.kwargs) -> During:
+        return lambda cluster, evidence: context(cluster, evidence, *args, **kwargs)
+
+    return with_parameters
 
 
 def usual_request(verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
@@ -54,7 +73,7 @@ def usual_request(verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """One row.
+    """One row that compares tokens.
 
     Args:
         prompts: names; none: all prompts of the setup.
@@ -78,10 +97,24 @@ class VerifyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksFreed:
+class OwnRows:
+    """Rows that compare something else, served together.
+
+    serve: (verifier, cluster, a result for each name) -> checks them; a KvrelayError that it raises fails them all.
+    """
+
+    names: tuple[str, ...]
+    serve: Callable[..., Awaitable[object]]
+
+
+def blocks_freed(name: str) -> OwnRows:
     """A row: no block of the decode worker is in use when the rows before it have ended."""
 
-    name: str
+    async def serve(verifier: Verifier, cluster: LocalCluster, result: RowResult) -> None:
+        leaks = await cluster.pool_leaks()
+        result.check(leaks[0] if leaks else "free + cached = total", holds=not leaks)
+
+    return OwnRows((name,), serve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,63 +122,85 @@ class Setup:
     """One cluster, and the rows that it serves in order.
 
     Args:
+        transport: none: the rows need no cluster.
+        overrides: settings over the verifier's; a function is called in a thread before the cluster starts.
         prompts: of its rows; none: the verifier's.
         prepare: is awaited before the first row.
     """
 
     title: str
-    rows: tuple[VerifyRow | BlocksFreed, ...]
-    transport: str
+    rows: tuple[VerifyRow | OwnRows, ...]
+    transport: str | None
     checks: str = "full"
-    overrides: Overrides = field(default_factory=dict)
+    overrides: Overrides | Callable[[], Overrides] = field(default_factory=dict)
     num_prefill: int = 1
     prompts: tuple[VerifyPrompt, ...] = ()
     prepare: Callable[[Verifier, LocalCluster], Awaitable[object]] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(row.names) if isinstance(row, OwnRows) else 1 for row in self.rows)
 
 
 async def run_setup(verifier: Verifier, setup: Setup) -> None:
     """Start the setup's cluster and add its rows to the report. Raises KvrelayError when a worker cannot start."""
     prompts = setup.prompts or tuple(verifier.prompts)
-    await verifier.learn(prompts)
+    if any(isinstance(row, VerifyRow) for row in setup.rows):
+        await verifier.learn(prompts)
     verifier.progress(setup.title)
-    cluster_of = verifier.cluster(setup.transport, setup.checks, setup.overrides, num_prefill=setup.num_prefill)
-    async with cluster_of as cluster:
+    overrides = await asyncio.to_thread(setup.overrides) if callable(setup.overrides) else setup.overrides
+    if setup.transport is None:
+        for row in setup.rows:
+            await run_row(verifier, None, row)
+        return
+    async with verifier.cluster(setup.transport, setup.checks, overrides, num_prefill=setup.num_prefill) as cluster:
         if setup.prepare is not None:
             await setup.prepare(verifier, cluster)
         for row in setup.rows:
-            if isinstance(row, BlocksFreed):
-                leaks = await cluster.pool_leaks()
-                note = leaks[0] if leaks else "free + cached = total"
-                verifier.report.row(row.name).check(note, holds=not leaks)
-            elif row.when(cluster):
+            if isinstance(row, OwnRows) or row.when(cluster):
                 await run_row(verifier, cluster, row, prompts)
 
 
 async def run_row(
-    verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt]
-) -> Sequence[ServedAnswer]:
-    """Serve one row, add its result to the report, and return the answers."""
-    verifier.progress(row.name)
-    result, evidence = verifier.report.row(row.name), Evidence()
+    verifier: Verifier, cluster: Any, row: VerifyRow | OwnRows, prompts: Sequence[VerifyPrompt] = ()
+) -> list[RowResult]:
+    """Serve one row, or rows that are served together, and add the results to the report."""
+    names, began_s = row.names if isinstance(row, OwnRows) else (row.name,), time.monotonic()
+    verifier.progress(names[0])
+    results = [RowResult(name) for name in names]
+    try:
+        async with asyncio.timeout(ROW_TIMEOUT_S):
+            if isinstance(row, OwnRows):
+                await row.serve(verifier, cluster, *results)
+            else:
+                await _serve_row(verifier, cluster, row, prompts, results[0])
+    except (KvrelayError, TimeoutError) as error:
+        note = str(error) if isinstance(error, KvrelayError) else f"not served within {ROW_TIMEOUT_S:.0f} s"
+        for result in results:
+            result.check(note, holds=False)
+    seconds = (time.monotonic() - began_s) / len(results)
+    for result in results:
+        verifier.report.rows.append(result)
+        verifier.on_row(result, seconds)
+    return results
+
+
+async def _serve_row(
+    verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt], result: RowResult
+) -> None:
+    evidence = Evidence()
     chosen = [prompt for prompt in prompts if not row.prompts or prompt.name in row.prompts]
     if row.cold:
         await reset_caches(cluster)
-    try:
-        async with AsyncExitStack() as stack, asyncio.timeout(ROW_TIMEOUT_S):
-            for during in row.during:
-                await stack.enter_async_context(during(cluster, evidence))
-            answers = await _serve(verifier, cluster, row, chosen)
-    except TimeoutError:
-        result.check(f"not served within {ROW_TIMEOUT_S:.0f} s", holds=False)
-        return ()
+    async with AsyncExitStack() as stack:
+        for one in row.during:
+            await stack.enter_async_context(one(cluster, evidence))
+        answers = await _answers(verifier, cluster, row, chosen)
     judge(result, row.must, answers, verifier.expected)
-    for finding in evidence.findings:
-        holds, note = finding(answers)
-        result.check(note, holds=holds)
-    return answers
+    await evidence.judge(result, answers)
 
 
-async def _serve(
+async def _answers(
     verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt]
 ) -> list[ServedAnswer]:
     def serve(index: int, prompt: VerifyPrompt) -> Awaitable[ServedAnswer]:

@@ -1,16 +1,17 @@
 """What rows have an engine do that the load alone does not bring about: wait for a whole load, preempt, draft, share.
 
-Each function returns a `During` of rows.py; the engine is that of the decode worker in this process.
+Functions with `@during` return a `During` of rows.py; the engine is that of the decode worker in this process.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import scale_block
-from kvrelay.cluster.verify.rows import During, Evidence
+from kvrelay.cluster.verify.rows import Evidence, during
 from kvrelay.cluster.verify.verifier import ServedAnswer
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -34,26 +35,28 @@ async def load_of(cluster: LocalCluster) -> LoadReport:
     return await cluster.inside[0].thread.call(lambda engine: engine.load())
 
 
-def counted(counter: Counter, note: str, holds: Callable[[int], bool] = lambda count: count > 0) -> During:
+@during
+async def counted(
+    cluster: LocalCluster,
+    evidence: Evidence,
+    counter: Counter,
+    note: str,
+    holds: Callable[[int], bool] = lambda count: count > 0,
+) -> AsyncIterator[None]:
     """Require something of how much a counter of the worker grows. note: with `{}` for the number."""
-
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        before = counter(await load_of(cluster))
-        yield
-        count = counter(await load_of(cluster)) - before
-        evidence.require(note.format(count), holds=holds(count))
-
-    return during
+    before = counter(await load_of(cluster))
+    yield
+    count = counter(await load_of(cluster)) - before
+    evidence.require(note.format(count), holds=holds(count))
 
 
 # ---- what shares a queue or a batch
 
 
-@asynccontextmanager
-async def held_back(
+@contextmanager
+def held_back(
     engine: Engine, ready: Ready, *, grants: bool = True, damage: Callable[[Engine, StepPlan], None] | None = None
-) -> AsyncIterator[list[StepPlan]]:
+) -> Iterator[list[StepPlan]]:
     """Nothing is scheduled until `ready` was true once; yields the plans since.
 
     grants: reservations are granted meanwhile. damage: done to the engine before each step is computed.
@@ -78,11 +81,8 @@ async def held_back(
     def held_grant() -> list[EngineSequence]:
         return grant() if grants or may_begin() else []
 
-    scheduler.schedule, scheduler.grant_reservations = held_schedule, held_grant  # type: ignore[method-assign]
-    try:
+    with mock.patch.multiple(scheduler, schedule=held_schedule, grant_reservations=held_grant):
         yield plans
-    finally:
-        scheduler.schedule, scheduler.grant_reservations = schedule, grant  # type: ignore[method-assign]
 
 
 def all_queued(count: int) -> Ready:
@@ -90,21 +90,20 @@ def all_queued(count: int) -> Ready:
     return lambda scheduler: len(scheduler.waiting) + len(scheduler.reserving) == count
 
 
-def served_in_order(stage: str, order: Sequence[str]) -> During:
+@during
+async def served_in_order(
+    cluster: LocalCluster, evidence: Evidence, stage: str, order: Sequence[str]
+) -> AsyncIterator[None]:
     """All requests queue before the first is served; they must reach `stage` in this order of prompts."""
 
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        def in_order(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-            served = sorted(answers, key=lambda answer: _reached_s(cluster, answer.request_id, stage))
-            names = [answer.prompt.name for answer in served]
-            return names == list(order), f"served: {', '.join(names)}"
+    def in_order(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
+        served = sorted(answers, key=lambda answer: _reached_s(cluster, answer.request_id, stage))
+        names = [answer.prompt.name for answer in served]
+        return names == list(order), f"served: {', '.join(names)}"
 
-        evidence.findings.append(in_order)
-        async with held_back(engine_of(cluster), all_queued(len(order)), grants=False):
-            yield
-
-    return during
+    evidence.findings.append(in_order)
+    with held_back(engine_of(cluster), all_queued(len(order)), grants=False):
+        yield
 
 
 def _reached_s(cluster: LocalCluster, request_id: str, stage: str) -> float:
@@ -126,93 +125,81 @@ def _is_chunk(item: Scheduled) -> bool:
     return item.num_tokens > 1 and item.start < item.seq.request.num_prompt_tokens
 
 
-def mixed(ready: Ready) -> During:
+@during
+async def mixed(cluster: LocalCluster, evidence: Evidence, ready: Ready) -> AsyncIterator[None]:
     """At least one step must be mixed."""
-
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        async with held_back(engine_of(cluster), ready) as plans:
-            yield
-        count = sum(map(is_mixed, plans))
-        note = f"{count} of {len(plans)} steps decoded and computed a part of a prompt"
-        evidence.require(note, holds=count > 0)
-
-    return during
+    with held_back(engine_of(cluster), ready) as plans:
+        yield
+    count = sum(map(is_mixed, plans))
+    evidence.require(f"{count} of {len(plans)} steps decoded and computed a part of a prompt", holds=count > 0)
 
 
-def corrupt_mixed(ready: Ready, expected: dict[str, list[int]], long: str) -> During:
+@during
+async def corrupt_mixed(
+    cluster: LocalCluster, evidence: Evidence, ready: Ready, expected: dict[str, list[int]], long: str
+) -> AsyncIterator[None]:
     """In the first mixed step, change KV of a sequence that decodes and of the prompt `long`.
 
     Both must answer otherwise.
     """
+    changed: set[int] = set()  # lengths of prompts, which differ
 
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        changed: set[int] = set()  # lengths of prompts, which differ
+    def damage(engine: Engine, plan: StepPlan) -> None:
+        begun = [item for item in plan.work if _is_chunk(item) and item.start >= engine.config.block_size]
+        if changed or not is_mixed(plan) or not begun:
+            return
+        for item in (next(filter(_is_decode, plan.work)), begun[0]):
+            scale_block(engine, item.seq.blocks[0])
+            changed.add(item.seq.request.num_prompt_tokens)
 
-        def damage(engine: Engine, plan: StepPlan) -> None:
-            begun = [item for item in plan.work if _is_chunk(item) and item.start >= engine.config.block_size]
-            if changed or not is_mixed(plan) or not begun:
-                return
-            for item in (next(filter(_is_decode, plan.work)), begun[0]):
-                scale_block(engine, item.seq.blocks[0])
-                changed.add(item.seq.request.num_prompt_tokens)
+    def other_answers(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
+        damaged = [answer for answer in answers if len(answer.prompt.token_ids) in changed]
+        names = sorted(answer.prompt.name for answer in damaged)
+        same = [answer.prompt.name for answer in damaged if answer.tokens == expected[answer.prompt.name]]
+        if same:
+            return False, f"UNDETECTED: {same[0]} is the same"
+        return long in names and len(names) > 1, f"changed: {', '.join(names) or 'nothing'}"
 
-        def other_answers(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-            damaged = [answer for answer in answers if len(answer.prompt.token_ids) in changed]
-            names = sorted(answer.prompt.name for answer in damaged)
-            same = [answer.prompt.name for answer in damaged if answer.tokens == expected[answer.prompt.name]]
-            if same:
-                return False, f"UNDETECTED: {same[0]} is the same"
-            return long in names and len(names) > 1, f"changed: {', '.join(names) or 'nothing'}"
-
-        evidence.findings.append(other_answers)
-        async with held_back(engine_of(cluster), ready, damage=damage):
-            yield
-
-    return during
+    evidence.findings.append(other_answers)
+    with held_back(engine_of(cluster), ready, damage=damage):
+        yield
 
 
 # ---- preemption
 
 
-def preempting(mode: str, damage: Callable[[Engine], None] = lambda engine: None) -> During:
+@during
+async def preempting(
+    cluster: LocalCluster, evidence: Evidence, mode: str, damage: Callable[[Engine], None] = lambda engine: None
+) -> AsyncIterator[None]:
     """Each sequence is preempted once, damage is done, and the pool's cache forgotten.
 
     All must be preempted in this mode.
     """
+    engine = engine_of(cluster)
+    scheduler, seen = engine.scheduler, set[str]()
+    schedule = scheduler.schedule
+    before = (await load_of(cluster)).preempted.get(mode, 0)
 
-    @asynccontextmanager
-    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-        engine = engine_of(cluster)
-        scheduler, seen = engine.scheduler, set[str]()
-        schedule = scheduler.schedule
-        before = (await load_of(cluster)).preempted.get(mode, 0)
+    def preempt_then_schedule() -> StepPlan:
+        for seq in list(scheduler.running):
+            name = seq.request_id.partition("~")[0]  # the same after a return to prefill
+            if seq.num_output >= PREEMPT_AFTER and name not in seen:
+                seen.add(name)
+                engine.preempt((seq,))
+                damage(engine)
+                engine.pool.reset_cache()
+        return schedule()
 
-        def preempt_then_schedule() -> StepPlan:
-            for seq in list(scheduler.running):
-                name = seq.request_id.partition("~")[0]  # the same after a return to prefill
-                if seq.num_output >= PREEMPT_AFTER and name not in seen:
-                    seen.add(name)
-                    engine.preempt((seq,))
-                    damage(engine)
-                    engine.pool.reset_cache()
-            return schedule()
+    with mock.patch.object(scheduler, "schedule", preempt_then_schedule):
+        yield
+    count = (await load_of(cluster)).preempted.get(mode, 0) - before
 
-        scheduler.schedule = preempt_then_schedule  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            scheduler.schedule = schedule  # type: ignore[method-assign]
-        count = (await load_of(cluster)).preempted.get(mode, 0) - before
+    def all_preempted(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
+        note = f"{count} of {len(answers)} sequences preempted by {mode}, {len(seen)} in all"
+        return count == len(seen) == len(answers), note
 
-        def all_preempted(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-            note = f"{count} of {len(answers)} sequences preempted by {mode}, {len(seen)} in all"
-            return count == len(seen) == len(answers), note
-
-        evidence.findings.append(all_preempted)
-
-    return during
+    evidence.findings.append(all_preempted)
 
 
 # ---- cascade attention
@@ -229,7 +216,7 @@ def has_native_cascade(cluster: LocalCluster) -> bool:
     return shares_prefixes(cluster) and getattr(engine_of(cluster).backend, "compiled_kernels", None) is not None
 
 
-@asynccontextmanager
+@during
 async def prefix_read_once(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """KV reads must be saved, if the backend can."""
     can_share = shares_prefixes(cluster)
@@ -240,7 +227,7 @@ async def prefix_read_once(cluster: LocalCluster, evidence: Evidence) -> AsyncIt
     evidence.require(note, holds=(count > 0) is can_share)
 
 
-@asynccontextmanager
+@during
 async def sharing_unlike_kv(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """All decode rows are taken to share the first one's blocks."""
     native: Any = engine_of(cluster).backend.compiled_kernels  # type: ignore[attr-defined]
@@ -250,38 +237,30 @@ async def sharing_unlike_kv(cluster: LocalCluster, evidence: Evidence) -> AsyncI
         tables = batch.block_tables[:1].expand_as(batch.block_tables).contiguous()
         share(schedule, replace(batch, block_tables=tables), shape)
 
-    native.share = share_first
-    try:
+    with mock.patch.object(native, "share", share_first):
         yield
-    finally:
-        native.share = share
 
 
 # ---- speculation
 
 
-@asynccontextmanager
+@during
 async def always_drafting(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """As many drafts as allowed in every step; of a draft model, which is the model itself, the last token is wrong."""
     engine = engine_of(cluster)
     speculation: Any = engine.drafts.speculation
     by_model: Any = engine.drafts.by_model
     model: Any = engine.drafts.model
-    begins, lengths = speculation.begins, speculation.lengths
-    speculation.begins = lambda num_sequences: True
-    speculation.lengths = lambda num_sequences, drafters: [speculation.most] * len(drafters)
-    if by_model is not None:
-        by_model.lengths = lambda num_sequences, candidates, **_: [one.most for one in candidates]
-    if model is not None:
-        model.draft = _last_token_wrong(model.draft, engine.model.spec.vocab_size)
-    try:
-        yield
-    finally:
-        speculation.begins, speculation.lengths = begins, lengths
+    with ExitStack() as stack:
+        most: Any = lambda _, drafters: [speculation.most] * len(drafters)  # noqa: E731
+        stack.enter_context(mock.patch.multiple(speculation, begins=lambda _: True, lengths=most))
         if by_model is not None:
-            del by_model.lengths
+            lengths = lambda _, candidates, **__: [one.most for one in candidates]  # noqa: E731
+            stack.enter_context(mock.patch.object(by_model, "lengths", lengths))
         if model is not None:
-            del model.draft
+            draft = _last_token_wrong(model.draft, engine.model.spec.vocab_size)
+            stack.enter_context(mock.patch.object(model, "draft", draft))
+        yield
 
 
 def _last_token_wrong(draft: Any, vocab_size: int) -> Any:
@@ -294,23 +273,20 @@ def _last_token_wrong(draft: Any, vocab_size: int) -> Any:
     return with_wrong_token
 
 
-@asynccontextmanager
+@during
 async def accepting_every_draft(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """Every draft is taken to be right."""
-    engine: Any = engine_of(cluster)
-    take_drafted = engine.sampling.take_drafted
+    sampling: Any = engine_of(cluster).sampling
+    take_drafted = sampling.take_drafted
 
     def take(item: Any, tokens: Any, logprobs: Any, outputs: Any) -> None:
         take_drafted(item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    engine.sampling.take_drafted = take
-    try:
+    with mock.patch.object(sampling, "take_drafted", take):
         yield
-    finally:
-        engine.sampling.take_drafted = take_drafted
 
 
-@asynccontextmanager
+@during
 async def drafts_partly_accepted(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """Some drafted tokens must be accepted, and some must not."""
     before = await load_of(cluster)

@@ -1,8 +1,7 @@
 """The rows of `kvrelay verify`: what is served how, and the negative controls. Each function returns setups as data."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,14 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import (
     corrupt_host_tier,
     corrupt_swapped,
+    decode_worker,
     flip_exponent_bit,
     in_flight,
     negate_entries,
     tiers_idle,
 )
-from kvrelay.cluster.verify.latent import latent_blocks_whole
-from kvrelay.cluster.verify.prompts import (
-    BLOCK_SIZE,
-    VerifyPrompt,
-    repeating_prompts,
-    shared_prompts,
-    unlike_prompts,
-)
-from kvrelay.cluster.verify.rows import BlocksFreed, Evidence, Must, Setup, VerifyRow, usual_request
+from kvrelay.cluster.verify.prompts import BLOCK_SIZE, VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
+from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRow, blocks_freed, during, usual_request
 from kvrelay.cluster.verify.steering import (
     accepting_every_draft,
     all_queued,
@@ -43,10 +36,14 @@ from kvrelay.cluster.verify.steering import (
 )
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.models.spec_mla import LatentSpec
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.engine import Engine
+from kvrelay.errors import LayoutMismatch
+from kvrelay.kvtransfer.plans.copy_plan import overlap
 from kvrelay.plane.messages import SequenceRequest
+from kvrelay.types import KvLayout
 
 FLIPPED_BIT = in_flight(flip_exponent_bit, most=1)
 CONTROL = ("3 blocks",)  # the prompt that controls damage
@@ -56,7 +53,7 @@ _PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
 # ---- paths: aggregated, disaggregated, cached, batched
 
 
-@asynccontextmanager
+@during
 async def _hits_cache(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     def most_hit(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
         hits = sum(answer.cached_tokens > 0 for answer in answers)
@@ -68,32 +65,22 @@ async def _hits_cache(cluster: LocalCluster, evidence: Evidence) -> AsyncIterato
 
 def paths(transports: Sequence[str]) -> list[Setup]:
     """Every transport, the first one also cached, batched, and in blocks of two sizes."""
-    first = transports[0]
+    first, one, size, flipped = transports[0], ("one block",), 2 * BLOCK_SIZE, (FLIPPED_BIT,)
     own = (
-        VerifyRow("prefix-cached on both workers", during=(_hits_cache,)),
+        VerifyRow("prefix-cached on both workers", during=(_hits_cache(),)),
         VerifyRow("batched with others", cold=True, together=True, force="alternate"),
     )
     setups = []
     for transport in transports:
-        rows: list[VerifyRow | BlocksFreed] = [VerifyRow(f"disaggregated over {transport}", cold=True)]
+        rows: list[VerifyRow | OwnRows] = [VerifyRow(f"disaggregated over {transport}", cold=True)]
         if transport == first:
             rows = [VerifyRow("aggregated (one worker)", force="local"), *rows, *own]
-        rows.append(
-            VerifyRow(
-                f"flipped bit refused ({transport})",
-                Must.FAIL_CHECKSUM,
-                ("one block",),
-                cold=True,
-                during=(FLIPPED_BIT,),
-            )
-        )
-        rows.append(BlocksFreed(f"every block freed ({transport})"))
+        refused = f"flipped bit refused ({transport})"
+        rows.append(VerifyRow(refused, Must.FAIL_CHECKSUM, one, cold=True, during=flipped))
+        rows.append(blocks_freed(f"every block freed ({transport})"))
         setups.append(Setup(f"prefill and decode over {transport}", tuple(rows), transport))
-    size = 2 * BLOCK_SIZE
     unequal = VerifyRow(f"prefill in blocks of {size} tokens, decode in {BLOCK_SIZE}")
-    unchecked = VerifyRow(
-        "flipped bit with checks off changes the answer", Must.CHANGE, ("one block",), during=(FLIPPED_BIT,)
-    )
+    unchecked = VerifyRow("flipped bit with checks off changes the answer", Must.CHANGE, one, during=flipped)
     return [
         *setups,
         Setup("unequal block sizes", (unequal,), first, overrides={"prefill": {"block_size": size}}),
@@ -146,19 +133,12 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
         return VerifyRow(f"KV from {name}", force="local", during=(FROM_TIER,))
 
     def tier(name: str, cache: dict[str, Any], forget: Callable[[Engine], object]) -> list[Setup]:
-        refused = VerifyRow(
-            f"changed bytes refused ({name})",
-            Must.EQUAL,
-            CONTROL,
-            force="local",
-            during=(corrupt_host_tier(is_checked=True),),
-        )
-        believed = VerifyRow(
-            f"changed bytes with checks off change the answer ({name})",
-            Must.CHANGE,
-            CONTROL,
-            force="local",
-            during=(corrupt_host_tier(is_checked=False),),
+        refused, believed = (
+            VerifyRow(text, must, CONTROL, "local", during=(corrupt_host_tier(is_checked=must is Must.EQUAL),))
+            for text, must in (
+                (f"changed bytes refused ({name})", Must.EQUAL),
+                (f"changed bytes with checks off change the answer ({name})", Must.CHANGE),
+            )
         )
         checked = setup(f"KV from {name}", (row(name), refused), cache, partial(_fill, forget=forget))
         unchecked = setup(f"KV from {name}, checks off", (believed,), cache, partial(_fill, only=CONTROL), "off")
@@ -180,7 +160,7 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
 def preemption(transport: str) -> list[Setup]:
     """Every sequence is preempted on the decode worker, whose cache is reset: only the mode can restore its KV."""
 
-    def setup(mode: str, rows: tuple[VerifyRow | BlocksFreed, ...], checks: str = "full") -> Setup:
+    def setup(mode: str, rows: tuple[VerifyRow | OwnRows, ...], checks: str = "full") -> Setup:
         engine = {"preemption": mode, "speculation": "off"}  # drafts could end an answer before it is preempted
         return Setup(f"preemption: {mode}", rows, transport, checks, {"engine": engine})
 
@@ -192,7 +172,7 @@ def preemption(transport: str) -> list[Setup]:
     setups = []
     for mode in map(str, PreemptionMode):
         row = VerifyRow(f"preempted on the decode worker: {mode}", during=(preempting(mode),))
-        freed = BlocksFreed(f"preempted: every block freed ({mode})")
+        freed = blocks_freed(f"preempted: every block freed ({mode})")
         setups.append(setup(mode, (row, refused, freed) if mode == str(PreemptionMode.SWAP) else (row, freed)))
     return [*setups, setup(str(PreemptionMode.SWAP), (believed,), "off")]
 
@@ -239,38 +219,23 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
     """A whole load queues at a worker that runs one sequence at a time. Control: without ranks, order of arrival."""
     # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
     credit_tokens = 4.0 * (len(verifier.prompt("several chunks").token_ids) + verifier.num_output)
-    rows: list[VerifyRow | BlocksFreed] = []
+    rows: list[VerifyRow | OwnRows] = []
     for (force, where), stage in zip(_PLACES, ("reserved", "first token"), strict=True):
         name = f"priorities, deadlines, tenants {where}"
         for order, suffix, request in (
             (RANKED_ORDER, "", partial(_ranked_request, where)),
             (ARRIVAL_ORDER, ": without them, arrival", usual_request),
         ):
-            during = (served_in_order(stage, order),)
-            rows.append(
-                VerifyRow(
-                    name + suffix,
-                    Must.EQUAL,
-                    ARRIVAL_ORDER,
-                    force,
-                    cold=True,
-                    together=True,
-                    during=during,
-                    request=request,
-                )
-            )
-    rows.append(BlocksFreed("every block of queued requests freed"))
+            served = VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True)
+            rows.append(replace(served, during=(served_in_order(stage, order),), request=request))
+    rows.append(blocks_freed("every block of queued requests freed"))
     overrides: dict[str, dict[str, Any]] = {
         "decode": {"max_running": 1},
         "scheduler": {"credit_tokens": credit_tokens},
         "router": {"reserve_timeout_s": 2 * _DEADLINE_S},
     }
-    in_arrival_order = tuple(map(verifier.prompt, ARRIVAL_ORDER))
-    return [
-        Setup(
-            "priorities, deadlines and tenants", tuple(rows), transport, overrides=overrides, prompts=in_arrival_order
-        )
-    ]
+    prompts = tuple(map(verifier.prompt, ARRIVAL_ORDER))
+    return [Setup("priorities, deadlines and tenants", tuple(rows), transport, overrides=overrides, prompts=prompts)]
 
 
 # ---- mixed batches
@@ -295,16 +260,12 @@ def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
 
     names = {"local": "on one worker", "remote": "transferred KV and a prompt of its own"}
     rows = [row(f"mixed batches: {name}", place, Must.EQUAL, mixed(ready[place])) for place, name in names.items()]
-    controls = [
-        row(
-            f"changed KV in a mixed batch changes the answers ({name})",
-            place,
-            Must.ANYTHING,
-            corrupt_mixed(ready[place], verifier.expected, LONG),
-        )
-        for place, name in names.items()
-    ]
-    freed = BlocksFreed("every block of mixed batches freed")
+    controls = []
+    for place, name in names.items():
+        changed = corrupt_mixed(ready[place], verifier.expected, LONG)
+        name = f"changed KV in a mixed batch changes the answers ({name})"
+        controls.append(row(name, place, Must.ANYTHING, changed))
+    freed = blocks_freed("every block of mixed batches freed")
     return [Setup("mixed batches", (*rows, freed, *controls), transport)]
 
 
@@ -315,30 +276,18 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
     """Requests that decode side by side over one prefix, which is read once; controls with nothing in common."""
     shared = shared_prompts(verifier.prompts, verifier.longest_prompt)
     unlike = unlike_prompts(verifier.prompts, verifier.longest_prompt)
-    names = tuple(prompt.name for prompt in shared), tuple(prompt.name for prompt in unlike)
+    one, other = tuple(prompt.name for prompt in shared), tuple(prompt.name for prompt in unlike)
     note = "{} tokens of KV not read again"
-    nothing_shared = counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
     some_shared = counted(lambda load: load.cascade_saved_tokens, note)
+    nothing_shared = counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
+    both = (some_shared, sharing_unlike_kv())
+    once = VerifyRow("cascade: a shared prefix is read once", Must.EQUAL, one, together=True, num_first=1)
+    none = VerifyRow("cascade: nothing in common, nothing shared", Must.EQUAL, other, together=True)
+    wrong = VerifyRow("cascade: sharing unlike KV changes the answer", Must.CHANGE, other, together=True)
     rows = (
-        VerifyRow(
-            "cascade: a shared prefix is read once",
-            Must.EQUAL,
-            names[0],
-            together=True,
-            num_first=1,
-            during=(prefix_read_once,),
-        ),
-        VerifyRow(
-            "cascade: nothing in common, nothing shared", Must.EQUAL, names[1], together=True, during=(nothing_shared,)
-        ),
-        VerifyRow(
-            "cascade: sharing unlike KV changes the answer",
-            Must.CHANGE,
-            names[1],
-            together=True,
-            during=(some_shared, sharing_unlike_kv),
-            when=has_native_cascade,
-        ),
+        replace(once, during=(prefix_read_once(),)),
+        replace(none, during=(nothing_shared,)),
+        replace(wrong, during=both, when=has_native_cascade),
     )
     return [Setup("cascade attention", rows, transport, prompts=(*shared, *unlike))]
 
@@ -352,12 +301,11 @@ def speculation(verifier: Verifier, transport: str) -> list[Setup]:
     by_model = {"speculation": "model", "draft_model": str(verifier.model_dir)}
     setups = []
     for kind, engine in (("speculation", {}), ("draft model", by_model)):
-        rows = [
-            VerifyRow(f"{kind} {where}", force=force, together=True, during=(always_drafting, drafts_partly_accepted))
-            for force, where in _PLACES
-        ]
+        drafting = (always_drafting(), drafts_partly_accepted())
+        rows = [VerifyRow(f"{kind} {where}", force=one, together=True, during=drafting) for one, where in _PLACES]
         name = f"{kind}: accepting every draft changes the answers"
-        rows.append(VerifyRow(name, Must.CHANGE, together=True, during=(always_drafting, accepting_every_draft)))
+        drafting = (always_drafting(), accepting_every_draft())
+        rows.append(VerifyRow(name, Must.CHANGE, together=True, during=drafting))
         setups.append(Setup(kind, tuple(rows), transport, overrides={"engine": engine}, prompts=prompts))
     return setups
 
@@ -385,3 +333,45 @@ def latent(verifier: Verifier, transport: str) -> list[Setup]:
         Setup("latent attention", rows, transport, overrides=uncached),
         Setup("latent attention, checks off", controls, transport, "off", uncached),
     ]
+
+
+@during
+async def latent_blocks_whole(
+    cluster: LocalCluster, evidence: Evidence, spec: ModelSpec, latent: LatentSpec
+) -> AsyncIterator[None]:
+    """The pool has latent layout, only whole blocks are transferred, and a pool of keys and values refuses them."""
+    target = decode_worker(cluster).target
+    before = target.stats().num_bytes
+    yield
+    layout, moved = target.memory.layout, target.stats().num_bytes - before
+
+    def whole_blocks(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
+        blocks = sum(-(-len(answer.prompt.token_ids) // layout.block_size) for answer in answers)
+        note = f"{moved} bytes transferred for {blocks} blocks of {layout.block_bytes}"
+        return moved == blocks * layout.block_bytes, note
+
+    form = f"{layout.head_dim} numbers a token and layer: latent {latent.kv_rank}, rotary {latent.rope_dim}"
+    evidence.require(form, holds=is_latent_layout(layout, spec, latent))
+    evidence.findings.append(whole_blocks)
+    note = "a pool of keys and values of the same size accepts latent blocks"
+    evidence.require(note, holds=_is_refused_by_keys_and_values(layout))
+
+
+def is_latent_layout(layout: KvLayout, spec: ModelSpec, latent: LatentSpec) -> bool:
+    """Whether the pool holds one vector of latent and rotary part per token, and nothing else."""
+    entry_bytes = (latent.kv_rank + latent.rope_dim) * layout.itemsize
+    return (
+        (layout.is_latent, layout.num_parts, layout.num_kv_heads) == (True, 1, 1)
+        and layout.num_layers == spec.num_layers
+        and layout.region_bytes == layout.block_size * entry_bytes
+    )
+
+
+def _is_refused_by_keys_and_values(layout: KvLayout) -> bool:
+    """Whether such blocks may not go to a pool of keys and values, though sizes in bytes are equal."""
+    other = replace(layout, is_latent=False, block_size=layout.block_size // 2)
+    try:
+        overlap(layout, other)
+    except LayoutMismatch as error:
+        return error.field == "is_latent"
+    return False

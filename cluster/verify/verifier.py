@@ -12,7 +12,7 @@ import msgspec
 from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.cluster.verify.hugging_face import expected_tokens
 from kvrelay.cluster.verify.prompts import BLOCK_SIZE, CHUNK, VerifyPrompt, make_prompts
-from kvrelay.cluster.verify.report import VerifyReport
+from kvrelay.cluster.verify.report import RowResult, VerifyReport
 from kvrelay.config import Settings, settings_from
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
@@ -43,6 +43,12 @@ class ServedAnswer:
         """The summed log-probability of each choice."""
         return [sum(entry.logprob for entry in choice) for choice in self.logprobs]
 
+    def checked(self) -> "ServedAnswer":
+        """Itself. Raises its error."""
+        if self.error is not None:
+            raise self.error
+        return self
+
 
 class Verifier:
     """Serves prompts on real workers of this machine.
@@ -60,11 +66,15 @@ class Verifier:
         dtype: str = "float32",
         prompts: Sequence[VerifyPrompt] | None = None,
         report: VerifyReport | None = None,
-        progress: Callable[[str], None] = print,
+        progress: Callable[[str], None] = lambda what: None,
+        on_row: Callable[[RowResult, float], None] = lambda row, seconds: None,
     ) -> None:
-        """prompts: instead of the usual ones; report: an existing one, which gets the rows."""
+        """prompts: instead of the usual ones; report: an existing one, which gets the rows.
+
+        progress: is called with what begins; on_row: with a row that has ended, and its seconds.
+        """
         self.model_dir, self.max_model_len, self.num_output = model_dir, max_model_len, num_output
-        self.backend, self.dtype, self.progress = backend, dtype, progress
+        self.backend, self.dtype, self.progress, self.on_row = backend, dtype, progress, on_row
         self.prompts = list(prompts) if prompts is not None else self._usual_prompts()
         self.report = report or VerifyReport(model_dir.name, [prompt.name for prompt in self.prompts], dtype=dtype)
         self.expected: dict[str, list[int]] = {}
@@ -129,10 +139,7 @@ class Verifier:
         else:
             self.progress("one worker")
             async with self.cluster("auto", overrides={"engine": {"prefix_caching": False}}) as cluster:
-                answers = [await self.serve(cluster, prompt, "local") for prompt in missing]
-            if failed := [answer.error for answer in answers if answer.error is not None]:
-                raise failed[0]
-            tokens = [answer.tokens for answer in answers]
+                tokens = [(await self.serve(cluster, prompt, "local")).checked().tokens for prompt in missing]
         self.expected.update({prompt.name: answer for prompt, answer in zip(missing, tokens, strict=True)})
 
     def prompt(self, name: str) -> VerifyPrompt:

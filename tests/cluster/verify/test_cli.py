@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvrelay.cluster.verify import cli, verifier
 from kvrelay.cluster.verify.cli import TRANSPORTS, pool_memory, usable_transports
 from kvrelay.cluster.verify.damage import flip_exponent_bit, tampering
-from kvrelay.cluster.verify.report import VerifyReport, print_report
+from kvrelay.cluster.verify.report import VerifyReport, print_summary
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import paths
 from kvrelay.cluster.verify.verifier import Verifier
@@ -129,7 +129,7 @@ def test_the_command_refuses_what_cannot_run_here(monkeypatch):
 def test_the_report_says_what_was_left_out_and_what_float32_proves(device):
     report = VerifyReport("tiny", ["1 token"], device=device, left_out={"shm": "the pool is elsewhere"})
     text = io.StringIO()
-    print_report(report, Console(file=text, width=1000))
+    print_summary(report, Console(file=text, width=1000))
     assert "left out: shm (the pool is elsewhere)" in text.getvalue()
     assert ("paging, scheduling and transfer in GPU memory" in text.getvalue()) is (device != "cpu")
 

@@ -44,7 +44,8 @@ async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_
     folder = tiny_checkpoint("qwen3", tmp_path / "model")
     verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype, progress=lambda what: None)
     stands_alone = CpuBackend(1).is_batch_invariant(getattr(torch, dtype))
-    await DtypeRows(verifier, "shm", stands_alone=stands_alone).run()
+    for setup in DtypeRows(verifier, "shm", tmp_path, stands_alone=stands_alone).setups():
+        await run_setup(verifier, setup)
     assert failures(verifier.report) == []
     assert len(verifier.report.rows) == 8
 

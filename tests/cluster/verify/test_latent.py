@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from kvrelay.cluster.verify import suites
-from kvrelay.cluster.verify.cli import LATENT_FAMILY, run_latent
-from kvrelay.cluster.verify.latent import is_latent_layout
+from kvrelay.cluster.verify.cli import LATENT_FAMILY, latent_verifier
 from kvrelay.cluster.verify.prompts import latent_prompts
 from kvrelay.cluster.verify.rows import run_setup
+from kvrelay.cluster.verify.suites import is_latent_layout
 from kvrelay.cluster.verify.verifier import Verifier
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.spec import ModelSpec
@@ -26,7 +26,9 @@ def tiny_verifier(tmp_path):
 @pytest.mark.slow
 async def test_latent_blocks_are_transferred_whole_and_both_parts_matter(tmp_path):
     verifier = tiny_verifier(tmp_path)
-    await run_latent(verifier, tmp_path, "tcp")
+    tiny = latent_verifier(verifier, tmp_path)
+    for setup in suites.latent(tiny, "tcp"):
+        await run_setup(tiny, setup)
     assert [(row.name, row.note) for row in verifier.report.rows if not row.ok] == []
     assert [row.name for row in verifier.report.rows] == [
         "MLA layout (tcp)",

@@ -1,17 +1,21 @@
 """The rows of fp8 KV and quantised weights: they hold on a tiny model, and each can fail."""
 
+from functools import partial
+
 import pytest
 
+from kvrelay.cluster.verify import near_float32
 from kvrelay.cluster.verify.hugging_face import logit_gaps
 from kvrelay.cluster.verify.near_float32 import (
     FP8_KV,
     OF_RANDOM_WEIGHTS,
     WEIGHTS,
     leaves_tolerance,
-    run_near,
+    near,
     same_on_every_path,
     within_tolerance,
 )
+from kvrelay.cluster.verify.rows import OwnRows, run_row, run_setup
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
@@ -30,7 +34,8 @@ def failures(verifier):
 @pytest.mark.slow
 async def test_fp8_gives_nearly_float32s_tokens_and_always_the_same(tmp_path):
     verifier = verifier_of(tiny_checkpoint("llama", tmp_path / "llama"))
-    await run_near(verifier, "shm", FP8_KV)
+    for setup in near("shm", FP8_KV):
+        await run_setup(verifier, setup)
     assert failures(verifier) == []
     assert [row.name.removeprefix("fp8 KV") for row in verifier.report.rows] == [
         ": aggregated = disaggregated = cached",
@@ -44,8 +49,8 @@ async def test_fp8_gives_nearly_float32s_tokens_and_always_the_same(tmp_path):
 @pytest.mark.slow
 async def test_quantised_weights_give_nearly_float32s_tokens_and_always_the_same(tmp_path):
     verifier = verifier_of(tiny_checkpoint("llama", tmp_path / "llama"))
-    for variant in WEIGHTS:
-        await run_near(verifier, "shm", variant)
+    for setup in [setup for variant in WEIGHTS for setup in near("shm", variant)]:
+        await run_setup(verifier, setup)
     assert failures(verifier) == []
     assert [row.name for row in verifier.report.rows] == [
         f"{variant.name}: {what}"
@@ -61,7 +66,9 @@ async def test_quantised_weights_give_nearly_float32s_tokens_and_always_the_same
 async def test_every_row_of_fp8_can_fail(tmp_path):
     verifier = verifier_of(tiny_checkpoint("llama", tmp_path / "llama"))
     async with verifier.cluster("shm", overrides=FP8_KV.overrides) as cluster:
-        answers = await same_on_every_path(verifier, cluster, FP8_KV)
+        answers = []
+        same = OwnRows(("same",), partial(same_on_every_path, answers))
+        await run_row(verifier, cluster, same)
         assert verifier.report.rows[-1].ok
         serve, turn = verifier.serve, iter(range(10**6))
 
@@ -71,21 +78,25 @@ async def test_every_row_of_fp8_can_fail(tmp_path):
             return answer
 
         verifier.serve = every_third_is_wrong
-        await same_on_every_path(verifier, cluster, FP8_KV)
+        await run_row(verifier, cluster, OwnRows(("not the same",), partial(same_on_every_path, [])))
         verifier.serve = serve
-        await leaves_tolerance(verifier, cluster, FP8_KV, "nothing changed", lambda region, layout: None, None)
+        row = leaves_tolerance(FP8_KV, "nothing changed", lambda region, layout: None, None)
+        await run_row(verifier, cluster, row, verifier.prompts)
     random = [ServedAnswer(answer.prompt, "", [[5] * 8], [[]]) for answer in answers]
-    await within_tolerance(verifier, FP8_KV, random)
-    await within_tolerance(verifier, WEIGHTS[1], random)
+    for variant in (FP8_KV, WEIGHTS[1]):
+        within = partial(within_tolerance, variant, variant.tolerance, random)
+        await run_row(verifier, None, OwnRows(("within",), within))
     assert [row.ok for row in verifier.report.rows] == [True, False, False, False, False]
 
 
 @pytest.mark.slow
-async def test_random_weights_are_given_more_room_but_not_that_of_chance(tmp_path):
+async def test_random_weights_are_given_more_room_but_not_that_of_chance(tmp_path, monkeypatch):
     verifier = verifier_of(tiny_checkpoint("llama", tmp_path / "llama"))
+    (setup,) = near("shm", WEIGHTS[1], slack=OF_RANDOM_WEIGHTS)
+    within = setup.rows[-1]
     for gap, holds in ((1.0, True), (2.5, False)):
-        found = lambda *_, gap=gap: [gap]  # noqa: E731
-        await within_tolerance(verifier, WEIGHTS[1], [], OF_RANDOM_WEIGHTS, found)
+        monkeypatch.setattr(near_float32, "logit_gaps", lambda *_, gap=gap: [gap])
+        await run_row(verifier, None, within)
         assert verifier.report.rows[-1].ok is holds
     assert verifier.report.rows[-1].name == "int4 weights: within 1.2 deviations of float32's choice"
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.cluster.verify.prompts import VerifyPrompt
 from kvrelay.cluster.verify.report import RowResult, VerifyReport
-from kvrelay.cluster.verify.rows import REFUSAL, BlocksFreed, Must, Setup, VerifyRow, run_row, run_setup
+from kvrelay.cluster.verify.rows import REFUSAL, Must, OwnRows, Setup, VerifyRow, blocks_freed, run_row, run_setup
 from kvrelay.cluster.verify.verifier import ServedAnswer
 from kvrelay.errors import KvrelayError
 
@@ -24,6 +24,9 @@ class FakeVerifier:
 
     def progress(self, what):
         """Nothing is shown."""
+
+    def on_row(self, result, seconds):
+        assert self.report.rows[-1] is result
 
     async def learn(self, prompts):
         assert list(prompts) == PROMPTS
@@ -98,6 +101,19 @@ async def test_a_row_that_checks_nothing_fails():
     assert not RowResult("empty").ok and not VerifyReport("empty", []).ok
 
 
+async def test_rows_that_compare_something_else_fail_together_with_their_error():
+    async def serve(verifier, cluster, first, second):
+        first.check("seen", holds=True)
+        raise KvrelayError("gone")
+
+    verifier = FakeVerifier()
+    await run_row(verifier, verifier, OwnRows(("first", "second"), serve))
+    assert [(row.name, row.passed, row.total, row.note) for row in verifier.report.rows] == [
+        ("first", 1, 2, "gone"),
+        ("second", 0, 1, "gone"),
+    ]
+
+
 async def test_prompts_are_served_as_the_row_says():
     verifier = FakeVerifier()
     for force in ("remote", "alternate", lambda prompt: f"to {prompt.name}"):
@@ -113,7 +129,7 @@ async def test_a_setup_serves_its_rows_in_order_and_leaves_out_those_that_do_not
     async def prepare(verifier, cluster):
         prepared.append(verifier.served.copy())
 
-    rows = (VerifyRow("first"), VerifyRow("never", when=lambda cluster: False), BlocksFreed("freed"))
+    rows = (VerifyRow("first"), VerifyRow("never", when=lambda cluster: False), blocks_freed("freed"))
     verifier = FakeVerifier(leaks=["1 block is used"])
     await run_setup(verifier, Setup("setup", rows, "shm", prepare=prepare))
     assert prepared == [[]] and len(verifier.served) == 2

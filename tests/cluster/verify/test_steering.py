@@ -86,14 +86,14 @@ async def test_a_counter_must_grow(after, holds):
 )
 async def test_a_prefix_is_read_once_where_the_backend_can(shares, after, holds):
     engine = FakeEngine(shares=shares)
-    assert await findings(prefix_read_once, engine, after=after) == [holds]
+    assert await findings(prefix_read_once(), engine, after=after) == [holds]
     assert has_native_cascade(cluster_of(engine)) is shares
 
 
 @pytest.mark.parametrize(("drafted", "accepted", "holds"), [(9, 4, True), (9, 0, False), (9, 9, False), (0, 0, False)])
 async def test_some_drafts_are_accepted_and_some_are_not(drafted, accepted, holds):
     after = {"drafted_tokens": drafted, "accepted_tokens": accepted}
-    assert await findings(drafts_partly_accepted, FakeEngine(), after=after) == [holds]
+    assert await findings(drafts_partly_accepted(), FakeEngine(), after=after) == [holds]
 
 
 @pytest.mark.parametrize(("figures", "answers", "holds"), [
@@ -151,7 +151,7 @@ async def test_without_a_mixed_step_the_row_and_its_control_fail():
 async def test_every_steered_engine_is_afterwards_as_it_was():
     engine, evidence = FakeEngine(), Evidence()
     steered = (
-        always_drafting, accepting_every_draft, sharing_unlike_kv, preempting("swap"), mixed(all_queued(1)),
+        always_drafting(), accepting_every_draft(), sharing_unlike_kv(), preempting("swap"), mixed(all_queued(1)),
         served_in_order("reserved", ()),
     )  # fmt: skip
     for during in steered:
@@ -166,5 +166,5 @@ async def test_every_steered_engine_is_afterwards_as_it_was():
         engine.drafts.speculation.lengths,
     )
     assert all(one == engine.plain for one in plain)
-    async with always_drafting(cluster_of(engine), evidence):
+    async with always_drafting()(cluster_of(engine), evidence):
         assert engine.drafts.speculation.begins(4) and engine.drafts.speculation.lengths(4, [None] * 2) == [3, 3]

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.cluster.verify import suites
-from kvrelay.cluster.verify.groups import run_groups
+from kvrelay.cluster.verify.groups import groups
 from kvrelay.cluster.verify.prompts import VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import ARRIVAL_ORDER, LONG, RANKED_LOAD, RANKED_ORDER, SHORT
@@ -37,8 +37,7 @@ async def test_kv_from_every_tier_is_the_same_and_what_changed_there_is_not_serv
 @pytest.mark.slow
 async def test_groups_are_the_same_disaggregated_and_on_one_worker(tmp_path):
     verifier = verifier_of(tmp_path, num_output=8)
-    await run_groups(verifier, "shm")
-    assert len(await report_of(verifier, [])) == 7
+    assert len(await report_of(verifier, groups("shm"))) == 7
 
 
 @pytest.mark.slow
