@@ -169,7 +169,7 @@ def run_verify(context: Context) -> None:
     backend, report = "cuda" if context.is_cuda else "cpu", context.scratch / "verify.json"
     few = ["--max-model-len", "192", "--tokens", "16", *(["--transport", "shm"] if context.tiny else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "kvrelay.cluster.commands.cli", "verify", "--family", "llama",
+        [sys.executable, "-m", "kvrelay.cluster.commands.cli", "verify", "--all", "--family", "llama",
          "--backend", backend, "--json", str(report), *few],
         cwd=ROOT,
     )  # fmt: skip
