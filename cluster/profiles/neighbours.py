@@ -82,8 +82,18 @@ def profiled_engine(settings: Settings, folder: Path) -> Engine:
     Raises ModelError, BackendUnavailable.
     """
     plain = settings.model_copy(update={"engine": settings.engine.model_copy(update={"speculation": "off"})})
-    options = WorkerOptions(plain, folder, folder.name, "profile", "local", secret=b"", host="127.0.0.1", cores=None)
-    return build_engine(options, Role.DECODE, layer_hook=None, wake=lambda: None)
+    options = WorkerOptions(
+        settings=plain,
+        model_dir=folder,
+        model_name=folder.name,
+        worker_id="profile",
+        node_id="local",
+        secret=b"",
+        host="127.0.0.1",
+        cores=None,
+    )
+    engine, _ = build_engine(options, Role.DECODE, layer_hook=None, wake=lambda: None)
+    return engine
 
 
 def main() -> int:
