@@ -10,15 +10,15 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvrelay.errors import ConfigError, StoreError
-from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
-from kvrelay.kvcache.stores.envelope import BadEnvelope, seal, unseal
-from kvrelay.kvcache.stores.store import BackOff, BlockMeta, StoreCounters, StoreStats
+from kvrelay.kvcache.stores.codecs import Codec
+from kvrelay.kvcache.stores.envelope import EnvelopeStore
+from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,8 @@ _EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "
 _OURS = {"s3": "s3", "s3a": "s3"}  # packages of kvrelay's own extras
 
 
-class FsspecStore:
-    """A BlockStore at an fsspec URL. 16 attributes: eight parameters, two of the interface, and the connection's
-    state.
-    """
+class FsspecStore(EnvelopeStore):
+    """A BlockStore at an fsspec URL."""
 
     def __init__(
         self,
@@ -52,18 +50,13 @@ class FsspecStore:
         self._scheme = parts.scheme
         if not parts.scheme or not (parts.netloc or parts.path.strip("/")):
             raise ConfigError(f"cache.remote: {url!r} is not a location; write for example s3://bucket/kv")
-        self.name, self.keeps_checksums = parts.scheme, False  # its envelopes have checksums of their own
+        super().__init__(parts.scheme, block_bytes, namespace, codec, clock)
         self._url = url.partition("?")[0].rstrip("/")
         self._options = dict(parse_qsl(parts.query)) | options
-        self._block_bytes, self._namespace = block_bytes, namespace
-        self._codec = codec or NoCodec()
-        self._num_threads, self._clock = num_threads, clock
+        self._num_threads = num_threads
         self._fs: Any = None
         self._root = ""
         self._threads: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-        self._back_off = BackOff()  # under the lock
-        self._counters = StoreCounters()
 
     # ---- life
 
@@ -100,34 +93,15 @@ class FsspecStore:
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return self._each(self._exists, hashes)
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        began = self._clock()
-        loaded = self._each(self._load_one, hashes, into)
-        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self._counters.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
-        return loaded
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        return self._each(self._load_one, hashes, into)
 
-    def store(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
-    ) -> list[bool]:
-        began = self._clock()
-        kept = {digest for digest, here in zip(hashes, self.contains(hashes), strict=True) if here}
-        new = {digest: block for digest, block in zip(hashes, blocks, strict=True) if digest not in kept}
-        done = self._each(self._store_one, list(new), list(new.values()))
-        stored = {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
-        self._counters.add(
-            stored_blocks=len(stored),
-            stored_bytes=sum(new[digest].nbytes for digest in stored),
-            store_s=self._clock() - began,
-            rejected_blocks=len(new) - len(stored),
-        )
-        return [digest in kept or digest in stored for digest in hashes]
+    def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
+        done = self._each(self._store_one, list(new), [block for block, _ in new.values()])
+        return {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         self._each(self._delete_one, hashes)
-
-    def stats(self) -> StoreStats:
-        return self._counters.read()
 
     # ---- one block, on a thread
 
@@ -143,22 +117,11 @@ class FsspecStore:
             value = self._fs.cat_file(self._path(digest))
         except FileNotFoundError:
             return False
-        try:
-            most_bytes = self._codec.most_bytes(self._block_bytes)
-            self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
-        except (BadEnvelope, CodecError) as error:
-            logger.warning("a block at %s is discarded: %s", self._url, error)
-            self._counters.add(corrupt_blocks=1)
-            self._delete_one(digest)
-            return False
-        return True
+        return self._opened(digest, view, value)
 
     def _store_one(self, digest: BlockHash, block: memoryview) -> bool:
         path = self._path(digest)
-        try:
-            value = seal(self._namespace, digest, self._codec.encode(block.cast("B")))
-        except CodecError as error:
-            logger.warning("a block is not sent to %s: %s", self._url, error)
+        if (value := self._sealed(digest, block)) is None:
             return False
         if self._scheme in ("file", "local"):  # only there folders must be made, and a torn file could be found
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -181,7 +144,7 @@ class FsspecStore:
     def _each(self, call: Callable[..., bool], *arguments: Sequence[Any]) -> list[bool]:
         """`call` for each item, in parallel; False where it fails. All calls have ended when this returns."""
         threads, count = self._threads, len(arguments[0])
-        if threads is None or self._back_off.is_backing_off(self._clock()):
+        if threads is None or self._is_backing_off():
             return [False] * count
         is_failing = threading.Event()
 
@@ -198,15 +161,8 @@ class FsspecStore:
 
         done = list(threads.map(one, *arguments))
         if not is_failing.is_set():
-            with self._lock:
-                self._back_off.succeeded()
+            self._succeeded()
         return done
-
-    def _failed(self, error: Exception) -> None:
-        with self._lock:
-            back_off_s = self._back_off.failed(self._clock())
-        self._counters.add(failures=1)
-        logger.warning("backing off from %s for %.0f s: %s", self._url, back_off_s, error)
 
 
 def _remedy(scheme: str) -> str:

@@ -7,16 +7,15 @@ policy), or a TTL's.
 
 import importlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
 from kvrelay.errors import ConfigError, StoreError
-from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
-from kvrelay.kvcache.stores.envelope import BadEnvelope, seal, unseal
-from kvrelay.kvcache.stores.store import BackOff, BlockMeta, StoreCounters, StoreStats
+from kvrelay.kvcache.stores.codecs import Codec
+from kvrelay.kvcache.stores.envelope import EnvelopeStore
+from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
@@ -25,8 +24,8 @@ _BATCH_BYTES = 16 << 20  # of one pipeline, during which the server answers no o
 _PREFIX = b"kvrelay/1/"
 
 
-class RedisStore:
-    """A BlockStore in Redis. 14 attributes: seven parameters, two of the interface, and the connection's state."""
+class RedisStore(EnvelopeStore):
+    """A BlockStore in Redis."""
 
     def __init__(
         self,
@@ -42,16 +41,12 @@ class RedisStore:
 
         Raises ConfigError: an invalid URL.
         """
-        self._url, self._ttl_s = _without_ttl(url)
-        self._block_bytes, self._namespace = block_bytes, namespace
-        self._codec = codec or NoCodec()
-        self._timeout_s, self._clock = timeout_s, clock
+        super().__init__("redis", block_bytes, namespace, codec, clock)
+        self._url, ttl_s = _without_ttl(url)
+        self._ttl_ms = int(ttl_s * 1000)  # 0: blocks do not expire
+        self._timeout_s = timeout_s
         self._client: Any = None
         self._errors: tuple[type[Exception], ...] = ()
-        self._lock = threading.Lock()
-        self._back_off = BackOff()  # under the lock
-        self._counters = StoreCounters()
-        self.name, self.keeps_checksums = "redis", False  # its envelopes have checksums of their own
 
     # ---- life
 
@@ -84,82 +79,37 @@ class RedisStore:
         answers = self._run([("EXISTS", self._key(digest)) for digest in hashes])
         return [bool(answer) for answer in answers] if answers is not None else [False] * len(hashes)
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        began = self._clock()
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         loaded: list[bool] = []
         for some in self._batches(len(hashes)):
             answers = self._run([("MGET", *(self._key(digest) for digest in hashes[some]))])
             values = answers[0] if answers is not None else [None] * (some.stop - some.start)
             for digest, view, value in zip(hashes[some], into[some], values, strict=True):
-                loaded.append(value is not None and self._open(digest, view, value))
-        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self._counters.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
+                loaded.append(value is not None and self._opened(digest, view, value))
         return loaded
 
-    def _open(self, digest: BlockHash, view: memoryview, value: bytes) -> bool:
-        try:
-            most_bytes = self._codec.most_bytes(self._block_bytes)
-            self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
-        except (BadEnvelope, CodecError) as error:
-            logger.warning("a block in %s is discarded: %s", self.name, error)
-            self._counters.add(corrupt_blocks=1)
-            self._run([("DEL", self._key(digest))])
-            return False
-        return True
+    def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        found = self.contains(hashes)
+        if self._ttl_ms:  # what is offered again lives longer
+            here = [digest for digest, is_here in zip(hashes, found, strict=True) if is_here]
+            self._run([("PEXPIRE", self._key(digest), self._ttl_ms) for digest in here])
+        return found
 
-    def store(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
-    ) -> list[bool]:
-        began = self._clock()
-        kept = {digest for digest, here in zip(hashes, self.contains(hashes), strict=True) if here}
-        new = {digest: block for digest, block in zip(hashes, blocks, strict=True) if digest not in kept}
-        if self._ttl_s:
-            self._run([("PEXPIRE", self._key(digest), self._ttl_ms) for digest in kept])
-        stored = self._set(list(new), list(new.values()))
-        self._counters.add(
-            stored_blocks=len(stored),
-            stored_bytes=sum(new[digest].nbytes for digest in stored),
-            store_s=self._clock() - began,
-            rejected_blocks=len(new) - len(stored),
-        )
-        return [digest in kept or digest in stored for digest in hashes]
-
-    def _set(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview]) -> set[BlockHash]:
-        """The blocks that the server stored."""
-        expiry = ("PX", self._ttl_ms) if self._ttl_s else ()
+    def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
+        expiry, hashes = ("PX", self._ttl_ms) if self._ttl_ms else (), list(new)
         stored: set[BlockHash] = set()
         for some in self._batches(len(hashes)):
-            values = {
-                digest: self._value(digest, block) for digest, block in zip(hashes[some], blocks[some], strict=True)
-            }
-            commands = [("SET", self._key(digest), value, *expiry) for digest, value in values.items() if value]
-            answers = self._run(commands) or [False] * len(commands)
-            sent = [digest for digest, value in values.items() if value]
-            stored |= {
-                digest
-                for digest, answer in zip(sent, answers, strict=True)
-                if answer and not isinstance(answer, Exception)
-            }
+            sealed = [(digest, self._sealed(digest, new[digest][0])) for digest in hashes[some]]
+            values = [(digest, value) for digest, value in sealed if value]
+            answers = self._run([("SET", self._key(digest), value, *expiry) for digest, value in values])
+            for (digest, _), answer in zip(values, answers or [False] * len(values), strict=True):
+                if answer and not isinstance(answer, Exception):
+                    stored.add(digest)
         return stored
-
-    def _value(self, digest: BlockHash, block: memoryview) -> bytes | None:
-        """None: the codec cannot encode it."""
-        try:
-            return seal(self._namespace, digest, self._codec.encode(block.cast("B")))
-        except CodecError as error:
-            logger.warning("a block is not sent to %s: %s", self.name, error)
-            return None
-
-    @property
-    def _ttl_ms(self) -> int:
-        return int(self._ttl_s * 1000)
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         if hashes:
             self._run([("DEL", *(self._key(digest) for digest in hashes))])
-
-    def stats(self) -> StoreStats:
-        return self._counters.read()
 
     # ---- internals
 
@@ -176,7 +126,7 @@ class RedisStore:
         if not commands:
             return []
         client = self._client
-        if client is None or self._back_off.is_backing_off(self._clock()):
+        if client is None or self._is_backing_off():
             return None
         try:
             with client.pipeline(transaction=False) as pipeline:
@@ -189,15 +139,8 @@ class RedisStore:
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
             logger.warning("%s refused %d of %d commands: %s", self.name, len(refused), len(answers), refused[0])
-        with self._lock:
-            self._back_off.succeeded()
+        self._succeeded()
         return None if len(refused) == len(answers) else answers
-
-    def _failed(self, error: Exception) -> None:
-        with self._lock:
-            back_off_s = self._back_off.failed(self._clock())
-        self._counters.add(failures=1)
-        logger.warning("backing off from %s for %.0f s: %s", self.name, back_off_s, error)
 
 
 def _library() -> Any:

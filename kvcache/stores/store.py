@@ -5,7 +5,8 @@ and may be called from several threads at once; only the tier controller's I/O t
 """
 
 import threading
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -96,22 +97,57 @@ class SharingStore(BlockStore, Protocol):
         """The host tier has these blocks from now on, and no longer has those. Called on the engine's thread."""
 
 
-class StoreCounters:
-    """The totals of a StoreStats. Thread-safe."""
+class CountingStore:
+    """What stores outside this process share: totals of what is loaded and stored. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stats = StoreStats()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._count_lock, self._stats = clock, threading.Lock(), StoreStats()
 
-    def add(self, **amounts: float) -> None:
+    def count(self, **amounts: float) -> None:
         """Increment fields of StoreStats, by name."""
-        with self._lock:
+        with self._count_lock:
             now = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
             self._stats = replace(self._stats, **now)
 
-    def read(self) -> StoreStats:
-        with self._lock:
-            return self._stats
+    def stats(self) -> StoreStats:
+        return self._stats
+
+    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """See BlockStore."""
+        began_s = self._clock()
+        loaded = self._load(hashes, into)
+        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
+        self.count(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began_s)
+        return loaded
+
+    def store(
+        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
+    ) -> list[bool]:
+        """See BlockStore."""
+        began_s = self._clock()
+        kept = {digest for digest, is_here in zip(hashes, self._find(hashes), strict=True) if is_here}
+        entries = zip(hashes, blocks, metas, strict=True)
+        new = {digest: (block, meta) for digest, block, meta in entries if digest not in kept}
+        stored = self._store(new) if new else set()
+        self.count(
+            stored_blocks=len(stored),
+            stored_bytes=sum(new[digest][0].nbytes for digest in stored),
+            store_s=self._clock() - began_s,
+            rejected_blocks=len(new) - len(stored),
+        )
+        return [digest in kept or digest in stored for digest in hashes]
+
+    @abstractmethod
+    def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Which of these blocks are stored, as `store` asks before it writes."""
+
+    @abstractmethod
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        """`load` without counting."""
+
+    @abstractmethod
+    def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
+        """Store blocks that are not stored yet; returns which are now."""
 
 
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
