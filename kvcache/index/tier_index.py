@@ -78,7 +78,6 @@ class TierIndex:
         default_quota: int | None = None,
         pin_limit: int | None = None,
         admission: FrequencySketch | None = None,
-        admit_after: int = 2,
         keep_changes: bool = False,
     ) -> None:
         """An empty index of `num_rows` rows.
@@ -87,7 +86,7 @@ class TierIndex:
             quotas: most rows of each tenant (None: unlimited).
             default_quota: most rows of a tenant that `quotas` does not name.
             pin_limit: most entries pinned at once; default: half the rows.
-            admission: counts offers, so that `wants` refuses a block until its `admit_after`-th offer.
+            admission: counts offers, so that `wants` refuses a block until its second offer.
             keep_changes: record changes; the owner must call `drain_changes`.
 
         Raises ValueError: no rows.
@@ -99,7 +98,7 @@ class TierIndex:
         self._pins: TimedPins[BlockHash] = TimedPins(num_rows // 2 if pin_limit is None else pin_limit)
         self._tenants = TenantQuotas(quotas or {}, default_quota)
         self._victims = VictimQueues(self._entries, policy, is_kept=self._is_kept, has_quota=self._tenants.has_quota)
-        self._admission, self._admit_after = admission, admit_after
+        self._admission = admission
         self._changes = ChangeLog(num_rows) if keep_changes else None
 
     @property
@@ -146,7 +145,7 @@ class TierIndex:
         """Whether to store a block that is offered now. Every call counts as an offer: call once for each."""
         if digest in self._entries:
             return False
-        return self._admission is None or self._admission.touch(digest) >= self._admit_after
+        return self._admission is None or self._admission.touch(digest) >= 2
 
     # ---- rows
 

@@ -81,7 +81,6 @@ class RadixTree:
         self.width = TOKEN_BYTES * block_size if keeps_tokens else 0  # bytes of tokens kept per block
         self.roots: dict[bytes, RadixNode] = {}
         self.nodes: list[RadixNode | None] = []
-        self.num_nodes = 0
         self.num_evictable = 0  # blocks that can be evicted one after another
         self._unused: list[int] = []
 
@@ -171,7 +170,6 @@ class RadixTree:
             self.nodes.append(node)
         else:
             self.nodes[index] = node
-        self.num_nodes += 1
         return node
 
     def add_child(
@@ -299,7 +297,6 @@ class RadixTree:
     def _drop(self, node: RadixNode) -> None:
         self.nodes[node.index] = None
         self._unused.append(node.index)
-        self.num_nodes -= 1
 
     # ---- everything
 

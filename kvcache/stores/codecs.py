@@ -38,7 +38,6 @@ class Codec(Protocol):
     """Blocks to bytes and back. Thread-safe."""
 
     name: str  # in settings and namespaces
-    is_exact: bool
 
     def encoded_bytes(self, block_bytes: int) -> int | None:
         """The encoded size of a block of `block_bytes`; None: it depends on the content."""
@@ -57,7 +56,6 @@ class NoCodec:
     """Blocks as they are."""
 
     name = "none"
-    is_exact = True
 
     def encoded_bytes(self, block_bytes: int) -> int | None:
         return block_bytes
@@ -82,7 +80,6 @@ class LosslessCodec:
     """
 
     name = "lossless"
-    is_exact = True
 
     def __init__(self, dtype: str) -> None:
         self._width = ITEM_BYTES[dtype]
@@ -116,8 +113,6 @@ class LosslessCodec:
 
 class QuantisingCodec:
     """One byte per number and a 16-bit scale per group."""
-
-    is_exact = False
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
         """`name`: "int8" or "fp8" (e4m3)."""

@@ -7,37 +7,6 @@ from dataclasses import dataclass
 
 from kvrelay.types import Fingerprint, KvLayout
 
-_REMEDIES = {
-    "model": "serve the model that it was filled with",
-    "dtype": "set engine.kv_dtype or model.dtype",
-    "compute_dtype": "set model.dtype",
-    "quantization": "set model.quantization",
-    "block_size": "set engine.block_size",
-    "order": "set engine.kv_layout",
-    "codec": "set cache.compression",
-    "heads": "keep the same share of the model per worker",
-    "layers": "keep the same share of the model per worker",
-    "versions": "go back to those versions",
-    "hash_seed": "go back to that version of kvrelay",
-    "format": "go back to that version of kvrelay",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class FieldDifference:
-    """A field in which two namespaces differ, with the setting to change."""
-
-    field: str
-    ours: str
-    theirs: str
-
-    @property
-    def remedy(self) -> str:
-        return _REMEDIES.get(self.field, "use the same settings")
-
-    def __str__(self) -> str:
-        return f"{self.field} is {self.theirs!r} there, {self.ours!r} here"
-
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -59,12 +28,13 @@ class Namespace:
         """With more fields, such as a store's format and codec."""
         return Namespace.of({**dict(self.fields), **more})
 
-    def difference(self, theirs: Mapping[str, str]) -> FieldDifference | None:
-        """The first field in which `theirs` differs, or None."""
+    def difference(self, theirs: Mapping[str, str]) -> str | None:
+        """The first field in which `theirs` differs, with both values, or None."""
         ours = dict(self.fields)
         for name in [*ours, *(name for name in theirs if name not in ours)]:
-            if ours.get(name) != theirs.get(name):
-                return FieldDifference(name, ours.get(name, "absent"), theirs.get(name, "absent"))
+            mine, other = ours.get(name, "absent"), theirs.get(name, "absent")
+            if mine != other:
+                return f"{name} is {other!r} there, {mine!r} here"
         return None
 
 

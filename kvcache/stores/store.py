@@ -33,9 +33,7 @@ class StoreStats:
     num_bytes: int = 0  # as stored, compressed or not
     capacity_bytes: int = 0  # 0: no limit of its own
     stored_blocks: int = 0
-    stored_bytes: int = 0  # before compression
     loaded_blocks: int = 0
-    loaded_bytes: int = 0  # after decompression
     store_s: float = 0.0
     load_s: float = 0.0
     rejected_blocks: int = 0  # not admitted, or no room
@@ -116,8 +114,7 @@ class CountingStore:
         """See BlockStore."""
         began_s = self._clock()
         loaded = self._load(hashes, into)
-        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self.count(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began_s)
+        self.count(loaded_blocks=sum(loaded), load_s=self._clock() - began_s)
         return loaded
 
     def store(
@@ -130,10 +127,7 @@ class CountingStore:
         new = {digest: (block, meta) for digest, block, meta in entries if digest not in kept}
         stored = self._store(new) if new else set()
         self.count(
-            stored_blocks=len(stored),
-            stored_bytes=sum(new[digest][0].nbytes for digest in stored),
-            store_s=self._clock() - began_s,
-            rejected_blocks=len(new) - len(stored),
+            stored_blocks=len(stored), rejected_blocks=len(new) - len(stored), store_s=self._clock() - began_s
         )
         return [digest in kept or digest in stored for digest in hashes]
 

@@ -10,18 +10,14 @@ import json
 import logging
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.stores.disk.format import Geometry
-from kvrelay.kvcache.stores.namespace import FieldDifference, Namespace
+from kvrelay.kvcache.stores.namespace import Namespace
 
 logger = logging.getLogger(__name__)
-
-Foreign = Literal["keep", "clear", "refuse"]
 
 _NAME = re.compile(r"worker-(\d+)")
 _LOCK, _MANIFEST = "lock", "manifest.json"
@@ -34,16 +30,6 @@ class FolderManifest:
     fields: dict[str, str]
     record_bytes: int = 0
     rows_per_segment: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FolderReport:
-    """One subfolder, for messages and tools."""
-
-    path: Path
-    num_bytes: int
-    is_in_use: bool
-    fields: dict[str, str] | None  # None: no readable manifest
 
 
 class WorkerFolder:
@@ -88,23 +74,20 @@ class WorkerFolder:
         os.close(self._lock_fd)
 
 
-def claim(root: Path, namespace: Namespace, foreign: Foreign = "keep") -> WorkerFolder:
+def claim(root: Path, namespace: Namespace) -> WorkerFolder:
     """Claim the first unused subfolder with this namespace's blocks, else a new one.
 
-    `foreign`: what to do with unused subfolders of other namespaces, which are never read: "keep" leaves and logs them,
-    "clear" deletes them, "refuse" raises.
-
-    Raises:
-        StoreError: not writable, or a foreign subfolder with "refuse". The message has a remedy.
+    Unused subfolders of other namespaces are never read; they are left alone and logged. Raises StoreError, with a
+    remedy: not writable.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        return _claim(root, namespace, foreign)
+        return _claim(root, namespace)
     except OSError as error:
         raise StoreError(str(root), _remedy(error, root)) from error
 
 
-def _claim(root: Path, namespace: Namespace, foreign: Foreign) -> WorkerFolder:
+def _claim(root: Path, namespace: Namespace) -> WorkerFolder:
     mine: WorkerFolder | None = None
     for path in _subfolders(root):
         folder = _lock(path)
@@ -116,31 +99,12 @@ def _claim(root: Path, namespace: Namespace, foreign: Foreign) -> WorkerFolder:
             continue
         try:
             if fields is not None and (difference := namespace.difference(fields)) is not None:
-                _handle_foreign(path, difference, foreign)
-        except BaseException:
-            if mine is not None:
-                mine.close()
-            raise
+                found = f"{path} holds KV of another namespace ({difference}), which is never used"
+                size = _bytes_in(path)
+                logger.warning("%s; its %d bytes stay on the disk until you delete it: rm -r %s", found, size, path)
         finally:
             folder.close()
     return mine or _new_folder(root)
-
-
-def _handle_foreign(path: Path, difference: FieldDifference, foreign: Foreign) -> None:
-    """A subfolder of another namespace, which this process has locked for now."""
-    found = f"{path} holds KV of another namespace ({difference}), which is never used"
-    if foreign == "refuse":
-        raise StoreError(
-            str(path),
-            f"it holds KV of another namespace: {difference}. To use it, {difference.remedy} "
-            f"({difference.field} {difference.theirs}); else set another cache.disk_path, or delete it: rm -r {path}",
-        )
-    num_bytes = _bytes_in(path)
-    if foreign == "clear":
-        shutil.rmtree(path)
-        logger.warning("%s; deleted its %d bytes", found, num_bytes)
-    else:
-        logger.warning("%s; its %d bytes stay on the disk until you delete it: rm -r %s", found, num_bytes, path)
 
 
 def _new_folder(root: Path) -> WorkerFolder:
@@ -194,26 +158,23 @@ def _read_manifest(path: Path) -> FolderManifest | None:
         return None
 
 
-def survey(root: Path) -> list[FolderReport]:
-    """Reports on all subfolders, each claimed only briefly. Raises OSError."""
-    reports = []
+def unused_folders(root: Path) -> list[tuple[Path, int]]:
+    """(path, bytes on disk) of each subfolder that no process has claimed. Raises OSError."""
+    found = []
     for path in _subfolders(root):
         folder = _lock(path)
-        manifest = _read_manifest(path) if folder is None else folder.manifest
         if folder is not None:
             folder.close()
-        reports.append(
-            FolderReport(path, _bytes_in(path), folder is None, None if manifest is None else manifest.fields)
-        )
-    return reports
+            found.append((path, _bytes_in(path)))
+    return found
 
 
 def _bytes_in(path: Path) -> int:
-    """Bytes on disk of the files in one folder; files that vanish meanwhile are skipped."""
+    """Bytes on disk of the files in one folder; those that vanish or cannot be read are skipped."""
     total = 0
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         for file in path.iterdir():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 total += file.stat().st_blocks * 512
     return total
 

@@ -8,11 +8,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.errors import StoreError
@@ -20,17 +18,18 @@ from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
-from kvrelay.kvcache.stores.disk.folder import Foreign, WorkerFolder, claim, survey
+from kvrelay.kvcache.stores.disk.folder import WorkerFolder, claim, unused_folders
 from kvrelay.kvcache.stores.disk.format import FORMAT_VERSION, PAGE_BYTES, Geometry, fit_geometry, pages, smallest_limit
 from kvrelay.kvcache.stores.disk.io import Segments
 from kvrelay.kvcache.stores.disk.records import RecordIo
 from kvrelay.kvcache.stores.disk.volume import Outcome, Volume, is_disk_full
 from kvrelay.kvcache.stores.namespace import Namespace
-from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.stores.store import BlockMeta, CountingStore, StoreStats
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
 
+_REPEAT_S = 60.0  # between two log lines of one kind
 _RECLAIM_S = 60.0  # between two attempts to claim a folder
 _SEGMENT_BYTES = 128 << 20
 _SAMPLE_BLOCKS = 16  # whose encoded size determines the size of records
@@ -45,13 +44,12 @@ class DiskOptions:
     policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru()  # from the number of rows
     is_admission_on: bool = True  # write a block at its second offer, or if it is pinned or has a priority
     quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: unlimited
-    foreign: Foreign = "keep"  # unused subfolders of other namespaces: see folder.claim
     io_depth: int = 8  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
     segment_bytes: int | None = None  # of one file; None: an eighth of the limit, 128 MiB at most
 
 
-class DiskStore:
+class DiskStore(CountingStore):
     """A BlockStore on a local disk.
 
     More than 12 attributes: eight parameters, and the state that one lock protects while the volume is replaced.
@@ -71,12 +69,12 @@ class DiskStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`limit_bytes`: of all files in this worker's subfolder of `path`; `block_bytes`: before compression."""
+        super().__init__(clock)
         self.path, self.limit_bytes, self.block_bytes = Path(path), limit_bytes, block_bytes
         self._codec: Codec = codec or NoCodec()
         self.keeps_checksums = self._codec.name == "none"
         self._options = options or DiskOptions()
         self._namespace = namespace.with_fields(block_bytes=block_bytes, codec=self._codec.name, format=FORMAT_VERSION)
-        self._clock = clock
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)  # no call is using the volume
         self._executor: ThreadPoolExecutor | None = None
@@ -86,7 +84,7 @@ class DiskStore:
         self._is_changing = False  # a thread waits to replace the volume
         self._is_closed = False
         self._retry_at_s = 0.0
-        self._journal = DiskJournal(block_bytes, self._remedy, clock)
+        self._logged_s: dict[str, float] = {}  # when an error of each kind was last logged
         self._num_unfit = self._num_fit = 0
 
     # ---- life
@@ -113,7 +111,7 @@ class DiskStore:
 
     def _open(self) -> None:
         """Raises StoreError."""
-        self._folder = folder = claim(self.path, self._namespace, self._options.foreign)
+        self._folder = folder = claim(self.path, self._namespace)
         try:
             manifest = folder.manifest
             if manifest is None:
@@ -178,7 +176,7 @@ class DiskStore:
             if volume is not None:
                 volume.close()
         except OSError as error:
-            self._journal.complain("close", error)
+            self._complain("close", error)
         finally:
             if folder is not None:
                 folder.close()
@@ -189,30 +187,52 @@ class DiskStore:
         with self._visit() as volume:
             return [False] * len(hashes) if volume is None else volume.contains(hashes)
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Read and verify blocks: see BlockStore."""
-        with self._visit() as volume, self._journal.timed("load"):
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        with self._visit() as volume:
             outcome = Outcome() if volume is None else volume.load(hashes, into)
-            self._journal.count(outcome, self.path, len(outcome.done))
+            self._note(outcome)
             return [index in outcome.done for index in range(len(hashes))]
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
         """Store copies: see BlockStore. False also for blocks that the admission filter refuses."""
+        began_s = self._clock()
         self._fit_records(blocks)
-        with self._visit() as volume, self._journal.timed("store"):
+        with self._visit() as volume:
             outcome = Outcome(num_rejected=len(hashes)) if volume is None else volume.store(hashes, blocks, metas)
-            self._journal.count(outcome, self.path)
+            self._note(outcome)
             with self._lock:
                 self._num_unfit += outcome.num_unfit
                 self._num_fit += outcome.num_written
-            return [index in outcome.done for index in range(len(hashes))]
+        self.count(
+            stored_blocks=outcome.num_written,
+            rejected_blocks=outcome.num_rejected,
+            store_s=self._clock() - began_s,
+        )
+        return [index in outcome.done for index in range(len(hashes))]
+
+    def _note(self, outcome: Outcome) -> None:
+        """Count and log what went wrong."""
+        if outcome.num_corrupt:
+            self.count(corrupt_blocks=outcome.num_corrupt)
+            what = f"discarded {outcome.num_corrupt} blocks in {self.path}, which failed their checksums"
+            self._complain("corrupt", what)
+        if outcome.errors:
+            self.count(failures=1)
+            self._complain(outcome.errors[0].strerror or "failed", outcome.errors[0])
+
+    def _complain(self, kind: str, what: object) -> None:
+        """Log an error, unless one of this kind was logged within the last minute."""
+        now_s = self._clock()
+        if now_s >= self._logged_s.get(kind, -_REPEAT_S) + _REPEAT_S:
+            self._logged_s[kind] = now_s
+            logger.error("disk tier: %s%s", what, f"; {self._remedy(what)}" if isinstance(what, OSError) else "")
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         with self._visit() as volume:
             if volume is not None:
-                self._journal.count(volume.delete(hashes), self.path)
+                self._note(volume.delete(hashes))
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
         """Pin the stored ones of these until `ttl_s`, or the process, ends; half the store at most.
@@ -226,8 +246,13 @@ class DiskStore:
         with self._visit() as volume:
             num_blocks, num_evicted, num_bytes = (0, 0, 0) if volume is None else volume.usage()
             capacity = 0 if volume is None else volume.geometry.num_rows * volume.geometry.record_bytes
-        return self._journal.stats(
-            num_blocks=num_blocks, num_bytes=num_bytes, capacity_bytes=capacity, num_evicted=num_evicted
+        stats = super().stats()
+        return replace(
+            stats,
+            num_blocks=num_blocks,
+            num_bytes=num_bytes,
+            capacity_bytes=capacity,
+            evicted_blocks=stats.evicted_blocks + num_evicted,
         )
 
     def check(self) -> None:
@@ -258,7 +283,8 @@ class DiskStore:
         if self._is_changing or self._is_closed or self._executor is None:
             return
         if self._folder is not None and self._folder.is_gone():
-            self._journal.lost_folder(f"{self._folder.path} was removed or replaced while in use; its blocks are lost")
+            self.count(failures=1)
+            self._complain("lost", f"{self._folder.path} was removed or replaced while in use; its blocks are lost")
             self._drop()
         now_s = self._clock()
         if self._folder is None and not self._is_closed and now_s >= self._retry_at_s:
@@ -266,14 +292,14 @@ class DiskStore:
             try:
                 self._open()
             except StoreError as error:
-                self._journal.complain("open", error)
+                self._complain("open", error)
 
     def _drop(self) -> None:
         """Close volume and folder when no call uses them. Called with the lock, which is released while waiting."""
         self._is_changing = True
         self._quiet.wait_for(lambda: self._inside == 0)
         if self._volume is not None:
-            self._journal.closed_volume(self._volume.usage()[1])
+            self.count(evicted_blocks=self._volume.usage()[1])
         self._close_folder()
         self._is_changing = False
 
@@ -283,18 +309,15 @@ class DiskStore:
             return
         with self._lock:
             is_outgrown = self._num_unfit >= max(_UNFIT_LIMIT, self._num_fit // 8)
-            if (
-                self._is_changing
-                or self._is_closed
-                or self._folder is None
-                or (self._volume is not None and not is_outgrown)
-            ):
+            if self._is_changing or self._is_closed or self._folder is None:
+                return
+            if self._volume is not None and not is_outgrown:
                 return
             sample = max(self._codec.encode(block).nbytes for block in blocks[:_SAMPLE_BLOCKS])
             try:
                 self._resize(pages(min(int(sample * _SAMPLE_MARGIN), self._codec.most_bytes(self.block_bytes))))
             except (OSError, StoreError) as error:
-                self._journal.complain("resize", error)
+                self._complain("resize", error)
 
     def _resize(self, payload_bytes: int) -> None:
         """Start over with records of this size. Raises OSError or StoreError."""
@@ -307,7 +330,7 @@ class DiskStore:
             self._drop()
             if self._is_closed:
                 return
-            self._folder = claim(self.path, self._namespace, "keep")
+            self._folder = claim(self.path, self._namespace)
         self._num_unfit = self._num_fit = 0
         assert self._folder is not None
         self._folder.wipe()
@@ -316,88 +339,9 @@ class DiskStore:
     def _remedy(self, error: OSError) -> str:
         if not is_disk_full(error):
             return "continuing without it; check that the disk is healthy and mounted for writing"
-        unused = []
+        unused: list[tuple[Path, int]] = []
         with contextlib.suppress(OSError):
-            unused = [report for report in survey(self.path) if not report.is_in_use]
-        hint = f"; {sum(report.num_bytes for report in unused)} bytes are in unused subfolders: " if unused else ""
-        names = ", ".join(str(report.path) for report in unused)
+            unused = unused_folders(self.path)
+        hint = f"; {sum(size for _, size in unused)} bytes are in unused subfolders: " if unused else ""
+        names = ", ".join(str(path) for path, _ in unused)
         return f"only blocks that fit are stored; free some space or lower cache.disk_size{hint}{names}"
-
-
-REPEAT_S = 60.0  # between two log lines of one kind
-
-
-class DiskJournal:
-    """Counters for StoreStats, seconds, and errors, each kind of which is logged once a minute at most."""
-
-    def __init__(self, block_bytes: int, remedy: Callable[[OSError], str], clock: Callable[[], float]) -> None:
-        """`remedy`: what to do about an error, for its log line."""
-        self._block_bytes, self._remedy, self._clock = block_bytes, remedy, clock
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._seconds = {"store": 0.0, "load": 0.0}
-        self._logged_s: dict[str, float] = {}
-
-    @contextmanager
-    def timed(self, call: str) -> Iterator[None]:
-        """Add the duration to the seconds of "load" or "store"."""
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds[call] += time.perf_counter() - began_s
-
-    def count(self, outcome: Outcome, path: object, num_loaded: int = 0) -> None:
-        """Add the outcome of a call, and log what went wrong."""
-        with self._lock:
-            self._counts["loaded"] += num_loaded
-            self._counts["stored"] += outcome.num_written
-            self._counts["rejected"] += outcome.num_rejected
-            self._counts["corrupt"] += outcome.num_corrupt
-            self._counts["failures"] += bool(outcome.errors)
-        if outcome.num_corrupt:
-            self.complain("corrupt", f"discarded {outcome.num_corrupt} blocks in {path}, which failed their checksums")
-        if outcome.errors:
-            self.complain(outcome.errors[0].strerror or "failed", outcome.errors[0])
-
-    def lost_folder(self, message: str) -> None:
-        """The folder was removed while in use."""
-        with self._lock:
-            self._counts["failures"] += 1
-        self.complain("lost", message)
-
-    def closed_volume(self, num_evicted: int) -> None:
-        """Keep the evictions of a volume that is closed before the store is."""
-        with self._lock:
-            self._counts["evicted"] += num_evicted
-
-    def complain(self, kind: str, what: object) -> None:
-        """Log an error, unless one of this kind was logged within the last minute."""
-        now_s = self._clock()
-        with self._lock:
-            if now_s < self._logged_s.get(kind, -REPEAT_S) + REPEAT_S:
-                return
-            self._logged_s[kind] = now_s
-        remedy = f"; {self._remedy(what)}" if isinstance(what, OSError) else ""
-        logger.error("disk tier: %s%s", what, remedy)
-
-    def stats(self, *, num_blocks: int, num_bytes: int, capacity_bytes: int, num_evicted: int) -> StoreStats:
-        """The totals, with the current volume's state."""
-        with self._lock:
-            counts = self._counts
-            return StoreStats(
-                num_blocks=num_blocks,
-                num_bytes=num_bytes,
-                capacity_bytes=capacity_bytes,
-                stored_blocks=counts["stored"],
-                stored_bytes=counts["stored"] * self._block_bytes,
-                loaded_blocks=counts["loaded"],
-                loaded_bytes=counts["loaded"] * self._block_bytes,
-                store_s=self._seconds["store"],
-                load_s=self._seconds["load"],
-                rejected_blocks=counts["rejected"],
-                evicted_blocks=counts["evicted"] + num_evicted,
-                corrupt_blocks=counts["corrupt"],
-                failures=counts["failures"],
-            )

@@ -3,6 +3,7 @@ folders.
 """
 
 import logging
+import re
 import mmap
 import os
 import threading
@@ -203,7 +204,7 @@ def test_a_smaller_limit_drops_blocks_and_a_larger_one_keeps_them(open_disk):
 @pytest.mark.parametrize(
     ("change", "field"), [({"model": "other"}, "model"), ({"dtype": "float32"}, "dtype"), ({"version": 1}, "format")]
 )
-def test_a_folder_of_another_model_dtype_or_version_is_left_alone_or_refused_by_name(
+def test_a_folder_of_another_model_dtype_or_version_is_left_alone_and_logged_by_name(
     open_disk, tmp_path, monkeypatch, caplog, change, field
 ):
     store, (hashes, metas) = open_disk(), chain(3)
@@ -211,25 +212,13 @@ def test_a_folder_of_another_model_dtype_or_version_is_left_alone_or_refused_by_
     store.close()
     if change.pop("version", None):
         monkeypatch.setattr("kvrelay.kvcache.stores.disk.tier.FORMAT_VERSION", 99)
-    with pytest.raises(StoreError, match=rf"another namespace: {field} is .*rm -r {tmp_path}/kv/worker-0"):
-        open_disk(**change, foreign="refuse")
     with caplog.at_level(logging.WARNING):
         other = open_disk(**change)
-    assert f"{field} is " in caplog.text
+    assert re.search(rf"another namespace \({field} is .*rm -r {tmp_path}/kv/worker-0", caplog.text)
     assert other.contains(hashes) == [False] * 3
     other.close()
     monkeypatch.undo()
     assert open_disk().contains(hashes) == [True] * 3  # nothing was harmed
-
-
-def test_a_foreign_folder_is_deleted_only_on_request_and_never_while_in_use(open_disk, tmp_path):
-    busy, idle = open_disk(model="busy"), open_disk(model="idle")
-    keep(idle, *chain(2))
-    idle.close()
-    open_disk(foreign="clear")
-    assert not busy.contains(chain(2)[0])[0]
-    manifests = [path.read_text() for path in sorted((tmp_path / "kv").glob("*/manifest.json"))]
-    assert [("busy" in text, "idle" in text) for text in manifests] == [(True, False), (False, False)]
 
 
 def test_blocks_under_a_manifest_that_cannot_be_read_are_discarded(open_disk, tmp_path):
@@ -274,7 +263,7 @@ def test_slots_have_the_size_that_blocks_have_once_compressed(open_disk):
     blocks = [half_empty(digest, size) for digest in hashes]
     assert store.store(hashes, blocks, metas) == [True] * 12  # in the room of eight uncompressed
     stats = store.stats()
-    assert stats.stored_bytes == 12 * size > 1.4 * stats.num_bytes
+    assert stats.stored_blocks * size == 12 * size > 1.4 * stats.num_bytes
     into = room(12, size)
     assert store.load(hashes, into) == [True] * 12
     assert into == blocks

@@ -110,14 +110,12 @@ def test_whatever_changes_a_blocks_bytes_or_its_hash_changes_the_namespace(layou
     ours = namespace_of(FINGERPRINT, LAYOUT)
     theirs = namespace_of(dataclasses.replace(FINGERPRINT, **fingerprint), dataclasses.replace(LAYOUT, **layout))
     assert ours.digest != theirs.digest
-    difference = ours.difference(dict(theirs.fields))
-    assert difference is not None and difference.field == field
-    assert difference.remedy
+    assert (ours.difference(dict(theirs.fields)) or "").startswith(f"{field} is ")
 
 
 def test_a_field_that_only_one_has_is_a_difference():
     ours = Namespace.of({"model": "m"})
-    assert str(ours.difference({"model": "m", "new": "x"})) == "new is 'x' there, 'absent' here"
-    assert str(ours.difference({})) == "model is 'absent' there, 'm' here"
+    assert ours.difference({"model": "m", "new": "x"}) == "new is 'x' there, 'absent' here"
+    assert ours.difference({}) == "model is 'absent' there, 'm' here"
     assert ours.difference({"model": "m"}) is None
     assert ours.with_fields(codec="none").digest == Namespace.of({"codec": "none", "model": "m"}).digest
