@@ -8,8 +8,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from kvrelay.kvcache.stores.codecs import Codec, CodecError
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.mover.mover import xxh3_regions
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
 from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.kvtransfer.slabs.server import SlabServer
@@ -134,28 +134,31 @@ class BlockStager:
         return True
 
 
-class StoreClient:
-    """Blocks by key in the cluster's store. Used on one loop.
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a worker process reaches the store's nodes, and how they reach it."""
 
-    More than 12 attributes: nine are parameters of its connections.
-    """
+    secret: bytes  # the cluster's
+    worker_id: str
+    host: str
+    num_replicas: int = 2
+    answer_s: float = 1.0  # timeout of requests that move no block data
+    stall_s: float = 1.0  # timeout of a read without progress
+    transport: str = "auto"
+    transports: Mapping[str, Transport] = field(default_factory=lambda: TRANSPORTS)
+    tls: ClusterTls | None = None
+
+
+class StoreClient:
+    """Blocks by key in the cluster's store. Used on one loop."""
 
     def __init__(
         self,
-        secret: bytes,
+        options: ClientOptions,
         *,
-        worker_id: str,
-        host: str,
         codec: Codec,
         transit_bytes: int,
         memory: KvMemory | None,
-        num_replicas: int,
-        answer_s: float,
-        stall_s: float,
-        transport: str,
-        transports: Mapping[str, Transport],
-        tls: ClusterTls | None,
-        tamper: Any,
         shared_keys: SharedKeys,
     ) -> None:
         """A client that is not started.
@@ -165,12 +168,9 @@ class StoreClient:
             memory: the caller's slab, if blocks are read from and into it directly.
             shared_keys: of the blocks in `memory`, for other workers.
         """
-        self._secret, self._worker_id, self._host = secret, worker_id, host
-        self._codec, self._transit_bytes, self._memory = codec, transit_bytes, memory
-        self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s
-        self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
+        self._options, self._codec, self._transit_bytes, self._memory = options, codec, transit_bytes, memory
         self._shared_keys = shared_keys
-        self.links = StoreLinks(self._make_peer, num_replicas=num_replicas, on_connected=self._announce_all)
+        self.links = StoreLinks(self._make_peer, num_replicas=options.num_replicas, on_connected=self._announce_all)
         self._slabs: list[SharedSlab] = []
         self._staging: StagingSlab | None = None
         self._stager: BlockStager | None = None
@@ -185,7 +185,10 @@ class StoreClient:
         self._staging = StagingSlab(self._transit_bytes, num_cells)
         self._stager = BlockStager(self._staging.memory, self._memory, self._codec)
         for memory in (self._staging.memory, *([self._memory] if self._memory is not None else [])):
-            slab = SharedSlab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
+            options = self._options
+            slab = SharedSlab(
+                memory, options.secret, options.host, transport=options.transport, transports=options.transports
+            )
             self._slabs.append(slab)
             await slab.start()
         self.links.set_nodes(nodes)
@@ -204,8 +207,9 @@ class StoreClient:
     async def share(self, blocks: PeerBlocks) -> int:
         """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""
         assert self._memory is not None
+        options = self._options
         server = SlabServer(
-            self._slabs[IN_PLACE], blocks, self._secret, self._host, stall_s=self._stall_s, tls=self._tls
+            self._slabs[IN_PLACE], blocks, options.secret, options.host, stall_s=options.stall_s, tls=options.tls
         )
         await server.start()
         self.peer_blocks, self._peer_server = blocks, server
@@ -323,7 +327,7 @@ class StoreClient:
             offers = await asyncio.to_thread(self._stager.offers, buffers, dict(zip(staged, free, strict=True)))
             groups: dict[int, tuple[NodeLink, list[int]]] = {}
             for i, nodes in enumerate(self.links.order([buffer.key for buffer in buffers])):
-                for node in nodes[: self._num_replicas] if offers[i] is not None else ():
+                for node in nodes[: self._options.num_replicas] if offers[i] is not None else ():
                     groups.setdefault(id(node), (node, []))[1].append(i)
             putting = [self._put(node, chosen, buffers, offers) for node, chosen in groups.values()]
             return {i for answers in await asyncio.gather(*putting) for i in answers}
@@ -364,7 +368,7 @@ class StoreClient:
                     addresses[i] = address
 
         await self.links.by_rank([nodes[:1] for nodes in self.links.order(keys)], [False] * len(keys), call)
-        own = "" if self._peer_server is None else f"{self._host}:{self._peer_server.port}"
+        own = "" if self._peer_server is None else f"{self._options.host}:{self._peer_server.port}"
         return ["" if address == own else address for address in addresses]
 
     async def announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
@@ -378,7 +382,7 @@ class StoreClient:
         for name, (some, gone) in changes.items():
             peer = await self.links.peer_of(nodes[name])
             if peer is not None and self._peer_server is not None:
-                peer.announce(self._host, self._peer_server.port, some, gone)
+                peer.announce(self._options.host, self._peer_server.port, some, gone)
 
     async def _announce_all(self, node: NodeLink) -> None:
         """Announce all shared blocks to a node that has just been connected."""
@@ -388,18 +392,18 @@ class StoreClient:
         mine = [key for key, (first, *_) in zip(keys, self.links.order(keys), strict=True) if first is node]
         peer = await self.links.peer_of(node)
         if peer is not None and mine:
-            peer.announce(self._host, self._peer_server.port, mine, [])
+            peer.announce(self._options.host, self._peer_server.port, mine, [])
 
     def _make_peer(self, address: StoreAddress) -> SlabPeer:
+        options = self._options
         return SlabPeer(
             address.host,
             address.port,
-            self._secret,
+            options.secret,
             self._slabs,
-            peer_id=self._worker_id,
+            peer_id=options.worker_id,
             block_bytes=self._transit_bytes,
-            answer_s=self._answer_s,
-            stall_s=self._stall_s,
-            tls=self._tls,
-            tamper=self._tamper,
+            answer_s=options.answer_s,
+            stall_s=options.stall_s,
+            tls=options.tls,
         )

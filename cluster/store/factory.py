@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.registry.members import STORE_ROLE
+from kvrelay.cluster.store.client import ClientOptions
 from kvrelay.cluster.store.peer_blocks import PeerBlocks
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
@@ -78,16 +79,18 @@ class ClusterStores:
         store = RemoteStore(
             block_bytes,
             namespace,
-            self._secret,
+            ClientOptions(
+                self._secret,
+                self._worker_id,
+                self._host,
+                num_replicas=self._settings.store.replicas,
+                transport=transfer.transport,
+                transports=transports_for(transfer.tcp_streams, tls),
+                tls=tls,
+            ),
             codec=codec,
-            worker_id=self._worker_id,
-            host=self._host,
             memory=memory,
             nodes=self._nodes,
-            num_replicas=self._settings.store.replicas,
-            transport=transfer.transport,
-            transports=transports_for(transfer.tcp_streams, tls),
-            tls=tls,
         )
         self._made.append(store)
         return store

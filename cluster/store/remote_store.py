@@ -11,24 +11,21 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvrelay.cluster.store.client import PUT_TIMEOUT_S, BlockBuffer, StoreClient, offset_in
+from kvrelay.cluster.store.client import BlockBuffer, ClientOptions, StoreClient, offset_in
 from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
 from kvrelay.errors import BackendUnavailable, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.placement import StoreAddress
-from kvrelay.kvcache.stores.store import BlockMeta, StoreCounters, StoreStats
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.plane.tls import ClusterTls
+from kvrelay.kvcache.stores.store import BlockMeta, CountingStore, StoreStats
 from kvrelay.types import BlockHash, KvMemory
 
 Result = TypeVar("Result")
 
 
-class RemoteStore:
+class RemoteStore(CountingStore):
     """Blocks of one namespace in the cluster's store.
 
-    14 attributes: what it knows of the caller's blocks, and its thread.
+    More than 12 attributes: what it knows of the caller's blocks, its counters, and its thread.
     """
 
     name = "cluster"
@@ -37,57 +34,35 @@ class RemoteStore:
         self,
         block_bytes: int,
         namespace: bytes,
-        secret: bytes,
+        options: ClientOptions,
         *,
-        worker_id: str,
-        host: str,
         codec: Codec | None = None,
         memory: KvMemory | None = None,
         nodes: Sequence[StoreAddress] = (),
-        num_replicas: int = 2,
-        answer_s: float = 1.0,
-        stall_s: float = 1.0,
-        transport: str = "auto",
-        transports: Mapping[str, Transport] = TRANSPORTS,
-        tls: ClusterTls | None = None,
-        tamper: Any = None,
     ) -> None:
         """A store that is not started.
 
         Args:
             namespace: part of every key: blocks of other models, dtypes and codecs have other keys.
-            secret: the cluster's.
             memory: the slab that usually holds the caller's blocks (the host tier): read and written without a copy.
-            answer_s: timeout of requests that move no block data.
-            stall_s: timeout of a read without progress.
-            tamper: fault injection for tests.
         """
+        super().__init__(time.monotonic)
         self._block_bytes, self._namespace, self._memory = block_bytes, namespace, memory
         codec = codec or NoCodec()
         self.keeps_checksums = codec.name == "none"
-        self._is_in_place = memory is not None and codec.name == "none" and transport != "nixl"
         self.is_shareable = memory is not None and codec.name == "none"
+        self._is_in_place = self.is_shareable and options.transport != "nixl"
         self.shared_keys = SharedKeys(self.key)
         self._wanted_nodes = tuple(nodes)
         self._client = StoreClient(
-            secret,
-            worker_id=worker_id,
-            host=host,
+            options,
             codec=codec,
             transit_bytes=codec.encoded_bytes(block_bytes) or codec.most_bytes(block_bytes),
             memory=memory,
-            num_replicas=num_replicas,
-            answer_s=answer_s,
-            stall_s=stall_s,
-            transport=transport,
-            transports=transports,
-            tls=tls,
-            tamper=tamper,
             shared_keys=self.shared_keys,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
-        self._counters = StoreCounters()
         self._is_open = self._is_sharing = False
 
     # ---- life
@@ -132,41 +107,26 @@ class RemoteStore:
             return [False] * len(hashes)
         return self._wait(self._client.contains([self.key(digest) for digest in hashes]))
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
         if not hashes or not self._is_open:
             return [False] * len(hashes)
-        began = time.monotonic()
-        buffers = [
-            BlockBuffer(self.key(digest), view, self._offset(view)) for digest, view in zip(hashes, into, strict=True)
-        ]
-        loaded = self._wait(self._client.load(buffers))
-        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self._counters.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=time.monotonic() - began)
-        return loaded
+        return self._wait(self._client.exist([self.key(digest) for digest in hashes]))
 
-    def store(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
-    ) -> list[bool]:
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         if not hashes or not self._is_open:
             return [False] * len(hashes)
-        began = time.monotonic()
-        keys = [self.key(digest) for digest in hashes]
-        there = self._wait(self._client.exist(keys))
-        kept = {key for key, here in zip(keys, there, strict=True) if here}
-        new = {
-            key: BlockBuffer(key, view, self._offset(view), meta, self.key(meta.parent) if meta.parent else b"")
-            for key, view, meta in zip(keys, blocks, metas, strict=True)
-            if key not in kept
-        }
-        taken = self._wait(self._client.store(list(new.values())))
-        stored = {key for key, is_kept in zip(new, taken, strict=True) if is_kept}
-        self._counters.add(
-            stored_blocks=len(stored),
-            stored_bytes=sum(new[key].view.nbytes for key in stored),
-            store_s=time.monotonic() - began,
-            rejected_blocks=len(new) - len(stored),
+        entries = zip(hashes, into, strict=True)
+        return self._wait(
+            self._client.load([BlockBuffer(self.key(digest), view, self._offset(view)) for digest, view in entries])
         )
-        return [key in kept or key in stored for key in keys]
+
+    def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
+        buffers = [
+            BlockBuffer(self.key(digest), view, self._offset(view), meta, self.key(meta.parent) if meta.parent else b"")
+            for digest, (view, meta) in new.items()
+        ]
+        stored = self._wait(self._client.store(buffers)) if self._is_open else [False] * len(new)
+        return {digest for digest, is_stored in zip(new, stored, strict=True) if is_stored}
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         keys = [self.key(digest) for digest in hashes]
@@ -178,13 +138,8 @@ class RemoteStore:
         keys = [self.key(digest) for digest in hashes]
         self._wait(self._client.links.everywhere(lambda peer: peer.pin(keys, ttl_s)))
 
-    def replicate(self, hashes: Sequence[BlockHash]) -> int:
-        """Have every node copy its blocks of these to where placement wants them; returns the number of copies."""
-        keys = [self.key(digest) for digest in hashes]
-        return sum(self._wait(self._client.links.everywhere(lambda peer: peer.replicate(keys, within_s=PUT_TIMEOUT_S))))
-
     def stats(self) -> StoreStats:
-        return replace(self._counters.read(), corrupt_blocks=self._client.links.num_corrupt)
+        return replace(super().stats(), corrupt_blocks=self._client.links.num_corrupt)
 
     def describe(self) -> list[bytes]:
         """The state of every node that answers, as JSON."""

@@ -48,7 +48,6 @@ class Repairer:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
-        self.num_copied = self.num_moved = self.num_sweeps = 0
         self.is_settled = True  # nothing is left to do since the last change
 
     def start(self) -> None:
@@ -92,20 +91,14 @@ class Repairer:
         """Go through all blocks, until done or the nodes change; returns whether every node answered."""
         nodes, is_complete = self._nodes, True
         keys = self._node.keys()
-        self.num_sweeps += 1
         for first in range(0, len(keys), BATCH_BLOCKS):
             if nodes is not self._nodes:
                 return False
-            is_complete &= await self._spread(keys[first : first + BATCH_BLOCKS], may_delete=True)
+            is_complete &= await self._spread(keys[first : first + BATCH_BLOCKS])
         return is_complete
 
-    async def spread(self, keys: Sequence[bytes]) -> int:
-        """Copy these blocks to where placement wants them, now; returns the number of copies."""
-        before = self.num_copied
-        await self._spread(keys, may_delete=False)
-        return self.num_copied - before
-
-    async def _spread(self, keys: Sequence[bytes], *, may_delete: bool) -> bool:
+    async def _spread(self, keys: Sequence[bytes]) -> bool:
+        """Copy these blocks to where placement wants them; returns whether every node answered."""
         wanted_at: defaultdict[StoreAddress, list[bytes]] = defaultdict(list)
         foreign: dict[bytes, int] = {}  # key -> copies elsewhere that are still to be confirmed
         for key, nodes in zip(keys, places(keys, self._nodes, self._num_replicas), strict=True):
@@ -124,8 +117,8 @@ class Repairer:
                 logger.info("repair: %s", error.why)
                 is_complete = False
         gone = [key for key, missing in foreign.items() if missing == 0]
-        if gone and may_delete:
-            self.num_moved += await self._node.forget(gone)
+        if gone:
+            await self._node.forget(gone)
         return is_complete
 
     async def _copy(self, address: StoreAddress, keys: Sequence[bytes]) -> list[bytes]:
@@ -144,7 +137,6 @@ class Repairer:
                 kept = await peer.put(0, offers, within_s=_PUT_S) if offers else []
             finally:
                 self._node.release(leases)
-            self.num_copied += sum(kept)
             num_bytes = sum(offer.num_bytes for offer in offers)
             await asyncio.sleep(max(num_bytes / self._bytes_per_s - (self._clock() - began), 0.0))
             return there + [offer.key for offer, is_kept in zip(offers, kept, strict=True) if is_kept]

@@ -56,9 +56,7 @@ class StoreService:
         self.repair = Repairer(
             self.node, self._peer, num_replicas=settings.replicas, bytes_per_s=settings.repair_rate_bytes
         )
-        self.server = SlabServer(
-            self._slab, self.node, secret, host, lease_s=lease_s, stall_s=stall_s, tls=tls, replicate=self.repair.spread
-        )
+        self.server = SlabServer(self._slab, self.node, secret, host, lease_s=lease_s, stall_s=stall_s, tls=tls)
 
     def _peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(

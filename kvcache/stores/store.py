@@ -5,7 +5,6 @@ and may be called from several threads at once; only the tier controller's I/O t
 """
 
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -126,22 +125,20 @@ class CountingStore:
         entries = zip(hashes, blocks, metas, strict=True)
         new = {digest: (block, meta) for digest, block, meta in entries if digest not in kept}
         stored = self._store(new) if new else set()
-        self.count(
-            stored_blocks=len(stored), rejected_blocks=len(new) - len(stored), store_s=self._clock() - began_s
-        )
+        self.count(stored_blocks=len(stored), rejected_blocks=len(new) - len(stored), store_s=self._clock() - began_s)
         return [digest in kept or digest in stored for digest in hashes]
 
-    @abstractmethod
     def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which of these blocks are stored, as `store` asks before it writes."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """`load` without counting."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
         """Store blocks that are not stored yet; returns which are now."""
+        raise NotImplementedError
 
 
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0

@@ -36,7 +36,6 @@ from kvrelay.kvtransfer.slabs.messages import (
     PutBlocks,
     PutResult,
     ReleaseLease,
-    Replicate,
     Request,
     SlabHello,
     SlabRejected,
@@ -86,13 +85,12 @@ class SlabPeer:
         answer_s: float = 1.0,
         stall_s: float = 1.0,
         tls: ClusterTls | None = None,
-        tamper: Any = None,
     ) -> None:
-        """`answer_s`: timeout of requests that move no block data; `tamper`: fault injection, as in Arrival."""
+        """`answer_s`: timeout of requests that move no block data."""
         self.host, self.port = host, port
         self._secret, self._slabs, self._tls = secret, list(slabs), tls
         self._peer_id, self._block_bytes = peer_id, block_bytes
-        self._answer_s, self._stall_s, self._tamper = answer_s, stall_s, tamper
+        self._answer_s, self._stall_s = answer_s, stall_s
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._connection: Connection | None = None
@@ -134,7 +132,7 @@ class SlabPeer:
         self.node_id, self.epoch = reply.node_id, reply.epoch
         for slab in self._slabs:
             route = slab.route_from(reply.slab, reply.topology)
-            self._readers.append(SlabReader(slab.memory, route, stall_s=self._stall_s, tamper=self._tamper))
+            self._readers.append(SlabReader(slab.memory, route, stall_s=self._stall_s))
         self._receiving = asyncio.create_task(self._receive(self._connection), name="slab answers")
 
     async def aclose(self) -> None:
@@ -234,10 +232,6 @@ class SlabPeer:
     async def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
         """Pin these blocks for `ttl_s` seconds; returns how many are pinned. Raises PeerLost."""
         return (await self._request(Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), Done)).count
-
-    async def replicate(self, keys: Sequence[bytes], *, within_s: float) -> int:
-        """Have the server copy these to where placement wants them; returns the number of copies. Raises PeerLost."""
-        return (await self._request(Replicate(number=next(self._numbers), keys=list(keys)), Done, within_s)).count
 
     async def find_holders(self, keys: Sequence[bytes]) -> list[str]:
         """For each block the "host:port" of a worker that announced it, or "". Raises PeerLost."""

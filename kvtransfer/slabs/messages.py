@@ -13,7 +13,7 @@ answer repeats. Times are durations.
     ReleaseLease           ->    (no answer)
     PutBlocks              ->    (the server reads and verifies)   PutResult
     AnnounceBlocks         ->    (no answer)
-    Exists, Forget, Pin, Replicate, FindHolders, Describe -> ExistsResult | Done | HolderAddresses | Description
+    Exists, Forget, Pin, FindHolders, Describe -> ExistsResult | Done | HolderAddresses | Description
 
 Keys are opaque: clients derive them from a block's hash and everything its bytes depend on (model, dtype, codec).
 """
@@ -149,13 +149,6 @@ class Pin(_Message, frozen=True, tag="pin"):
     ttl_s: float
 
 
-class Replicate(_Message, frozen=True, tag="replicate"):
-    """Copy these blocks to every node where placement wants them, now. Answered by Done with the number of copies."""
-
-    number: int
-    keys: list[bytes]
-
-
 class AnnounceBlocks(_Message, frozen=True, tag="announce-blocks"):
     """The client's own slab has the `added` blocks from now on, readable at host:port, and no longer the `removed`
     ones.
@@ -218,12 +211,11 @@ ToServer = Union[
     Exists,
     Forget,
     Pin,
-    Replicate,
     AnnounceBlocks,
     FindHolders,
     Describe,
 ]
-Request = Union[AcquireLease, PutBlocks, Exists, Forget, Pin, Replicate, FindHolders, Describe]
+Request = Union[AcquireLease, PutBlocks, Exists, Forget, Pin, FindHolders, Describe]
 Answer = Union[LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Description, SlabRequestFailed]
 ToClient = Union[
     SlabWelcome,

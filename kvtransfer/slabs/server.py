@@ -6,7 +6,7 @@ its leases end, and a block that was being read from it is stored if all of it a
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +34,6 @@ from kvrelay.kvtransfer.slabs.messages import (
     PutBlocks,
     PutResult,
     ReleaseLease,
-    Replicate,
     Request,
     SlabHello,
     SlabRejected,
@@ -136,13 +135,10 @@ class SlabServer:
         lease_s: float = 10.0,
         stall_s: float = 2.0,
         tls: ClusterTls | None = None,
-        replicate: Callable[[Sequence[bytes]], Awaitable[int]] | None = None,
     ) -> None:
-        """`replicate`: copies blocks to where placement wants them, and returns how many copies it made."""
         self._slab, self._delegate, self._host = slab, delegate, host
         self._lease_s, self._stall_s = lease_s, stall_s
         self._server = plane.Server(self._serve, secret, tls=tls)
-        self._replicate = replicate
         self._clients: set[_Client] = set()
         self.port = 0
         self.num_expired = 0
@@ -184,10 +180,6 @@ class SlabServer:
     @property
     def delegate(self) -> SlabDelegate:
         return self._delegate
-
-    async def replicate(self, keys: Sequence[bytes]) -> int:
-        """How many copies were made."""
-        return 0 if self._replicate is None else await self._replicate(keys)
 
     @property
     def lease_s(self) -> float:
@@ -308,8 +300,6 @@ class _Client:
                 return Done(number=number, count=await delegate.forget(request.keys))
             case Pin():
                 return Done(number=number, count=delegate.pin(request.keys, request.ttl_s))
-            case Replicate():
-                return Done(number=number, count=await self._server.replicate(request.keys))
             case FindHolders():
                 return HolderAddresses(number=number, addresses=delegate.find_holders(request.keys))
 

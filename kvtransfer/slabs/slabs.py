@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,8 +138,8 @@ class StuckRead(TransportError):
 class _BlockArrival(ArrivingRead):
     """Verifies blocks one by one as they arrive, so that one corrupt block does not fail the others."""
 
-    def __init__(self, memory: KvMemory, pieces: Offsets, piece_bytes: int, expected: Checksums, tamper: Any) -> None:
-        super().__init__(memory, pieces, piece_bytes, expected, tamper=tamper)
+    def __init__(self, memory: KvMemory, pieces: Offsets, piece_bytes: int, expected: Checksums) -> None:
+        super().__init__(memory, pieces, piece_bytes, expected)
         self.is_wrong: NDArray[np.bool_] = np.zeros(len(pieces), dtype=np.bool_)
 
     def settle(self, receipt: Receipt) -> None:
@@ -156,8 +155,8 @@ class _BlockArrival(ArrivingRead):
 class SlabReader:
     """Reads blocks from one slab into another over the best path that works."""
 
-    def __init__(self, memory: KvMemory, route: Route, *, stall_s: float, tamper: Any = None) -> None:
-        self._memory, self.route, self._stall_s, self._tamper = memory, route, stall_s, tamper
+    def __init__(self, memory: KvMemory, route: Route, *, stall_s: float) -> None:
+        self._memory, self.route, self._stall_s = memory, route, stall_s
         self.num_bytes = 0
         self.seconds = 0.0
 
@@ -188,7 +187,7 @@ class SlabReader:
             try:
                 async with asyncio.timeout(self._stall_s):
                     reader = await self.route.reader(name)
-                arrival = _BlockArrival(self._memory, targets[:, None], num_bytes, expected, self._tamper)
+                arrival = _BlockArrival(self._memory, targets[:, None], num_bytes, expected)
                 await self._run(name, reader, copies, arrival)
                 return [not wrong for wrong in arrival.is_wrong.tolist()]
             except StuckRead as error:

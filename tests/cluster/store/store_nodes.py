@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 
+from kvrelay.cluster.store.client import ClientOptions
 from kvrelay.cluster.store.process import spawn_store
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
@@ -87,16 +88,10 @@ class Nodes:
         self.processes[name].process.send_signal(number)
 
     def client(self, block_bytes=BLOCK, namespace=b"n" * 16, **options):
-        options = {"answer_s": 5.0, "stall_s": 5.0, "num_replicas": self.num_replicas} | options
-        store = RemoteStore(
-            block_bytes,
-            namespace,
-            SECRET,
-            worker_id="w",
-            host="127.0.0.1",
-            nodes=list(self.addresses.values()),
-            **options,
-        )
+        own = {name: options.pop(name) for name in ("codec", "memory") if name in options}
+        options = {"secret": SECRET, "answer_s": 5.0, "stall_s": 5.0, "num_replicas": self.num_replicas} | options
+        links = ClientOptions(worker_id="w", host="127.0.0.1", **options)
+        store = RemoteStore(block_bytes, namespace, links, nodes=list(self.addresses.values()), **own)
         store.start()
         self._clients.append(store)
         return store

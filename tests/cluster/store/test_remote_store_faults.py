@@ -162,7 +162,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(make_nodes):
         "import sys\n"
         "from tests.cluster.store.store_nodes import *\n"
         "from kvrelay.kvcache.stores.placement import StoreAddress\n"
-        f"store = RemoteStore(BLOCK, b'n' * 16, SECRET, worker_id='w', host='127.0.0.1', num_replicas=1,\n"
+        f"store = RemoteStore(BLOCK, b'n' * 16, ClientOptions(SECRET, 'w', '127.0.0.1', num_replicas=1),\n"
         f"    nodes=[StoreAddress('a', '127.0.0.1', {service.server.port}, 1)])\n"
         "store.start()\n"
         "print('ready', flush=True)\n"

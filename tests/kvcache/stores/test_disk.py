@@ -3,9 +3,9 @@ folders.
 """
 
 import logging
-import re
 import mmap
 import os
+import re
 import threading
 
 import numpy as np
