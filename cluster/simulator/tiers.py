@@ -14,15 +14,14 @@ from kvrelay.cluster.simulator.resources.network import Flow, Network
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.eviction.policies import make_policy
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency, run
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import TierRules
+from kvrelay.kvcache.tiers.controller import MAX_BYTES, TierController
+from kvrelay.kvcache.tiers.rules import host_index, tier_rules
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
@@ -350,30 +349,14 @@ def make_tiers(
         made[name] = kind(clock, time, num_threads, queue, woken)
         return made[name]
 
-    share = cache.tenant_share
-    index = TierIndex(
-        num_rows,
-        make_policy(cache.eviction_policy, num_rows),
-        quotas={"": None},
-        default_quota=max(1, int(share * num_rows)) if share < 1 else None,
-        keep_changes=True,
-    )
-    rules = TierRules(
-        write=cache.write_policy,
-        write_after_hits=cache.write_after_hits,
-        prefetch=cache.prefetch,
-        prefetch_timeout_s=cache.prefetch_timeout_s,
-        is_checked=False,
-        block_tokens=profile.block_size,
-    )
+    rules = tier_rules(cache, is_checked=False, block_tokens=profile.block_size)
     tiers = TierController(
         pool,
         SimulatedSlab(num_rows, block_bytes),
-        index,
+        host_index(cache, num_rows),
         [store] if store is not None else [],
         rules,
-        num_threads=cache.io_threads,
-        max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes),
+        max_bytes=max(MAX_BYTES, LEAST_UNDER_WAY * block_bytes),
         wake=wake,
         clock=time.now_s,
         make_threads=make_threads,
@@ -384,4 +367,4 @@ def make_tiers(
     if store is not None:
         transfers.store, transfers.lookup_s = store, 2 * message_s
     tiers.start()
-    return SimulatedTiers(LowerTiers(tiers, profile.block_size, FrequencySketch(4 * pool.num_blocks)), copies, store)
+    return SimulatedTiers(LowerTiers(tiers, profile.block_size), copies, store)

@@ -53,9 +53,7 @@ class StoreService:
             clock=clock,
         )
         self._slab = SharedSlab(self._memory, secret, host, transport=transport, transports=transports)
-        self.repair = Repairer(
-            self.node, self._peer, num_replicas=settings.replicas, bytes_per_s=settings.repair_rate_bytes
-        )
+        self.repair = Repairer(self.node, self._peer, num_replicas=settings.replicas)
         self.server = SlabServer(self._slab, self.node, secret, host, lease_s=lease_s, stall_s=stall_s, tls=tls)
 
     def _peer(self, address: StoreAddress) -> SlabPeer:

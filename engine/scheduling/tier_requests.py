@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Sequence
 
 from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -18,10 +17,10 @@ from kvrelay.types import BlockHash, BlockId
 
 
 class LowerTiers:
-    """The lower tiers of one engine, for its sequences. matches: how often prefixes were matched recently."""
+    """The lower tiers of one engine, for its sequences."""
 
-    def __init__(self, controller: TierController, block_size: int, matches: FrequencySketch) -> None:
-        self.controller, self._block_size, self._matches = controller, block_size, matches
+    def __init__(self, controller: TierController, block_size: int) -> None:
+        self.controller, self._block_size = controller, block_size
         self.hit_tokens = 0
 
     # ---- while a sequence is queued
@@ -61,15 +60,15 @@ class LowerTiers:
         self.hit_tokens += len(blocks) * self._block_size
 
     def admitted(self, seq: Seq, num_in_pool: int) -> None:
-        """`seq` has its blocks. The first were in the pool, and are saved if they are matched often."""
+        """`seq` has its blocks. The first were in the pool, and under "selective" are saved."""
         controller, rules, hints = self.controller, self.controller.rules, seq.request.hints
         controller.end_fetch(seq.request_id)
         hashes = self._usable(seq)
         controller.used(hashes[: num_in_pool + seq.num_loaded_blocks], hints.priority, keep=hints.keep)
         if not hints.keep or rules.write != "selective":
             return
-        often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= rules.write_after_hits]
-        controller.save([IndexedBlock(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
+        found = zip(hashes[:num_in_pool], seq.blocks, strict=False)
+        controller.save([IndexedBlock(one, BlockId(b), self._meta(seq, hashes, i)) for i, (one, b) in enumerate(found)])
 
     def filled(self, seq: Seq, first: int, end: int) -> None:
         """Its blocks first .. end - 1 are full and registered in the prefix cache."""

@@ -22,8 +22,6 @@ from kvrelay.engine.worker.sizing import EngineSizes, engine_sizes
 from kvrelay.kernels.common.quant_scheme import scheme_of
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.eviction.policies import make_policy
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
-from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.storage import DTYPES
 from kvrelay.kvcache.memory.swap import SwapArea
@@ -34,7 +32,7 @@ from kvrelay.kvcache.stores.namespace import Namespace, namespace_of
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import TierRules
+from kvrelay.kvcache.tiers.rules import host_index, tier_rules
 from kvrelay.machine import free_host_bytes, physical_cores
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.settings.choices import ChecksMode
@@ -146,28 +144,12 @@ def make_lower_tiers(
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
     slab = HostSlab(memory, settings.host_bytes)
-    share = settings.tenant_share
-    index = TierIndex(
-        slab.num_rows,
-        make_policy(settings.eviction_policy, slab.num_rows),
-        quotas={"": None},
-        default_quota=max(1, int(share * slab.num_rows)) if share < 1 else None,
-        keep_changes=True,
-    )
-    rules = TierRules(
-        write=settings.write_policy,
-        write_after_hits=settings.write_after_hits,
-        prefetch=settings.prefetch,
-        prefetch_timeout_s=settings.prefetch_timeout_s,
-        is_checked=checks != "off",
-        block_tokens=memory.layout.block_size,
-    )
-    tiers = TierController(
-        pool, slab, index, make_stores(memory, slab, settings, namespace, cluster_store), rules,
-        num_threads=settings.io_threads, max_bytes=settings.inflight_bytes, wake=wake, clock=time.monotonic,
-    )  # fmt: skip
+    rules = tier_rules(settings, is_checked=checks != "off", block_tokens=memory.layout.block_size)
+    stores = make_stores(memory, slab, settings, namespace, cluster_store)
+    index = host_index(settings, slab.num_rows)
+    tiers = TierController(pool, slab, index, stores, rules, wake=wake, clock=time.monotonic)
     tiers.start()
-    return LowerTiers(tiers, memory.layout.block_size, FrequencySketch(4 * pool.num_blocks))
+    return LowerTiers(tiers, memory.layout.block_size)
 
 
 def make_swap_area(

@@ -22,6 +22,8 @@ from kvrelay.plane.messages import TierLoad
 from kvrelay.types import BlockHash, BlockId
 
 _MAX_JOBS = 1024
+MAX_BYTES = 256 << 20  # under way: keeps a fast disk busy, and is little beside a host tier
+_STORE_THREADS = 2  # one reads while another writes, or waits for a remote store
 _SPARE_SHARE = 8  # write-back begins when less than an eighth of the pool is free
 _WRITE_BACK_PAUSE = 20  # write-back looks for blocks to save for a twentieth of the time at most
 
@@ -41,8 +43,7 @@ class TierController:
         stores: Sequence[BlockStore],
         rules: TierRules,
         *,
-        num_threads: int,
-        max_bytes: int,
+        max_bytes: int = MAX_BYTES,
         wake: Callable[[], None],
         clock: Callable[[], float],
         make_threads: MakeThreads = IoThreads,
@@ -52,7 +53,6 @@ class TierController:
         Args:
             slab, index: the host tier's memory, and its empty index of as many rows.
             stores: below the host tier, nearest first; not started.
-            num_threads: that call the stores.
             max_bytes: under way at once, of copies within memory and of calls of the stores each.
             wake: called from I/O threads when `poll` has something to do.
             clock: seconds, monotonic.
@@ -62,7 +62,7 @@ class TierController:
         self._pool, self._stores = pool, stores
         self._sharing_stores = [store for store in stores if isinstance(store, SharingStore)]
         self._copies = make_threads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
-        self._io = make_threads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
+        self._io = make_threads("kv-store", _STORE_THREADS, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._offload = Offload(self.host, stores, self._io, is_checked=rules.is_checked)
         self._saves = HostSaves(pool, self.host, self._offload, self._copies, rules, self.stats)
         self._loads = HostLoads(self.host, self._copies, self.stats, is_checked=rules.is_checked)

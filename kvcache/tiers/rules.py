@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
+from kvrelay.kvcache.eviction.policies import make_policy
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.settings.cache import CacheSettings
 from kvrelay.types import BlockHash, BlockId
 
+PREFETCH_TIMEOUT_S = 2.0  # under "timeout": longer than a disk or a store in the same network takes for a long prompt
 WAIT_LIMIT_S = 60.0  # for a request that waits for all of its blocks: a store that hangs must not block it for ever
 
 
@@ -13,9 +17,8 @@ class TierRules:
     """The settings that govern the tiers (see CacheSettings)."""
 
     write: str = "write-through"
-    write_after_hits: int = 1
     prefetch: str = "timeout"
-    prefetch_timeout_s: float = 2.0
+    prefetch_timeout_s: float = PREFETCH_TIMEOUT_S
     is_checked: bool = True  # verify checksums
     block_tokens: int = 16
 
@@ -23,6 +26,18 @@ class TierRules:
     def longest_wait_s(self) -> float:
         """How long a request waits for its blocks at most."""
         return {"best-effort": 0.0, "wait": WAIT_LIMIT_S}.get(self.prefetch, self.prefetch_timeout_s)
+
+
+def tier_rules(cache: CacheSettings, *, is_checked: bool, block_tokens: int) -> TierRules:
+    """The rules that the settings ask for."""
+    return TierRules(cache.write_policy, cache.prefetch, is_checked=is_checked, block_tokens=block_tokens)
+
+
+def host_index(cache: CacheSettings, num_rows: int) -> TierIndex:
+    """The empty index of a host tier of `num_rows` rows."""
+    quota = max(1, int(cache.tenant_share * num_rows)) if cache.tenant_share < 1 else None
+    policy = make_policy(cache.eviction_policy, num_rows)
+    return TierIndex(num_rows, policy, quotas={"": None}, default_quota=quota, keep_changes=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ class CacheSettings(Section):
     )
     write_policy: WritePolicy = setting(
         "write-through",
-        "When a block is written to the lower tier: write-through (once it is full), selective (after write_after_hits "
-        "hits), write-back (on eviction).",
+        "When a block is written to the lower tier: write-through (once it is full), selective (after a "
+        "hit), write-back (on eviction).",
     )
-    write_after_hits: int = setting(1, "Prefix-cache hits after which `selective` writes a block.", unit="hits", ge=1)
     compression: Compression = setting(
         "none", "Of blocks on disk and in remote stores; int8 and fp8 quantise them, which may change tokens."
     )
@@ -33,18 +32,11 @@ class CacheSettings(Section):
         "timeout",
         "What a queued request does about blocks on disk or in a remote store: best-effort (starts with what has "
         "arrived), "
-        "wait (for all, even where computing is quicker), timeout (waits at most prefetch_timeout_s), off.",
+        "wait (for all, even where computing is quicker), timeout (waits at most 2 s), off.",
     )
-    prefetch_timeout_s: float = setting(2.0, "Longest wait for blocks from disk or a remote store.", unit="s", gt=0)
-    inflight: Size = setting("256MiB", "Most bytes in flight between a worker's tiers.")
-    io_threads: int = setting(2, "Threads that copy blocks between a worker's tiers.", unit="threads", ge=1, le=64)
     tenant_share: float = setting(
         1.0, "Largest share of a worker's host tier, and of its disk tier, for blocks of one cache_salt.", gt=0, le=1
     )
-
-    @property
-    def inflight_bytes(self) -> int:
-        return parse_bytes(self.inflight)
 
     @property
     def is_shared(self) -> bool:
@@ -76,9 +68,6 @@ class StoreSettings(Section):
     tenant_quota: Size | None = setting(
         None, "Most memory for blocks of one cache_salt on each machine; default: no limit."
     )
-    repair_rate: Size = setting(
-        "256MiB", "Most bytes per second that a node copies to others when nodes join or leave.", unit="per s"
-    )
 
     @property
     def memory_bytes(self) -> int:
@@ -91,7 +80,3 @@ class StoreSettings(Section):
     @property
     def tenant_quota_bytes(self) -> int | None:
         return None if self.tenant_quota is None else parse_bytes(self.tenant_quota)
-
-    @property
-    def repair_rate_bytes(self) -> int:
-        return parse_bytes(self.repair_rate)

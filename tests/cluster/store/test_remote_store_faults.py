@@ -59,7 +59,7 @@ def kill(nodes, name):
 
 
 def test_nodes_killed_during_puts_gets_and_repair_lose_nothing_that_has_another_copy(make_nodes):
-    nodes = make_nodes(num_replicas=2, memory="32MiB", repair_rate="8MiB")
+    nodes = make_nodes(num_replicas=2, memory="32MiB")
     nodes.process("a", "b", "c", "d")
     store, hashes = nodes.client(), hashes_of(64)
     assert put(store, hashes) == [True] * 64

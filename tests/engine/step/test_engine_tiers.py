@@ -159,7 +159,7 @@ def test_each_write_policy_under_pressure_gives_the_same_tokens(drive, oracle, w
 
 
 def test_selective_saves_what_was_matched_and_nothing_else(drive):
-    it = drive(write_policy="selective", write_after_hits=1)
+    it = drive(write_policy="selective")
     once, twice = prompt_of(48, 1), prompt_of(48, 2)
     it.run(once)
     it.run(twice)

@@ -135,7 +135,7 @@ def test_what_is_not_to_be_kept_is_kept_nowhere(drive, tmp_path, write):  # noqa
 
 def test_a_request_that_is_not_kept_does_not_have_others_blocks_saved(drive):  # noqa: F811
     """Under `selective` a match is a vote for saving; this request will not come again."""
-    it, prompt = drive(write_policy="selective", write_after_hits=1), prompt_of(64)
+    it, prompt = drive(write_policy="selective"), prompt_of(64)
     it.run(prompt)
     it.run(prompt, "once", hints=KvHints(keep=False))
     it.settle()

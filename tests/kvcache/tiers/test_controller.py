@@ -78,7 +78,7 @@ class World:
         self.woken = threading.Semaphore(0)
         self.tiers = TierController(
             self.pool, self.slab, TierIndex(slots, Lru(), keep_changes=True), list(stores), TierRules(**rules),
-            num_threads=2, max_bytes=1 << 20, wake=self.woken.release, clock=clock,
+            max_bytes=1 << 20, wake=self.woken.release, clock=clock,
         )  # fmt: skip
         self.tiers.start()
 

@@ -243,9 +243,9 @@ class Life:
         self.index = TierIndex(SLOTS, Lru(), quotas=quotas, pin_limit=3, keep_changes=True)
         self.slab = FakeSlab(self.pool, self.index)
         self.stores = [FakeStore("near", 6), FakeStore("far", 40)]
-        self.rules = TierRules(write, 1, prefetch, 2.0, is_checked, SIZE)
+        self.rules = TierRules(write, prefetch, 2.0, is_checked, SIZE)
         self.tiers = TierController(
-            self.pool, self.slab, self.index, self.stores, self.rules, num_threads=2, max_bytes=1,
+            self.pool, self.slab, self.index, self.stores, self.rules, max_bytes=1,
             wake=lambda: None, clock=lambda: self.now_s, make_threads=InlineThreads,
         )  # fmt: skip
         self.tiers.start()
