@@ -17,8 +17,7 @@ from kvrelay.router.fleet.compatibility import IncompatiblePairs
 from kvrelay.router.fleet.ledger import Assignment, Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.objectives import Prediction
-from kvrelay.router.policies.base import RoutingPolicy, WorkerTable
-from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.registry import build_policy
 from kvrelay.router.slo.admission import refusal_message
 from kvrelay.router.slo.candidate_choice import choose_candidate

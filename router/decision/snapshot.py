@@ -20,6 +20,7 @@ from kvrelay.router.fleet.ledger import Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
+    CostModel,
     Floats,
     Ints,
     RoutingContext,
@@ -28,7 +29,6 @@ from kvrelay.router.policies.base import (
     select_rows,
 )
 from kvrelay.router.policies.cost import CommonCost, prefix_sources
-from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.types import (
     TERM_NAMES,
     TTFT_TERMS,

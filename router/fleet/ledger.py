@@ -14,7 +14,7 @@ import numpy as np
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.fleet.account import PREFILL_RATE, Columns, WorkerAccount
 from kvrelay.router.fleet.compatibility import IncompatiblePairs, unpaired_workers
-from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.base import CostModel
 from kvrelay.router.types import Decision
 from kvrelay.types import Role
 

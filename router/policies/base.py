@@ -5,14 +5,16 @@ is in the columns (`turn`: when a worker was last chosen); randomness comes from
 a decision can be reproduced from its inputs, and the simulator runs the same code.
 """
 
+import difflib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.errors import ConfigError
 from kvrelay.router.types import Candidate, RouteRequest
 
 Ints = NDArray[np.int64]
@@ -24,6 +26,55 @@ MAX_CANDIDATES = 16
 
 Options = dict[str, Any]
 """A policy's own settings, as in `router.policy_options`; unknown names and wrong types raise ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Weights of the cost terms, and the speeds that are assumed of a worker before its first measurement."""
+
+    default_prefill_tokens_per_s: float = 2000.0
+    default_decode_step_s: float = 0.03
+    default_kv_bytes_per_s: float = 4e9  # between processes of one host
+    tier_bytes_per_s: float = 2e9  # from a worker's lower tiers into its pool
+    other_node_share: float = 0.25  # of a bandwidth, between hosts
+    unhidden_share: float = 0.05  # of a transfer, even under a long prefill: its last layers
+    handoff_s: float = 0.002
+    decode_load_weight: float = 0.1  # of a step, per sequence on the decode worker
+    stall_weight: float = 0.1  # of the prefill's time, per sequence that it stalls
+    next_stall_weight: float = 1.0  # of the prefill's time, for the sequences that will arrive during it
+    max_pressure: float = 8.0  # seconds of harm to queued requests per second of prefill, at most
+    missed_s: float = 8.0  # cost of one missed target
+    ttft_s: float = 5.0  # default TTFT target
+    tpot_s: float = 0.1  # default TPOT target
+    expected_output_tokens: int = 256  # mean output, and the most that a request is charged blocks for in advance
+    local_prefill_tokens: int = 32  # up to so many uncached tokens fit beside a decode step without stalling it
+
+
+class PolicyOptions(BaseModel):
+    """Options of one policy: unknown names and wrong types are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Model = TypeVar("Model", bound=PolicyOptions)
+
+
+def parse_options(model: type[Model], policy: str, options: Options) -> Model:
+    """The options with their defaults. Raises ConfigError, which names the first invalid one."""
+    try:
+        return model.model_validate(options)
+    except ValidationError as error:
+        raise ConfigError(f"router.policy_options of {policy}: {_first_problem(error, model)}") from error
+
+
+def _first_problem(error: ValidationError, model: type[PolicyOptions]) -> str:
+    problem = error.errors(include_url=False)[0]
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] != "extra_forbidden":
+        return f"{name}: {problem['msg']}"
+    near = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(model.model_fields) or 'none'}"
+    return f"there is no option {name}; {hint}"
 
 
 @dataclass(slots=True, eq=False)

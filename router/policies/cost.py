@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.router.policies.base import Bools, Floats, Ints, RoutingContext, WorkerTable, any_of, only
-from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.base import Bools, CostModel, Floats, Ints, RoutingContext, WorkerTable, any_of, only
 from kvrelay.router.types import TERM_NAMES, RouteRequest
 
 HANDOFF, TRANSFER, STALL = (TERM_NAMES.index(name) for name in ("handoff", "transfer", "stall"))

@@ -23,18 +23,19 @@ from pydantic import Field
 
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
+    CostModel,
     Floats,
     Ints,
     Options,
+    PolicyOptions,
     RoutingContext,
     RoutingPolicy,
     WorkerTable,
     cheapest,
+    parse_options,
     whole_units,
 )
 from kvrelay.router.policies.cost import COMPUTE, PRESSURE, STALL, CommonCost, Rows, targets
-from kvrelay.router.policies.cost_model import CostModel
-from kvrelay.router.policies.options import PolicyOptions, parse_options
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6

@@ -4,14 +4,9 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.policies.base import RoutingPolicy
-from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.base import CostModel, RoutingPolicy
 from kvrelay.router.policies.joint import Joint
-from kvrelay.router.policies.least_loaded import LeastLoaded
-from kvrelay.router.policies.power_of_two import PowerOfTwo
-from kvrelay.router.policies.prefix_affinity import PrefixAffinity
-from kvrelay.router.policies.round_robin import RoundRobin
-from kvrelay.router.policies.session import Session
+from kvrelay.router.policies.selection import LeastLoaded, PowerOfTwo, PrefixAffinity, RoundRobin, Session
 from kvrelay.settings.router import RouterSettings
 
 POLICIES: dict[str, type[RoutingPolicy]] = {

@@ -1,17 +1,28 @@
-"""What several policies share: random numbers from one draw, the best rows of a table, and candidates made of two
-rankings.
-
-Pure: no torch, Ray, sockets, clock or random source.
+"""Policies that choose each role's worker on its own, and what they share: random numbers from one draw, the best rows
+of a table, and candidates made of two rankings. Pure: no torch, Ray, sockets, clock or random source.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from hashlib import blake2b
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from kvrelay.router.policies.base import MAX_CANDIDATES, Floats, Ints, RoutingContext, RoutingPolicy, WorkerTable
+from kvrelay.router.policies.base import (
+    MAX_CANDIDATES,
+    Floats,
+    Ints,
+    Options,
+    PolicyOptions,
+    RoutingContext,
+    RoutingPolicy,
+    WorkerTable,
+    parse_options,
+)
 from kvrelay.router.types import Candidate
 
 Words = NDArray[np.uint64]
@@ -89,24 +100,10 @@ def pairs(prefill: RankedRows, decode: RankedRows) -> list[Candidate]:
     return candidates
 
 
-def local_candidates(decode: RankedRows) -> list[Candidate]:
-    """Decode workers that compute the prompt themselves."""
-    listed = zip(decode.rows, decode.scores.tolist(), decode.parts.tolist(), strict=True)
-    return [Candidate(None, row, score, tuple(parts)) for row, score, parts in listed]
-
-
-def prefill_only(prefill: RankedRows) -> list[Candidate]:
-    """Prefill workers alone, for requests of a single token."""
-    listed = zip(prefill.rows, prefill.scores.tolist(), prefill.parts.tolist(), strict=True)
-    return [Candidate(row, None, score, tuple(parts)) for row, score, parts in listed]
-
-
-def uncached(context: RoutingContext, table: WorkerTable, cached: Ints) -> Ints:
-    """Tokens that each worker would compute: at least the last one, whose logits give the first output token."""
-    num_tokens = context.request.num_tokens
-    usable = (num_tokens - 1) // table.block_size * table.block_size
-    computed: Ints = num_tokens - np.minimum(cached, usable)
-    return computed
+def single(ranked: RankedRows, *, is_local: bool) -> list[Candidate]:
+    """Decode workers that compute the prompt themselves (`is_local`), or prefill workers alone, for a single token."""
+    listed = zip(ranked.rows, ranked.scores.tolist(), map(tuple, ranked.parts.tolist()), strict=True)
+    return [Candidate(None, row, *rest) if is_local else Candidate(row, None, *rest) for row, *rest in listed]
 
 
 def matched_share(context: RoutingContext, table: WorkerTable) -> Floats:
@@ -132,14 +129,203 @@ class IndependentChoice(RoutingPolicy):
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """See RoutingPolicy."""
         if must_be_local(context, prefills):
-            return local_candidates(self.rank_local(context, decodes)) if len(decodes) else []
+            return single(self.rank_local(context, decodes), is_local=True) if len(decodes) else []
         if not len(prefills) or (context.request.needs_decode and not len(decodes)):
             return []
         if not context.request.needs_decode:
-            return prefill_only(self.rank_prefill(context, prefills))
+            return single(self.rank_prefill(context, prefills), is_local=False)
         return pairs(self.rank_prefill(context, prefills), self.rank_decode(context, decodes))
 
 
 def must_be_local(context: RoutingContext, prefills: WorkerTable) -> bool:
     """Whether the request forces local prefill, or there are no prefill workers."""
     return context.request.force == "local" or (not len(prefills) and context.request.force != "remote")
+
+
+class RoundRobin(IndependentChoice):
+    """The least recently chosen worker, separately for each role.
+
+    Source: vLLM, examples/online_serving/disaggregated_serving/disagg_proxy_demo.py (commit 03a7284), `--roundrobin`:
+    one cycle over the prefill instances, one over the decode instances; Ray Serve LLM 2.60's default
+    (serve/experimental/round_robin_router.py).
+    """
+
+    name: ClassVar[str] = "round_robin"
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_turn", "decode_turn")
+
+    def __init__(self, options: Options) -> None:
+        parse_options(PolicyOptions, self.name, options)
+
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        return rank_rows(best_rows(table.turn, np.arange(len(table))), table.turn, (table.turn, 0.0))
+
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        return rank_rows(best_rows(table.turn, np.arange(len(table))), table.turn, (0.0, table.turn))
+
+
+class LeastLoadedOptions(PolicyOptions):
+    """by: the unit of a prefill worker's load; a decode worker's is its requests."""
+
+    by: Literal["tokens", "requests"] = "tokens"
+
+
+class LeastLoaded(IndependentChoice):
+    """The lowest load; ties go to the least recently chosen worker.
+
+    Source: vLLM's disagg_proxy_demo.py (as for RoundRobin), `LoadBalancedScheduler`, its default: the prefill instance
+    with the least prompt text, the decode instance with the fewest requests (`by: tokens`); Dynamo's router mode
+    `least-loaded`: the fewest requests in both pools (`by: requests`).
+    """
+
+    name: ClassVar[str] = "least_loaded"
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_load", "decode_load")
+
+    def __init__(self, options: Options) -> None:
+        self._by = parse_options(LeastLoadedOptions, self.name, options).by
+
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        load = table.queued_tokens if self._by == "tokens" else table.sequences
+        return rank_rows(best_rows(load, table.turn), load, (load, 0.0))
+
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        return rank_rows(best_rows(table.sequences, table.turn), table.sequences, (0.0, table.sequences))
+
+
+class PowerOfTwoOptions(PolicyOptions):
+    """by: the unit of a prefill worker's load; a decode worker's is its requests."""
+
+    by: Literal["requests", "tokens"] = "requests"
+
+
+class PowerOfTwo(IndependentChoice):
+    """Random pairs of workers, one after the other; of each pair the less loaded first.
+
+    Source: Ray 2.60, serve/_private/request_router/pow_2_router.py: two replicas at random, the one with fewer ongoing
+    requests, the first on a tie; when neither accepts, two others. SGLang's policy of that name compares tokens where
+    it knows them.
+    """
+
+    name: ClassVar[str] = "power_of_two"
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_position", "decode_position")
+
+    def __init__(self, options: Options) -> None:
+        self._by = parse_options(PowerOfTwoOptions, self.name, options).by
+
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        load = table.queued_tokens if self._by == "tokens" else table.sequences
+        rows = two_by_two(context, load, PREFILL_STREAM)
+        position = positions(rows, len(table))
+        return rank_rows(rows, position, (position, 0.0))
+
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows = two_by_two(context, table.sequences, DECODE_STREAM)
+        position = positions(rows, len(table))
+        return rank_rows(rows, position, (0.0, position))
+
+
+def two_by_two(context: RoutingContext, load: Ints, stream: int) -> Ints:
+    """Rows in random order, of each two the less loaded first."""
+    keys = draws(context.draw, len(load), stream)
+    rows = best_rows(keys, keys)
+    whole = len(rows) // 2 * 2
+    first, second = rows[:whole:2], rows[1:whole:2]
+    is_swapped = load[second] < load[first]
+    rows[:whole:2], rows[1:whole:2] = np.where(is_swapped, second, first), np.where(is_swapped, first, second)
+    return rows
+
+
+def positions(rows: Ints, count: int) -> Floats:
+    """The position in `rows` of each of `count` rows of a table; infinite for those that are not in it."""
+    position = np.full(count, np.inf)
+    position[rows] = np.arange(len(rows))
+    return position
+
+
+class PrefixAffinityOptions(PolicyOptions):
+    """imbalanced_threshold: requests between the most and the least loaded worker. match_rate_threshold: share of the
+    prompt.
+    """
+
+    imbalanced_threshold: float = Field(float("inf"), ge=0)
+    match_rate_threshold: float = Field(0.1, ge=0, le=1)
+
+
+class PrefixAffinity(IndependentChoice):
+    """The longest prefix; ties go to the worker with the fewest requests.
+
+    Source: Ray 2.60, llm/_internal/serve/routing_policies/prefix_aware/prefix_aware_router.py, with its defaults: any
+    load counts as balanced (no threshold); a match of less than 10 % is none, and then the replica with the smallest
+    part of the prefix tree is taken. Prefill and decode are deployments with a router each, so the rule holds for both.
+    Ray's tree holds the text of all prompts that this router has sent anywhere; here the prefix index answers
+    (`WorkerTable.expected`).
+    """
+
+    name: ClassVar[str] = "prefix_affinity"
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_matched", "prefill_requests", "decode_matched", "decode_requests")
+
+    def __init__(self, options: Options) -> None:
+        self._options = parse_options(PrefixAffinityOptions, self.name, options)
+
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows, score = self._order(context, table, PREFILL_STREAM)
+        return rank_rows(rows, score, (matched_share(context, table), table.sequences, 0.0, 0.0))
+
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows, score = self._order(context, table, DECODE_STREAM)
+        return rank_rows(rows, score, (0.0, 0.0, matched_share(context, table), table.sequences))
+
+    def _order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Floats | Ints]:
+        """The best rows, best first, and the score that orders them: a random position, minus the share matched, or the
+        turn.
+        """
+        load = table.sequences
+        if load.max() - load.min() > self._options.imbalanced_threshold:
+            rows = two_by_two(context, load, stream)
+            return rows, positions(rows, len(table))
+        matched = matched_share(context, table)
+        if matched.max() < self._options.match_rate_threshold:
+            return best_rows(table.turn, load), table.turn
+        return best_rows(-matched, load), -matched
+
+
+class Session(IndependentChoice):
+    """The workers of the session's earlier requests, as long as the set of workers does not change.
+
+    Source: Ray 2.60, serve/experimental/consistent_hash_router.py: a session's hash on a ring of the replicas' hashes;
+    a request without a session is hashed by its own id; the next replicas on the ring when the first does not accept.
+    Here the worker with the lowest hash of (worker, session) wins (rendezvous hashing, Thaler and Ravishankar 1998): as
+    evenly spread as a ring of many points, as few sessions moved when a worker comes or goes, and no state between two
+    calls.
+    """
+
+    name: ClassVar[str] = "session"
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_distance", "decode_distance")
+
+    def __init__(self, options: Options) -> None:
+        parse_options(PolicyOptions, self.name, options)
+
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows, distance = _by_distance(context, table)
+        return rank_rows(rows, distance, (distance, 0.0))
+
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows, distance = _by_distance(context, table)
+        return rank_rows(rows, distance, (0.0, distance))
+
+
+def _by_distance(context: RoutingContext, table: WorkerTable) -> tuple[Ints, Floats]:
+    """The nearest rows by a hash of each worker with the session, and all distances."""
+    key = np.uint64(_hashed("session:" + (context.request.session or context.request.request_id)))
+    words = mixed(np.fromiter(map(_hashed_name, table.names), np.uint64, len(table)) ^ key)
+    distance = unit(words)
+    return best_rows(distance, words), distance
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1 << 16)
+def _hashed_name(name: str) -> int:
+    """A worker's hash: the same for every router and after every restart."""
+    return _hashed("worker:" + name)

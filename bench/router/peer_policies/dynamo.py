@@ -16,8 +16,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.base import Floats, Options, PolicyOptions, RoutingContext, WorkerTable, parse_options
 from kvrelay.router.policies.selection import (
     DECODE_STREAM,
     PREFILL_STREAM,

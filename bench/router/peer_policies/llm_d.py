@@ -23,11 +23,12 @@ from kvrelay.router.policies.base import (
     Floats,
     Ints,
     Options,
+    PolicyOptions,
     RoutingContext,
     RoutingPolicy,
     WorkerTable,
+    parse_options,
 )
-from kvrelay.router.policies.options import PolicyOptions, parse_options
 from kvrelay.router.policies.selection import (
     DECODE_STREAM,
     PAIRED_ROWS,
@@ -35,10 +36,9 @@ from kvrelay.router.policies.selection import (
     RankedRows,
     best_rows,
     draws,
-    local_candidates,
     must_be_local,
-    prefill_only,
     rank_rows,
+    single,
 )
 from kvrelay.router.types import Candidate
 
@@ -75,11 +75,11 @@ class LlmD(RoutingPolicy):
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """See RoutingPolicy."""
         if must_be_local(context, prefills):
-            return local_candidates(self._decode(context, decodes)) if len(decodes) else []
+            return single(self._decode(context, decodes), is_local=True) if len(decodes) else []
         if not len(prefills) or (context.request.needs_decode and not len(decodes)):
             return []
         if not context.request.needs_decode:
-            return prefill_only(self._prefill(context, prefills))
+            return single(self._prefill(context, prefills), is_local=False)
         return self._staged(context, self._prefill(context, prefills), self._decode(context, decodes), decodes)
 
     def _staged(
@@ -91,7 +91,7 @@ class LlmD(RoutingPolicy):
         )
         each = max(PAIRED_ROWS, MAX_CANDIDATES // len(decode.rows))
         candidates = []
-        for own in local_candidates(decode):
+        for own in single(decode, is_local=True):
             if not is_remote[own.decode]:
                 candidates.append(own)
                 continue

@@ -16,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.options import PolicyOptions, parse_options
-from kvrelay.router.policies.selection import IndependentChoice, RankedRows, best_rows, rank_rows, uncached
+from bench.router.peer_policies.queue_plus_prefill import uncached
+from kvrelay.router.policies.base import Floats, Options, PolicyOptions, RoutingContext, WorkerTable, parse_options
+from kvrelay.router.policies.selection import IndependentChoice, RankedRows, best_rows, rank_rows
 from kvrelay.router.types import Candidate
 
 

@@ -6,11 +6,27 @@ charged `weight` times what it computes. Prefixes that are on their way to a wor
 
 from typing import ClassVar
 
+import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.options import PolicyOptions, parse_options
-from kvrelay.router.policies.selection import IndependentChoice, RankedRows, best_rows, rank_rows, uncached
+from kvrelay.router.policies.base import (
+    Floats,
+    Ints,
+    Options,
+    PolicyOptions,
+    RoutingContext,
+    WorkerTable,
+    parse_options,
+)
+from kvrelay.router.policies.selection import IndependentChoice, RankedRows, best_rows, rank_rows
+
+
+def uncached(context: RoutingContext, table: WorkerTable, cached: Ints) -> Ints:
+    """Tokens that each worker would compute: at least the last one, whose logits give the first output token."""
+    num_tokens = context.request.num_tokens
+    usable = (num_tokens - 1) // table.block_size * table.block_size
+    computed: Ints = num_tokens - np.minimum(cached, usable)
+    return computed
 
 
 class QueuePlusPrefillOptions(PolicyOptions):

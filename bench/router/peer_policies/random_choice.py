@@ -5,8 +5,7 @@ Source: what every load balancer has; Dynamo's router mode `random` and SGLang's
 
 from typing import ClassVar
 
-from kvrelay.router.policies.base import Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.base import Options, PolicyOptions, RoutingContext, WorkerTable, parse_options
 from kvrelay.router.policies.selection import (
     DECODE_STREAM,
     PREFILL_STREAM,

@@ -13,10 +13,24 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Floats, Ints, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.options import PolicyOptions, parse_options
-from kvrelay.router.policies.power_of_two import positions, two_by_two
-from kvrelay.router.policies.selection import DECODE_STREAM, IndependentChoice, RankedRows, best_rows, rank_rows
+from kvrelay.router.policies.base import (
+    Floats,
+    Ints,
+    Options,
+    PolicyOptions,
+    RoutingContext,
+    WorkerTable,
+    parse_options,
+)
+from kvrelay.router.policies.selection import (
+    DECODE_STREAM,
+    IndependentChoice,
+    RankedRows,
+    best_rows,
+    positions,
+    rank_rows,
+    two_by_two,
+)
 
 
 class SglangOptions(PolicyOptions):

@@ -12,9 +12,8 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
 from kvrelay.router.objectives import SloRequirement, SloTarget
-from kvrelay.router.policies.base import RoutingContext
+from kvrelay.router.policies.base import CostModel, RoutingContext
 from kvrelay.router.policies.cost import CommonCost, prefix_sources
-from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.joint import OWN_TERMS, Joint
 from kvrelay.router.types import TERM_NAMES
 from kvrelay.settings.router import RouterSettings

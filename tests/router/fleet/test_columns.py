@@ -11,8 +11,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.fleet.compatibility import compatible_sets
-from kvrelay.router.policies.base import RoutingPolicy, WorkerTable, cheapest, whole_units
-from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable, cheapest, whole_units
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.registry import POLICIES
 from kvrelay.router.types import TERM_NAMES, Candidate, Decision

@@ -8,16 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.policies.base import MAX_CANDIDATES, Candidate, RoutingContext, RoutingPolicy
-from kvrelay.router.policies.cost_model import CostModel
-from kvrelay.router.policies.least_loaded import LeastLoaded
-from kvrelay.router.policies.power_of_two import PowerOfTwo, two_by_two
-from kvrelay.router.policies.prefix_affinity import PrefixAffinity
+from kvrelay.router.policies.base import MAX_CANDIDATES, Candidate, CostModel, RoutingContext, RoutingPolicy
 from kvrelay.router.policies.registry import POLICIES as REGISTERED
 from kvrelay.router.policies.registry import build_policy
-from kvrelay.router.policies.round_robin import RoundRobin
-from kvrelay.router.policies.selection import best_rows, draws, unit
-from kvrelay.router.policies.session import Session
+from kvrelay.router.policies.selection import (
+    LeastLoaded,
+    PowerOfTwo,
+    PrefixAffinity,
+    RoundRobin,
+    Session,
+    best_rows,
+    draws,
+    two_by_two,
+    unit,
+)
 from kvrelay.router.types import RouteRequest
 from kvrelay.settings.router import RouterSettings
 from tests.router.policies.policy_cases import (
