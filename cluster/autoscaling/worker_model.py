@@ -23,7 +23,7 @@ from kvrelay.config import Settings
 from kvrelay.router.planning.planner import PlannerRules
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.types import PlanningTarget, WorkerModel
-from kvrelay.router.slo.online_fit import DurationFit, FitState
+from kvrelay.router.slo.learning import DurationFit, FitState
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Role
 

@@ -19,8 +19,7 @@ from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.objectives import Prediction
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.registry import build_policy
-from kvrelay.router.slo.admission import refusal_message
-from kvrelay.router.slo.candidate_choice import choose_candidate
+from kvrelay.router.slo.admission import choose_candidate, refusal_message
 from kvrelay.router.slo.forecast import Forecast
 from kvrelay.router.types import Decision, Deferred, Ranking, RouteRequest, RoutingRefusal, WorkerView
 from kvrelay.settings.router import RouterSettings, SloSettings

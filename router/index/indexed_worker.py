@@ -5,10 +5,12 @@ Owns no masks. Never imports torch, Ray, sockets or a clock.
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from kvrelay.hashing import HASH_BYTES
+from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 from kvrelay.router.index.hash_array import anywhere_bit, both_bits
 from kvrelay.router.index.holders import HolderIndex
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
@@ -18,6 +20,7 @@ RETRY_EVERY = 256
 """While a snapshot is awaited, it is requested again every so many events."""
 _REMEMBERED = 32  # removed hashes that an audit may sample
 _LENGTHS = frozenset([HASH_BYTES])
+_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class LearnedPrefixes:
@@ -65,6 +68,28 @@ class EventAction(enum.Enum):
     REQUEST_SNAPSHOT = "ask"  # ignore it, and request a snapshot
 
 
+@dataclass(slots=True)
+class AuditCounts:
+    """Hashes of one worker that were compared: `wrong` are claimed and not held, `missed` are held and not claimed."""
+
+    compared: int = 0
+    wrong: int = 0
+    missed: int = 0
+
+
+def draws(seed: int) -> Iterator[int]:
+    """Endless 64-bit random numbers, the same for the same seed.
+
+    Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    state = seed & _WORD
+    while True:
+        state = (state + _GOLDEN) & _WORD
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+        yield mixed ^ (mixed >> 31)
+
+
 class IndexedWorker:
     """One worker, in one of the index's rows.
 
@@ -73,6 +98,7 @@ class IndexedWorker:
 
     __slots__ = (
         "anywhere",
+        "audited",
         "both",
         "holders",
         "ignored",
@@ -103,6 +129,7 @@ class IndexedWorker:
         self.num_outdated = 0  # snapshots in a row that were outdated
         self.was_behind = False  # whether its last audit answer was older than the events applied
         self.num_blocks = 0
+        self.audited = AuditCounts()
         self.ingest: SnapshotIngest | None = None  # while a snapshot is being ingested
         self.recently_removed: deque[bytes] = deque(maxlen=_REMEMBERED)
 
@@ -224,3 +251,31 @@ class IndexedWorker:
         if self.ingest is not None:
             self.ingest.stop()
             self.ingest = None
+
+    # ---- audits
+
+    def audit_sample(self, seed: int, num_hashes: int) -> list[bytes]:
+        """Up to `num_hashes`: half that it is known to hold, half that it is not (other workers hold them, or it
+        removed them recently).
+        """
+        numbers, holders, own_bits = draws(seed), self.holders, self.both
+        num_claimed = num_hashes - num_hashes // 2
+        claimed = holders.sample(lambda mask: mask & own_bits != 0, self.num_blocks, num_claimed, numbers)
+        others = holders.sample(lambda mask: mask & own_bits == 0, len(holders), num_hashes, numbers)
+        unclaimed = (one for one in (*reversed(self.recently_removed), *others) if not holders.mask(one) & own_bits)
+        return [*dict.fromkeys(claimed), *islice(dict.fromkeys(unclaimed), num_hashes // 2)]
+
+    def compare(self, hashes: Sequence[bytes], tiers: Sequence[int]) -> tuple[int, int]:
+        """(wrong, missed): the index compared with the worker's answer, hash by hash; counted in `audited`."""
+        wrong = missed = 0
+        for block_hash, tier in zip(hashes, tiers, strict=False):
+            if tier == CHANGING:
+                continue
+            own_bits = self.holders.mask(block_hash) & self.both
+            claimed = IN_POOL if own_bits == self.both else BELOW_POOL if own_bits else NOWHERE
+            self.audited.compared += 1
+            wrong += claimed > tier
+            missed += claimed < tier
+        self.audited.wrong += wrong
+        self.audited.missed += missed
+        return wrong, missed

@@ -17,11 +17,9 @@ from functools import partial
 import numpy as np
 
 from kvrelay.hashing import distinct
-from kvrelay.router.index import audits
-from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
-from kvrelay.router.index.indexed_worker import RETRY_EVERY, EventAction, IndexedWorker, LearnedPrefixes
+from kvrelay.router.index.indexed_worker import RETRY_EVERY, AuditCounts, EventAction, IndexedWorker, LearnedPrefixes
 from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork, SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
@@ -52,7 +50,6 @@ class PrefixIndex:
         self._num_rows = 0  # rows are below this; a removed worker's is used again
         self._free_rows: set[int] = set()
         self._holders: dict[int, HolderIndex] = {}  # by stride
-        self._audits: dict[str, AuditCounts] = {}
         self._deferred = DeferredWork()
         self._routable: dict[int, int] = {}  # by stride: bits of the workers that are not STALE
 
@@ -84,7 +81,6 @@ class PrefixIndex:
         if member is None:
             return
         self._set_state(member, IndexState.STALE)
-        self._audits.pop(worker_id, None)
         self._learning.pop(worker_id, None)
         if member.num_blocks:
             self._deferred.add(partial(self._remove_blocks, member, member.clear()))
@@ -298,7 +294,7 @@ class PrefixIndex:
             return None
         if member.state is IndexState.STALE or member.ingest is not None:
             return []
-        return audits.sample(member, seed, num_hashes)
+        return member.audit_sample(seed, num_hashes)
 
     def apply_audit(self, worker_id: str, seq: int, hashes: Sequence[bytes], tiers: Sequence[int]) -> bool:
         """A worker's answer as of its event `seq`. False: the index differs, a snapshot is needed.
@@ -321,15 +317,11 @@ class PrefixIndex:
             self._set_state(member, IndexState.STALE)
             member.ignored = 1  # requested just now
             return False
-        found = audits.compare(member, hashes, tiers)
-        counts = self._audits.setdefault(worker_id, AuditCounts())
-        counts.compared += found.compared
-        counts.wrong += found.wrong
-        counts.missed += found.missed
-        if found.wrong:
+        wrong, missed = member.compare(hashes, tiers)
+        if wrong:
             self._set_state(member, IndexState.STALE)
             member.ignored = 1
-        elif found.missed and member.state is IndexState.EXACT:
+        elif missed and member.state is IndexState.EXACT:
             self._set_state(member, IndexState.DEGRADED)
         else:
             return True
@@ -343,7 +335,8 @@ class PrefixIndex:
 
     def audit_counts(self, worker_id: str) -> AuditCounts:
         """What audits of this worker have found since it was added."""
-        return self._audits.get(worker_id) or AuditCounts()
+        member = self._members.get(worker_id)
+        return AuditCounts() if member is None else member.audited
 
     # ---- queries
 

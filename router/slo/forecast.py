@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
 from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.objectives import Prediction
-from kvrelay.router.slo.calibration import Bias, Errors
-from kvrelay.router.slo.lifetimes import LengthDistribution
-from kvrelay.router.slo.online_fit import DurationFit
+from kvrelay.router.slo.learning import Bias, DurationFit, Errors, LengthDistribution
 from kvrelay.router.types import Decision, RouteRequest
 
 CONFIDENCE = 0.7

@@ -12,8 +12,8 @@ from kvrelay import metrics
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.slo.calibration import RATIO_BOUNDS
 from kvrelay.router.slo.forecast import Forecast
+from kvrelay.router.slo.learning import RATIO_BOUNDS
 from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Verdict, WorkerPair

@@ -16,8 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
-from kvrelay.router.index.audits import AuditCounts
-from kvrelay.router.index.indexed_worker import IndexedWorker
+from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker
 from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState

@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.plane.messages import KvSnapshot
 from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
-from kvrelay.router.slo.candidate_choice import MAX_TRIED, choose_candidate
+from kvrelay.router.slo.admission import MAX_TRIED, choose_candidate
 from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain
 from tests.router.slo.test_slo import Cluster, info, verdict, wants

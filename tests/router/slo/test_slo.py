@@ -11,10 +11,8 @@ from kvrelay.plane.messages import KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.admission import MAX_RETRY_S, judge
-from kvrelay.router.slo.calibration import WINDOW, Bias, Errors
 from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S
-from kvrelay.router.slo.lifetimes import LengthDistribution
-from kvrelay.router.slo.online_fit import HALF_LIFE_S, DurationFit
+from kvrelay.router.slo.learning import EVIDENCE_HALF_LIFE_S, WINDOW, Bias, DurationFit, Errors, LengthDistribution
 from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.serve.api.parameters import slo_of
 from kvrelay.serve.api.schemas import SloFields
@@ -133,7 +131,7 @@ def test_a_fit_without_evidence_is_its_prior_and_goes_back_to_it():
     for _ in range(20):
         fit.observe((1.0, 1000.0), 10.0, (0.0, 0.002), 0.0)
     assert fit.coefficients((0.0, 0.002), 0.0)[1] * 1000 > 4
-    assert fit.coefficients((0.0, 0.002), 40 * HALF_LIFE_S)[1] == pytest.approx(0.002, rel=0.01)
+    assert fit.coefficients((0.0, 0.002), 40 * EVIDENCE_HALF_LIFE_S)[1] == pytest.approx(0.002, rel=0.01)
 
 
 def test_no_cost_is_negative_whatever_is_observed():

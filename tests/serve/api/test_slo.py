@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.plane import messages as wire
 from kvrelay.router.slo.forecast import MIN_EVIDENCE
-from kvrelay.router.slo.online_fit import DurationFit
+from kvrelay.router.slo.learning import DurationFit
 from tests.serve.api.test_api import chat, complete, events
 from tests.serve.requests.test_dispatcher import first_with
 
