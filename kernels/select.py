@@ -84,7 +84,7 @@ def quantizes(name: Name = "auto", device: str = "auto") -> tuple[str, bool]:
 
 def _class_of(name: str) -> Any:
     if name == "cuda":
-        from kvrelay.kernels.cuda.capturing import CapturingCudaBackend
+        from kvrelay.kernels.cuda.graph_pieces import CapturingCudaBackend
 
         return CapturingCudaBackend
     if name == "cpu":

@@ -14,7 +14,8 @@ from torch import Tensor
 from bench.gpu.engines import seconds_of
 from bench.gpu.section import FA3_IS_BUILT, Context
 from kvrelay.kernels.backend import AttentionShape, Backend, SamplingBatch
-from kvrelay.kernels.common import sampling, sampling_search
+from kvrelay.kernels.common import sampling_search
+from kvrelay.kernels.oracle import reference
 from kvrelay.kernels.select import select_backend
 
 _REPEATS = 20
@@ -55,7 +56,7 @@ def prefill_attention(context: Context, backend: Backend) -> None:
 def drawing(context: Context) -> None:
     """With sorts (the reference), by search in torch, and by Triton where it is installed; the same tokens from all."""
     device = torch.device(context.device)
-    ways: dict[str, Callable[[Tensor, SamplingBatch], Tensor]] = {"sort": sampling.draw, "search": _searched(device)}
+    ways: dict[str, Callable[[Tensor, SamplingBatch], Tensor]] = {"sort": reference.draw, "search": _searched(device)}
     if context.is_cuda:
         from kvrelay.kernels.cuda import sampling_triton
 

@@ -18,8 +18,7 @@ from kvrelay.engine.scheduling.beam import BeamCandidates
 from kvrelay.engine.scheduling.groups import EndSequence
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.kernels.backend import Backend, SamplingBatch
-from kvrelay.kernels.common.logit_changes import LogitChanges
-from kvrelay.kernels.common.logprobs import LogProbabilities, packed_log_probabilities, unpacked
+from kvrelay.kernels.common.logits import LogitChanges, LogProbabilities, packed_log_probabilities, unpacked
 from kvrelay.kernels.common.sampling_search import to_device
 from kvrelay.plane.messages import Sampling, Timings, TokenLogprob, TokenOutput
 from kvrelay.types import FinishReason

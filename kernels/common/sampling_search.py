@@ -1,4 +1,4 @@
-"""Sampling without sorting the vocabulary, in plain torch on any device: the rule of `sampling`, by search.
+"""Sampling without sorting the vocabulary, in plain torch on any device: the rule of oracle/reference.py, by search.
 
 Weights are integers (the likeliest token's is 2 ** scale_bits), so that totals do not depend on their order and every
 device gives the same token. A row's smallest kept logit is found digit by digit in its bits (radix select): top-k
@@ -37,16 +37,12 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def settings_of(batch: SamplingBatch, device: torch.device) -> SamplingSettings:
     return SamplingSettings(
-        temperature=to_device(batch.temperature, device),
-        top_k=to_device(batch.top_k, device),
-        top_p=to_device(batch.top_p, device),
-        min_p=to_device(batch.min_p, device),
-        draws=bool((batch.temperature > 0).any()),
-        has_greedy=bool((batch.temperature <= 0).any()),
-        has_top_k=bool((batch.top_k > 0).any()),
-        has_top_p=bool((batch.top_p < 1).any()),
+        temperature=to_device(batch.temperature, device), top_k=to_device(batch.top_k, device),
+        top_p=to_device(batch.top_p, device), min_p=to_device(batch.min_p, device),
+        draws=bool((batch.temperature > 0).any()), has_greedy=bool((batch.temperature <= 0).any()),
+        has_top_k=bool((batch.top_k > 0).any()), has_top_p=bool((batch.top_p < 1).any()),
         has_min_p=bool((batch.min_p > 0).any()),
-    )
+    )  # fmt: skip
 
 
 class SettingsCache:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
@@ -25,7 +24,6 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
-    PieceGraphs,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -39,8 +37,7 @@ from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
 from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cpu.torch_fallback import TorchCpuBackend
-from kvrelay.kernels.norm_rope_store import norm_rope_store
-from kvrelay.kernels.oracle.reference import ReferencePlan
+from kvrelay.kernels.oracle.reference import ReferencePlan, TorchBackend
 from kvrelay.machine import own_cores
 from kvrelay.native.build import processor
 
@@ -62,7 +59,7 @@ def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
     return (native, "") if wrong is None else (None, f"the compiled {wrong} kernel gives wrong results here")
 
 
-class CpuBackend:
+class CpuBackend(TorchBackend):
     """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
 
     Sets torch's own thread count (process-wide) to the same number. Backend's methods make it large.
@@ -73,12 +70,11 @@ class CpuBackend:
     quantizes = True
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self.device = torch.device("cpu")
+        super().__init__("cpu")
         self.num_threads = num_threads or len(own_cores())
         torch.set_num_threads(self.num_threads)
         self._torch = TorchCpuBackend()
         self._native, self._why_not = _load(self.num_threads)
-        self._warned: set[str] = set()
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
         if self._native is None:
             logger.warning(_SLOW, self._why_not)
@@ -91,25 +87,15 @@ class CpuBackend:
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         return isinstance(self.pack_linear(torch.zeros(16, 16, dtype=dtype)), NativeLinear)
 
-    @property
-    def asynchronous(self) -> AsyncDevice | None:
-        return None
-
     def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
         native = self.native_for(spec.shape)
         if native is None or spec.shape.latent_dim is not None:
             return None
         return RecordedSteps(native, spec.shape, max_blocks=spec.max_blocks, head=spec.head)
 
-    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
-        return None
-
     @property
     def cascade_saved_tokens(self) -> int:
         return 0 if self._native is None else self._native.spared_tokens
-
-    def free_device_bytes(self) -> int | None:
-        return None
 
     def share_prefixes(self, *, enabled: bool) -> None:
         if self._native is not None:
@@ -135,11 +121,6 @@ class CpuBackend:
             self._warn_once(f"attention over a cache of {shape.kv_dtype} is not compiled; torch's is used, slower")
             return None
         return native
-
-    def _warn_once(self, what: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("%s", what)
 
     def _native_for(self, dtype: torch.dtype) -> NativeKernels | None:
         return self._native if dtype in SUPPORTED else None
@@ -221,7 +202,7 @@ class CpuBackend:
 
     def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
         if self._native is None or not places(q, k, v, inputs):
-            return norm_rope_store(self, q, k, v, inputs)
+            return super().norm_rope_store(q, k, v, inputs)
         return self._native.norm_rope_store(q, k, v, inputs)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:

@@ -20,20 +20,10 @@ def choose_experts(
     weights = kernels.empty((num_tokens, choice.num_chosen), torch.float32)
     chosen = kernels.empty((num_tokens, choice.num_chosen), torch.int64)
     kernels.lib.kr_choose(
-        kernels.pool,
-        logits.data_ptr(),
-        None if correction is None else correction.data_ptr(),
-        weights.data_ptr(),
-        chosen.data_ptr(),
-        num_tokens,
-        choice.num_experts,
-        choice.num_chosen,
-        choice.scoring == "sigmoid",
-        choice.num_groups,
-        choice.num_chosen_groups,
-        choice.normalise,
-        choice.scale,
-    )
+        kernels.pool, logits.data_ptr(), None if correction is None else correction.data_ptr(), weights.data_ptr(),
+        chosen.data_ptr(), num_tokens, choice.num_experts, choice.num_chosen, choice.scoring == "sigmoid",
+        choice.num_groups, choice.num_chosen_groups, choice.normalise, choice.scale,
+    )  # fmt: skip
     return weights, chosen
 
 
@@ -89,27 +79,11 @@ class NativeExperts:
         base_logits = None if base_logits is None else base_logits.contiguous()
         out = kernels.empty((num_tokens, hidden), self._dtype)
         kernels.lib.kr_experts(
-            kernels.pool,
-            self._kind,
-            self._dtype == torch.float32,
-            self._is_gelu,
-            x.data_ptr(),
-            x.stride(0),
-            weights.data_ptr(),
-            chosen.data_ptr(),
-            self._addresses[0].data_ptr(),
-            self._addresses[1].data_ptr(),
-            _address(self._units),
-            _address(base),
-            _address(base_logits),
-            out.data_ptr(),
-            num_tokens,
-            chosen.shape[1],
-            len(self._packed),
-            hidden,
-            self._ffn,
-            0 if self._scheme is None else self._scheme.group,
-        )
+            kernels.pool, self._kind, self._dtype == torch.float32, self._is_gelu, x.data_ptr(), x.stride(0),
+            weights.data_ptr(), chosen.data_ptr(), self._addresses[0].data_ptr(), self._addresses[1].data_ptr(),
+            _address(self._units), _address(base), _address(base_logits), out.data_ptr(), num_tokens, chosen.shape[1],
+            len(self._packed), hidden, self._ffn, 0 if self._scheme is None else self._scheme.group,
+        )  # fmt: skip
         return out
 
 

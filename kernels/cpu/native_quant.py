@@ -28,15 +28,9 @@ class NativeQuantLinear:
         self._packed = torch.empty(lib.kr_quantized_bytes(bits, *shape), dtype=torch.uint8)
         errors = torch.empty(-(-self.out_features // kernels.panel_width), 2, dtype=torch.float64)
         lib.kr_quantize(
-            kernels.pool,
-            bits,
-            source.dtype == torch.float32,
-            source.data_ptr(),
-            self._packed.data_ptr(),
-            errors.data_ptr(),
-            *shape,
-            self.unit,
-        )
+            kernels.pool, bits, source.dtype == torch.float32, source.data_ptr(), self._packed.data_ptr(),
+            errors.data_ptr(), *shape, self.unit,
+        )  # fmt: skip
         error, squares = (errors.sum(0) * self.unit**2).tolist()
         self.error = WeightError(error, squares, weight.numel(), self._packed.numel())
         self._bias = None if bias is None else bias.float().contiguous()
@@ -53,17 +47,7 @@ class NativeQuantLinear:
         kernels, scheme = self._kernels, self._scheme
         out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_quant_linear(
-            kernels.pool,
-            scheme.bits,
-            self._dtype == torch.float32,
-            x.data_ptr(),
-            x.stride(0),
-            out.data_ptr(),
-            *self._args,
-            num_rows,
-            self.out_features,
-            width,
-            scheme.group,
-            self.unit,
-        )
+            kernels.pool, scheme.bits, self._dtype == torch.float32, x.data_ptr(), x.stride(0), out.data_ptr(),
+            *self._args, num_rows, self.out_features, width, scheme.group, self.unit,
+        )  # fmt: skip
         return out

@@ -36,20 +36,9 @@ Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] flo
 
 # As enumerated in replay.c.
 _KERNELS = (
-    "kr_embed",
-    "kr_linear",
-    "kr_rms_norm",
-    "kr_rope",
-    "kr_gate",
-    "kr_store_kv",
-    "kr_attention",
-    "kr_store_kv_as",
-    "kr_quant_linear",
-    "kr_widen",
-    "kr_choose",
-    "kr_experts",
-    "kr_norm_rope_store",
-)
+    "kr_embed", "kr_linear", "kr_rms_norm", "kr_rope", "kr_gate", "kr_store_kv", "kr_attention", "kr_store_kv_as",
+    "kr_quant_linear", "kr_widen", "kr_choose", "kr_experts", "kr_norm_rope_store",
+)  # fmt: skip
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
 _CALL_WORDS = 26  # a call: its kernel, then up to 25 arguments of 8 bytes
@@ -262,14 +251,10 @@ class RecordedSteps:
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         own = AttentionBatch(
             query_starts=batch.query_starts.to(torch.int32, copy=True),
-            context_lens=batch.context_lens.to(torch.int32, copy=True),
-            block_tables=tables,
-            slot_mapping=batch.slot_mapping.clone(),
-            positions=batch.positions.clone(),
-            num_decode=batch.num_decode,
-            max_query_len=batch.max_query_len,
-            max_context_len=batch.max_context_len,
-        )
+            context_lens=batch.context_lens.to(torch.int32, copy=True), block_tables=tables,
+            slot_mapping=batch.slot_mapping.clone(), positions=batch.positions.clone(), num_decode=batch.num_decode,
+            max_query_len=batch.max_query_len, max_context_len=batch.max_context_len,
+        )  # fmt: skip
         plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()
         assert plan.context_lens is own.context_lens and plan.tables is own.block_tables
         with _recording(self._kernels, buffers) as tape:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay.kernels.backend import SamplingBatch
-from kvrelay.kernels.common import sampling, sampling_search
+from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.sampling_search import SettingsCache
 from kvrelay.kernels.oracle.reference import ReferenceBackend, ReferencePlan, attend, causal_mask, gather_kv
 
@@ -47,7 +47,7 @@ class TorchCpuBackend(ReferenceBackend):
         settings = self._settings.of(batch)
         if settings.has_top_k or settings.has_top_p:  # a sort takes longer than the search
             return sampling_search.draw(logits, settings, batch.uniform)
-        return sampling.draw(logits, batch)
+        return super().sample_on_device(logits, batch)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

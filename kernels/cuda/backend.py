@@ -24,20 +24,12 @@ from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
-    DecodeGraphs,
     Experts,
-    GraphSpec,
-    HeadInputs,
-    HeadLinears,
     KvOrder,
-    Linear,
-    PieceGraphs,
     QuantizedLinear,
     SamplingBatch,
 )
-from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
-from kvrelay.kernels.common.warn_once import WarnOnce
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.mla import has_latent_attention
 from kvrelay.kernels.cuda.paged_attention import PagedAttention
@@ -52,13 +44,12 @@ from kvrelay.kernels.cuda.plan import (
 from kvrelay.kernels.cuda.recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda.sampling import DeviceSampler
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
-from kvrelay.kernels.norm_rope_store import norm_rope_store
-from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 
 logger = logging.getLogger(__name__)
 
 
-class CudaBackend:
+class CudaBackend(TorchBackend):
     """FlashInfer kernels on one device. The methods of Backend and AsyncBackend make it large.
 
     Raises:
@@ -66,7 +57,6 @@ class CudaBackend:
     """
 
     name = "cuda"
-    kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
     quantizes = False
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
@@ -77,7 +67,7 @@ class CudaBackend:
         except (ImportError, OSError) as error:
             raise BackendUnavailable("cuda", f"flashinfer does not import: {error}") from error
         self._flashinfer = flashinfer
-        self.device = torch.device(device)
+        super().__init__(device)
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._plain = ReferenceBackend(self.device)
@@ -86,7 +76,6 @@ class CudaBackend:
         self._current: CudaPlan | None = None
         self._recorder: Recorder | Rehearsal | None = None
         self._graph_pool: Any = None
-        self._warn = WarnOnce(logger)
         self._sampler = DeviceSampler(self.device)
         self._try_out()
 
@@ -114,20 +103,9 @@ class CudaBackend:
     def asynchronous(self) -> AsyncDevice:
         return self
 
-    def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
-        """None: see CapturingCudaBackend."""
-        return None
-
-    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
-        """None: see CapturingCudaBackend."""
-        return None
-
     @property
     def cascade_saved_tokens(self) -> int:
         return self.paged.saved_tokens
-
-    def free_device_bytes(self) -> int | None:
-        return self._plain.free_device_bytes()
 
     def share_prefixes(self, *, enabled: bool) -> None:
         self.paged.shares_prefixes = enabled
@@ -141,19 +119,6 @@ class CudaBackend:
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
         return self._graph_pool
-
-    @property
-    def compiled_kernels(self) -> None:
-        return None
-
-    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._plain.pack_linear(weight, bias)
-
-    def pack_heads(self, weight: Tensor) -> HeadLinears:
-        return self._plain.pack_heads(weight)
 
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
@@ -171,16 +136,10 @@ class CudaBackend:
             raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
         packed = CudaExperts(experts, lambda x: self.gated_activation(x, activation), self.device)
         if not packed.is_grouped:
-            self._warn(
+            self._warn_once(
                 f"torch has no grouped product for experts in {dtype} here: they run one after the other, slower"
             )
         return packed
-
-    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
-        return self._plain.choose_experts(logits, correction, choice)
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        return self._plain.embed(token_ids, table, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
@@ -236,25 +195,14 @@ class CudaBackend:
             return
         self.paged.append(k, v, kv_cache, kv_layout, slots, zeros)
 
-    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
-        return norm_rope_store(self, q, k, v, inputs)
-
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> CudaPlan:
         slots = self.staging.put(batch.slot_mapping.to(torch.int32))
         plan = CudaPlan(
-            shape=shape,
-            batch=batch,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            device_positions=self.staging.put(batch.positions),
-            device_slots=slots,
-            device_zeros=torch.zeros_like(slots),
-            num_decode=batch.num_decode,
-            decode=None,
-            prefill=None,
-            qo_indptr=None,
-            fallback=None,
-        )
+            shape=shape, batch=batch, positions=batch.positions, slot_mapping=batch.slot_mapping,
+            device_positions=self.staging.put(batch.positions), device_slots=slots,
+            device_zeros=torch.zeros_like(slots), num_decode=batch.num_decode, decode=None, prefill=None,
+            qo_indptr=None, fallback=None,
+        )  # fmt: skip
         self._current = plan
         is_latent = shape.latent_dim is not None
         if has_latent_attention(shape) if is_latent else has_attention(shape):
@@ -262,7 +210,7 @@ class CudaBackend:
         else:
             kind = f"latent attention of {shape.num_heads} heads" if is_latent else "attention"
             what = f"{kind} with head_dim {shape.head_dim} in {shape.dtype}"
-            self._warn(f"FlashInfer has no kernel for {what}: torch is used, slower")
+            self._warn_once(f"FlashInfer has no kernel for {what}: torch is used, slower")
             plan.fallback = self._plain.plan(batch, shape)
         return plan
 
@@ -295,12 +243,6 @@ class CudaBackend:
             return self.paged.attend_latent(q, kv_layer, plan, scale, latent_dim)
         assert plan.fallback is not None
         return self._plain.latent_attention(q, kv_layer, plan.fallback, scale=scale, latent_dim=latent_dim)
-
-    def widened(self, x: Tensor) -> Tensor:
-        return self._plain.widened(x)
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return self.sample_on_device(logits, batch).cpu()
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return self._sampler(logits, batch)

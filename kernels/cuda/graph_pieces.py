@@ -15,28 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, DecodeGraphs, GraphSpec, PieceGraphs
 from kvrelay.kernels.cuda.backend import CudaBackend
-from kvrelay.kernels.cuda.cuda_graphs import Forward, capture_all, idle_batch
+from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, Forward, capture_all, idle_batch, ladder
+from kvrelay.kernels.cuda.experts import has_grouped_products
 from kvrelay.kernels.cuda.plan import CudaPlan, Variant, has_attention, is_unpacked
 from kvrelay.kernels.cuda.recorder import Call, Recorder, Rehearsal
 
 logger = logging.getLogger(__name__)
 
-SIZES = (
-    8,
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-)  # tokens; longer steps keep the device busy without graphs
+# tokens; longer steps keep the device busy without graphs
+SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
 
 def sizes_up_to(max_tokens: int) -> tuple[int, ...]:
@@ -149,3 +138,28 @@ class StepPieces:
         torch.cuda.current_stream(backend.device).wait_stream(stream)
         logger.debug("captured a step of %d tokens in %d pieces", size, len(recorder.graphs))
         return _Pieces(recorder.graphs, recorder.calls, token_ids, plan.device_positions, hidden)
+
+
+class CapturingCudaBackend(CudaBackend):
+    """CudaBackend with graphs of decode steps, and of pieces of steps with prompts."""
+
+    def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
+        """Not for latent attention, which FlashInfer plans by another wrapper. Unverified on a GPU.
+
+        Experts are captured where their products are grouped: otherwise their choice waits for the device.
+        """
+        if spec.shape.latent_dim is not None:
+            return None
+        if spec.expert_sizes is not None and not has_grouped_products(self.device, spec.dtype, *spec.expert_sizes):
+            return None
+        spec.reserve_positions(spec.max_blocks * spec.shape.block_size)  # all at once, so that no capture is lost
+        return CudaGraphs(
+            self,
+            spec.shape,
+            max_blocks=spec.max_blocks,
+            sizes=ladder(spec.max_running),
+            num_layers=spec.num_full_layers,
+        )
+
+    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
+        return StepPieces(self, spec.shape, sizes=sizes_up_to(spec.max_tokens))

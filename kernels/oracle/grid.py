@@ -16,7 +16,6 @@ from torch import Tensor
 from kvrelay import fp8
 from kvrelay.kernels.backend import Activation, Backend, HeadInputs, SamplingBatch
 from kvrelay.kernels.common.quant_scheme import Scheme
-from kvrelay.kernels.norm_rope_store import norm_rope_store
 from kvrelay.kernels.oracle import exact
 from kvrelay.kernels.oracle.exact import Exact
 from kvrelay.kernels.oracle.grid_steps import (
@@ -30,7 +29,7 @@ from kvrelay.kernels.oracle.grid_steps import (
     long_cases,
     make_step,
 )
-from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.kernels.oracle.reference import ReferenceBackend, norm_rope_store
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 6, 7, 13, 33, 70)

@@ -3,8 +3,10 @@
 The other backends are compared with this one. It imports no compiled code and no FlashInfer.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +29,12 @@ from kvrelay.kernels.backend import (
     QuantizedLinear,
     SamplingBatch,
 )
-from kvrelay.kernels.common import sampling
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import TorchQuantLinear
-from kvrelay.kernels.norm_rope_store import norm_rope_store
+
+logger = logging.getLogger(__name__)
 
 
 class ReferenceLinear:
@@ -86,7 +88,9 @@ def plan_sequences(batch: AttentionBatch, shape: AttentionShape, device: torch.d
 
 def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]:
     """The keys and values [context, kv_heads, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
-    blocks = fp8.loaded(kv_layer[sequence.blocks])
+    blocks = kv_layer[sequence.blocks]
+    if blocks.dtype == torch.uint8:
+        blocks = fp8.decoded(blocks)
     k = blocks[:, 0].flatten(0, 1)[: sequence.context_len]
     v = blocks[:, 1].flatten(0, 1)[: sequence.context_len]
     return k, v
@@ -94,7 +98,8 @@ def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]
 
 def gather_entries(kv_layer: Tensor, sequence: SequencePlan) -> Tensor:
     """The latent cache entries [context, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
-    return fp8.loaded(kv_layer[sequence.blocks, 0, :, 0]).flatten(0, 1)[: sequence.context_len]
+    entries = kv_layer[sequence.blocks, 0, :, 0].flatten(0, 1)[: sequence.context_len]
+    return fp8.decoded(entries) if entries.dtype == torch.uint8 else entries
 
 
 def causal_mask(num_queries: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
@@ -117,19 +122,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softc
     return torch.einsum("hqc,chd->qhd", probs, v)
 
 
-class ReferenceBackend:
-    """Plain torch on one device. Backend's methods make it large."""
+class TorchBackend:
+    """What each backend does in plain torch unless it has something of its own. It captures nothing and does not return
+    early.
+    """
 
-    name = "reference"
     kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
-    quantizes = True
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        self._warned: set[str] = set()
 
-    @property
-    def cascade_saved_tokens(self) -> int:
-        return 0
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     @property
     def asynchronous(self) -> AsyncDevice | None:
@@ -147,18 +154,8 @@ class ReferenceBackend:
         torch.cuda.empty_cache()  # what loading the weights left behind
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def share_prefixes(self, *, enabled: bool) -> None:
-        """No effect: every row reads its own KV here."""
-
-    def shares_prefixes(self, shape: AttentionShape) -> bool:
-        return False
-
-    def describe(self) -> dict[str, str]:
-        """Name and device."""
-        return {"backend": self.name, "device": str(self.device)}
-
     @property
-    def compiled_kernels(self) -> None:
+    def compiled_kernels(self) -> Any:
         return None
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
@@ -169,6 +166,49 @@ class ReferenceBackend:
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         return ReferenceHeadLinears(weight.to(self.device))
+
+    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, correction, choice)
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids.to(table.device), table)
+        return rows if scale == 1.0 else rows * scale
+
+    def widened(self, x: Tensor) -> Tensor:
+        return x.float()
+
+    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
+        return norm_rope_store(self, q, k, v, inputs)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return self.sample_on_device(logits, batch).cpu()
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return draw(logits, batch)
+
+
+class ReferenceBackend(TorchBackend):
+    """Plain torch on one device. Backend's methods make it large."""
+
+    name = "reference"
+    quantizes = True
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
+
+    @property
+    def cascade_saved_tokens(self) -> int:
+        return 0
+
+    def share_prefixes(self, *, enabled: bool) -> None:
+        """No effect: every row reads its own KV here."""
+
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        return False
+
+    def describe(self) -> dict[str, str]:
+        """Name and device."""
+        return {"backend": self.name, "device": str(self.device)}
 
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
@@ -187,16 +227,6 @@ class ReferenceBackend:
 
         pairs = ((pack(gate_up), pack(down)) for gate_up, down in experts)
         return ExpertLoop(pairs, lambda x: self.gated_activation(x, activation))
-
-    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
-        return choose_experts(logits, correction, choice)
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        rows = F.embedding(token_ids.to(table.device), table)
-        return rows if scale == 1.0 else rows * scale
-
-    def widened(self, x: Tensor) -> Tensor:
-        return x.float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -221,11 +251,9 @@ class ReferenceBackend:
         block_size = kv_layer.shape[2]
         slots = slot_mapping.to(kv_layer.device)
         block, offset = slots // block_size, slots % block_size
-        kv_layer[block, 0, offset] = fp8.stored(k, kv_layer.dtype)
-        kv_layer[block, 1, offset] = fp8.stored(v, kv_layer.dtype)
-
-    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
-        return norm_rope_store(self, q, k, v, inputs)
+        for part, vectors in enumerate((k, v)):
+            is_fp8 = kv_layer.dtype == torch.uint8
+            kv_layer[block, part, offset] = fp8.encoded(vectors) if is_fp8 else vectors.to(kv_layer.dtype)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> ReferencePlan:
         return plan_sequences(batch, shape, self.device)
@@ -266,12 +294,6 @@ class ReferenceBackend:
             out[rows] = (probs @ entries[:, :latent_dim]).to(q.dtype)
         return out
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return self.sample_on_device(logits, batch).cpu()
-
-    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return sampling.draw(logits, batch)
-
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim] rotated by cos, sin [T, 1, rotary_dim/2] in float32."""
@@ -279,3 +301,68 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
+
+
+def norm_rope_store(backend: Any, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
+    """Backend.norm_rope_store for backends without a fused kernel."""
+    if inputs.norms is not None:
+        q, k = (backend.rms_norm(x, norm, inputs.eps) for x, norm in zip((q, k), inputs.norms, strict=True))
+    q, k = backend.rope(q, k, inputs.cos_sin, inputs.positions)
+    backend.store_kv(k, v, inputs.kv_layer, inputs.slot_mapping)
+    return q
+
+
+# ---- sampling: the rule that every backend's sampler follows; sorts the vocabulary, `sampling_search` does not
+
+
+def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
+    """Mask of [R, V]: at least the k-th largest value of its row; k <= 0 or >= V keeps all."""
+    vocab = scaled.shape[1]
+    k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
+    ordered = scaled.sort(dim=1, descending=True).values
+    return scaled >= ordered.gather(1, (k - 1).unsqueeze(1))
+
+
+def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Mask of [R, V]: the most likely tokens until their sum reaches top_p; equal ones, lowest id first."""
+    ordered, ids = probs.sort(dim=1, descending=True, stable=True)
+    before = ordered.cumsum(dim=1) - ordered
+    keep = (before < top_p.unsqueeze(1)) | (top_p >= 1.0).unsqueeze(1)
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter(1, ids, keep)
+
+
+def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Unnormalised float64 probabilities [R, V] after temperature, top-k, top-p and min-p; rows of temperature 0 too.
+
+    A row of temperature 0 is treated as temperature 1.
+    """
+    device = logits.device
+    temperature = torch.where(batch.temperature > 0, batch.temperature, 1.0).double()
+    scaled = logits.double() / temperature.to(device).unsqueeze(1)
+    if bool((batch.top_k > 0).any()):
+        scaled = scaled.masked_fill(~_keep_top_k(scaled, batch.top_k.to(device)), float("-inf"))
+    probs = scaled.softmax(dim=1)
+    if bool((batch.top_p < 1).any()):
+        probs = probs * _keep_top_p(probs, batch.top_p.double().to(device))
+    if bool((batch.min_p > 0).any()):
+        floor = batch.min_p.double().to(device).unsqueeze(1) * probs.amax(dim=1, keepdim=True)
+        probs = probs * (probs >= floor)
+    return probs
+
+
+def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """One token id per row of logits [R, V] -> [R] int64 on logits' device.
+
+    The token is the first id, in id order, whose cumulative weight exceeds uniform * total.
+    """
+    device = logits.device
+    greedy = logits.argmax(dim=1)  # the first of equal maxima, as torch documents
+    if bool((batch.temperature <= 0).all()):
+        return greedy
+    weights = filtered_weights(logits, batch)
+    cumulative = weights.cumsum(dim=1)
+    target = batch.uniform.to(device).unsqueeze(1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    last_kept = (weights.shape[1] - 1) - (weights > 0).flip(1).int().argmax(dim=1)
+    return torch.where((batch.temperature > 0).to(device), torch.minimum(drawn, last_kept), greedy)

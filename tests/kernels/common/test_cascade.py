@@ -2,14 +2,48 @@
 
 import dataclasses
 import itertools
+from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
 
 from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.common.cascade import PART_TOKENS, TILE_TOKENS, WORTH, Schedule
+from kvrelay.kernels.common.cascade import PART_TOKENS, WORTH, Schedule
 from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, run_attention
+
+TILE_TOKENS = 64  # TILE of cascade.h
+_HEADER_WORDS = 8
+_UNITS, _MEMBERS, _ROWS, _PARTS, _SAVED = range(5)  # indices into the header
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeUnit:
+    """Rows that read a partition's first tiles together.
+
+    rows: decode rows. common: number of tiles that each shares with the row before it, 0 for the first.
+    """
+
+    part: int
+    rows: tuple[int, ...]
+    common: tuple[int, ...]
+
+
+def units_of(schedule: Schedule) -> list[CascadeUnit]:
+    """The schedule in execution order."""
+    header = schedule.words[:_HEADER_WORDS].tolist()
+    num_units, num_members, most = header[_UNITS], header[_MEMBERS], header[_ROWS] * header[_PARTS]
+    at = _HEADER_WORDS
+    first = schedule.words[at : at + num_units + 1].tolist()
+    parts = schedule.words[at + most // 2 + 1 :][:num_units].tolist()
+    at += most // 2 + 1 + most // 2
+    rows, common = (schedule.words[start : start + num_members].tolist() for start in (at, at + most))
+    return [
+        CascadeUnit(parts[unit], tuple(rows[begin:end]), tuple(common[begin:end]))
+        for unit, (begin, end) in enumerate(pairwise(first))
+    ]
+
 
 BF16 = torch.bfloat16
 TREE = ((1, 0, 1100), (2, 0, 700), (3, 2, 1000), (4, 0, 130))  # (row, of row, so many tokens in common)
@@ -117,7 +151,7 @@ def test_a_cache_of_fp8_is_shared_with_its_scales(backend, heads):
         backend.share_prefixes(enabled=shares)
         plan = backend.plan(step.batch, shape)
         backend.share_prefixes(enabled=True)
-        assert bool(plan.schedule.units()) is shares
+        assert bool(units_of(plan.schedule)) is shares
         return backend.attention(step.q, cache, plan, scale=0.125, window=None, softcap=None)
 
     assert torch.equal(attend(shares=True), attend(shares=False))
@@ -154,7 +188,7 @@ def test_a_schedule_that_claims_what_is_not_so_gives_other_results(backend):
     contexts = (600, 590)
     step, apart = shared_step(contexts, ((1, 0, 512),)), shared_step(contexts, ())
     plan = backend.plan(step.batch, step.case.shape)
-    ((read, misled),) = [unit.rows for unit in plan.schedule.units()]
+    ((read, misled),) = [unit.rows for unit in units_of(plan.schedule)]
 
     def attend(plan):
         return backend.attention(apart.q, apart.kv_layer, plan, scale=0.125, window=None, softcap=None)
@@ -207,7 +241,7 @@ def test_a_schedule_shares_all_that_is_the_same_and_nothing_else(compiled, block
     shared = [(row, number(row), number(1300)) for row in range(1, 9)]
     shared = [(row, of, min(tokens, contexts[row], contexts[of])) for row, of, tokens in shared]
     step = shared_step(contexts, shared, head_dim=2, heads=2, kv_heads=2, block_size=block_size)
-    units = make_schedule(compiled.compiled_kernels, step).units()
+    units = units_of(make_schedule(compiled.compiled_kernels, step))
     for unit in units:
         assert unit.common[0] == 0 and all(unit.common[1:]) and len(unit.rows) > 1
         for (a, b), tiles in zip(itertools.pairwise(unit.rows), unit.common[1:], strict=True):
@@ -232,13 +266,13 @@ def test_what_spares_too_little_is_not_shared(compiled):
     ):
         step = shared_step([400] * rows, [(row, 0, tokens) for row in range(1, rows)], block_size=1, head_dim=2)
         schedule = make_schedule(compiled.compiled_kernels, step, worth=WORTH)
-        assert bool(schedule.units()) is pays
-        assert schedule.saved_tokens == (WORTH if pays else 0)
+        assert bool(units_of(schedule)) is pays
+        assert int(schedule.words[_SAVED]) == (WORTH if pays else 0)
 
 
 def test_without_sharing_there_is_no_schedule(compiled):
     step = shared_step(shared=())
-    assert make_schedule(compiled.compiled_kernels, step).units() == []
+    assert units_of(make_schedule(compiled.compiled_kernels, step)) == []
     _, spared = run(compiled, step, shares=True, worth=1)
     assert spared == 0
 
@@ -248,7 +282,10 @@ def test_units_are_small_enough_to_occupy_every_thread(compiled):
     step = shared_step([520] * 16, [(row, 0, 512) for row in range(1, 16)], head_dim=2)
     shape = AttentionShape(num_heads=9, num_kv_heads=3, head_dim=2, block_size=16, dtype=torch.float32)
     sizes = [
-        [len(unit.rows) for unit in make_schedule(compiled.compiled_kernels, step, num_threads=n, shape=shape).units()]
+        [
+            len(unit.rows)
+            for unit in units_of(make_schedule(compiled.compiled_kernels, step, num_threads=n, shape=shape))
+        ]
         for n in (1, 2, 16)
     ]
     assert sizes == [[16], [8, 8], [4, 4, 4, 4]]

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kernels.backend import SamplingBatch
-from kvrelay.kernels.common import sampling, sampling_search
+from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.sampling_search import SettingsCache, least_kept, ordered_places, settings_of
+from kvrelay.kernels.oracle import reference
 
 CPU = torch.device("cpu")
 VOCABS = (1, 2, 31, 257, 1003)
@@ -59,9 +60,9 @@ def drawn(logits, batch, draw=sampling_search.draw):
 @given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 5), vocab=st.sampled_from(VOCABS))
 def test_what_stays_and_the_token_are_the_rules(seed, rows, vocab):
     logits, batch = mixture(seed, rows, vocab)
-    assert drawn(logits, batch).tolist() == sampling.draw(logits, batch).tolist()
+    assert drawn(logits, batch).tolist() == reference.draw(logits, batch).tolist()
     weights = sampling_search.kept_weights(logits, settings_of(batch, CPU))
-    expected = sampling.filtered_weights(logits, batch)
+    expected = reference.filtered_weights(logits, batch)
     shares = weights.double() / weights.sum(dim=1, keepdim=True)
     torch.testing.assert_close(shares, expected / expected.sum(dim=1, keepdim=True), atol=1e-12, rtol=1e-9)
 
@@ -113,7 +114,7 @@ def test_a_wrong_rule_is_seen():
     off_k, off_p = 0, 0
     for seed in range(0, 12, 2):
         logits, batch = mixture(seed, 9, 257)
-        right = sampling.filtered_weights(logits, batch) > 0
+        right = reference.filtered_weights(logits, batch) > 0
         for change in ({"top_k": batch.top_k + (batch.top_k > 0)}, {"top_p": batch.top_p + 0.01}):
             found = sampling_search.kept_weights(logits, settings_of(dataclasses.replace(batch, **change), CPU)) > 0
             off_k += "top_k" in change and not torch.equal(found, right)

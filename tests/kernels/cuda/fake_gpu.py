@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from kvrelay.kernels.backend import AttentionBatch
-from kvrelay.kernels.cuda.capturing import CapturingCudaBackend
+from kvrelay.kernels.cuda.graph_pieces import CapturingCudaBackend
 from kvrelay.kernels.oracle.reference import ReferenceBackend, attend, causal_mask
 
 HALF = [torch.float16, torch.bfloat16]

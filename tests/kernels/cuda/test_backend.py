@@ -12,8 +12,8 @@ from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
-from kvrelay.kernels.cuda.capturing import CapturingCudaBackend
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, ladder, padded
+from kvrelay.kernels.cuda.graph_pieces import CapturingCudaBackend
 from kvrelay.kernels.cuda.mla import has_latent_attention
 from kvrelay.kernels.cuda.plan import has_append, paged_index
 from kvrelay.kernels.oracle.reference import ReferenceBackend

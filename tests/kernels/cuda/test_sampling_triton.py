@@ -13,16 +13,17 @@ ROOT = Path(__file__).resolve().parents[3]
 # In a process of its own: triton decides at its import whether to interpret.
 PROGRAM = """
 import torch
-from kvrelay.kernels import sampling, sampling_triton
+from kvrelay.kernels.cuda import sampling_triton
+from kvrelay.kernels.oracle import reference
 from tests.kernels.common.test_sampling_search import drawn, mixture
 
 wrong = []
 for seed, (rows, vocab) in enumerate(((4, 31), (4, 1003), (3, 2048), (2, 5003), (4, 31), (3, 257))):
     logits, batch = mixture(seed, rows, vocab)
-    if drawn(logits, batch, sampling_triton.draw).tolist() != sampling.draw(logits, batch).tolist():
+    if drawn(logits, batch, sampling_triton.draw).tolist() != reference.draw(logits, batch).tolist():
         wrong.append((seed, rows, vocab))
 logits, batch = mixture(5, 3, 64)
-control = drawn(logits, batch, sampling_triton.draw).tolist() != sampling.draw(-logits, batch).tolist()
+control = drawn(logits, batch, sampling_triton.draw).tolist() != reference.draw(-logits, batch).tolist()
 print("wrong:", wrong, "control:", control)
 """
 

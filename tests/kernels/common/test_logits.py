@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kernels.common.logit_changes import LogitChanges
-from kvrelay.kernels.common.logprobs import packed_log_probabilities, unpacked
+from kvrelay.kernels.common.logits import LogitChanges, packed_log_probabilities, unpacked
 
 VOCAB = 12
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=9)
