@@ -18,6 +18,7 @@ from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput
+from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable, too_many_sessions
 from kvrelay.serve.text.tokenizer import ByteDetokenizer
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Fingerprint, Role
@@ -366,3 +367,20 @@ def _choice_of(request: SequenceRequest, group: wire.Group, choice: int) -> Sequ
 def _logprob(token: int, top: int) -> TokenLogprob:
     """-0.5 for the token itself, and worse ones for those after it."""
     return TokenLogprob(token, -0.5, [((token + step) % 256, -0.5 - step) for step in range(top)])
+
+
+class OwnSessions:
+    """The sessions of a single ingress."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._table, self._clock = SessionTable(), clock
+
+    async def put(self, key: SessionKey, hints: SessionHints) -> None:
+        if self._table.put(key, hints, self._clock()) is None:
+            raise too_many_sessions()
+
+    async def get(self, key: SessionKey) -> SessionHints | None:
+        return self._table.get(key, self._clock())
+
+    async def delete(self, key: SessionKey) -> SessionHints | None:
+        return self._table.delete(key)

@@ -27,7 +27,7 @@ from kvrelay.serve.api.endpoint import (
 )
 from kvrelay.serve.api.kv import delete_session, get_session, prefetch, put_session
 from kvrelay.serve.api.replies import Model, ModelList
-from kvrelay.serve.api.sessions import LocalSessions, Sessions
+from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
@@ -42,14 +42,14 @@ def create_app(
     tokenizer: Tokenizer,
     settings: Settings,
     model: ModelCard,
-    sessions: Sessions | None = None,
+    sessions: Sessions,
 ) -> Starlette:
     """The app; requests before the first worker is connected get 503 with Retry-After.
 
-    `sessions`: shared with other ingresses; default: this app's own.
+    `sessions`: shared with other ingresses.
     """
     slo = settings.slo if settings.slo.is_on else None
-    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock), slo)
+    front = Front(dispatcher, tokenizer, settings, model, sessions, slo)
     live = ui.LiveView(front)
     app = Starlette(
         routes=[

@@ -14,7 +14,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane.messages import Beams, KvHints, Sampling
 from kvrelay.router.objectives import SloRequirement, SloTarget
-from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message, SloFields
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message, SloFields, unsupported
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
 from kvrelay.serve.requests.generation import SEED_MASK, QueueRank
 from kvrelay.serve.telemetry.explain import SloRecord
@@ -32,44 +32,21 @@ _MIN_TOP_P = 1e-6
 
 def refuse_unsupported(body: Common) -> None:
     """Raise InvalidRequest for what this server cannot honour, rather than ignore it."""
-    checks: list[tuple[str, Any]] = [
-        ("response_format", (body.response_format or {}).get("type", "text") != "text"),
-        ("prompt_logprobs", body.prompt_logprobs),
-        *((name, getattr(body, name)) for name in _UNSUPPORTED),
-    ]
-    if isinstance(body, CompletionBody):
-        checks.append(("suffix", body.suffix))
+    checks: list[tuple[str, Any]] = [("response_format", (body.response_format or {}).get("type", "text") != "text")]
     if isinstance(body, ChatBody):
         checks += [
             ("tools", body.tools and body.tool_choice != "none"),
             ("tool_choice", body.tool_choice not in (None, "none", "auto")),
             ("functions", body.functions and body.function_call != "none"),
             ("function_call", body.function_call not in (None, "none", "auto")),
-            ("documents", body.documents),
-            ("chat_template", body.chat_template),
-            ("audio", body.audio),
             ("modalities", set(body.modalities or ["text"]) != {"text"}),
         ]
     for name, is_used in checks:
         if is_used:
-            raise InvalidRequest(f"{name}: not supported by this server", name, 400, "unsupported_parameter")
+            raise unsupported(name)
     check_choices(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: only allowed when stream is true", "stream_options")
-
-
-_UNSUPPORTED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "bad_words",
-    "allowed_token_ids",
-    "logits_processors",
-    "truncate_prompt_tokens",
-    "prompt_embeds",
-)
 
 
 def check_limits(body: Common, vocab_size: int) -> None:
@@ -78,9 +55,8 @@ def check_limits(body: Common, vocab_size: int) -> None:
         raise InvalidRequest(f"n: at most {MAX_N}", "n")
     for token_id in body.stop_token_ids or ():
         _check_token(token_id, "stop_token_ids", vocab_size)
-    wanted = body.top_logprobs if isinstance(body, ChatBody) else getattr(body, "logprobs", None)
     field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    if (wanted or 0) > MAX_LOGPROBS:
+    if (getattr(body, field) or 0) > MAX_LOGPROBS:
         raise InvalidRequest(f"{field}: at most {MAX_LOGPROBS}", field)
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")

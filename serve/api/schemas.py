@@ -1,12 +1,12 @@
 """What clients send: the bodies of /v1/completions and /v1/chat/completions, checked field by field.
 
-Types are strict (no "5" for 5); numbers are finite. Fields that OpenAI or vLLM have and that
-change nothing here are accepted; what cannot be honoured is refused by name, in sampling.py.
+Types are strict (no "5" for 5); numbers are finite. Unknown fields are ignored, as other servers do; those of OpenAI or
+vLLM that would change the answer, and that this server cannot honour, are refused by name.
 """
 
 import logging
 import re
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -41,17 +41,6 @@ Stops = Annotated[
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _note_unknown(cls, data: Any) -> Any:
-        """Unknown fields are ignored, as other servers do; each name is logged once."""
-        if isinstance(data, dict):
-            for name in data.keys() - cls.model_fields.keys() - _seen_unknown:
-                if len(_seen_unknown) < _MAX_SEEN:
-                    _seen_unknown.add(name)
-                    logger.debug("ignoring the unknown request field %.64r", name)
-        return data
 
 
 class StreamOptions(_Body):
@@ -137,34 +126,39 @@ class Common(_Body):
     use_beam_search: bool | None = None
     length_penalty: Annotated[Real, Field(ge=-100, le=100)] | None = None
     early_stopping: bool | Literal["never"] | None = None
-    # known, and refused unless they request nothing special:
-    response_format: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    prompt_logprobs: int | None = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_embeds: Any = None
-    # known, and without effect here:
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    request_id: Any = None
-    spaces_between_special_tokens: Any = None
+    response_format: dict[str, Any] | None = None  # refused unless it is text
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs",
+        "bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "prompt_embeds",
+    })  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        """Refuse what this server cannot honour; log each other unknown name once."""
+        if isinstance(data, dict):
+            for name in data.keys() - cls.model_fields.keys():
+                if name in cls.unsupported and data[name]:
+                    raise unsupported(name)
+                if name not in _seen_unknown and len(_seen_unknown) < _MAX_SEEN:
+                    _seen_unknown.add(name)
+                    logger.debug("ignoring the unknown request field %.64r", name)
+        return data
+
+
+def unsupported(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: not supported by this server", name, 400, "unsupported_parameter")
 
 
 class CompletionBody(Common):
     """POST /v1/completions."""
 
     prompt: Any
-    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+
+    unsupported = Common.unsupported | {"suffix"}
 
 
 class ContentPart(_Body):
@@ -196,13 +190,9 @@ class ChatBody(Common):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    documents: Any = None
-    chat_template: Any = None
     modalities: list[str] | None = None
-    audio: Any = None
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
-    prediction: Any = None
+
+    unsupported = Common.unsupported | {"documents", "chat_template", "audio"}
 
 
 HoldTime = Annotated[Real, Field(gt=0, le=MAX_PREFETCH_HOLD_S)]

@@ -5,7 +5,6 @@ A session belongs to one tenant, the one whose `cache_salt` it was made with; it
 salt. It expires after IDLE_S without use.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -103,23 +102,6 @@ class SessionTable:
             if now_s - used_s < IDLE_S:
                 return
             self.delete(key)
-
-
-class LocalSessions:
-    """The sessions of one process, for a single ingress."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._table, self._clock = SessionTable(), clock
-
-    async def put(self, key: SessionKey, hints: SessionHints) -> None:
-        if self._table.put(key, hints, self._clock()) is None:
-            raise too_many_sessions()
-
-    async def get(self, key: SessionKey) -> SessionHints | None:
-        return self._table.get(key, self._clock())
-
-    async def delete(self, key: SessionKey) -> SessionHints | None:
-        return self._table.delete(key)
 
 
 def too_many_sessions() -> Overloaded:

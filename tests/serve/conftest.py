@@ -18,7 +18,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.types import Role
-from tests.fakes import SECRET, ByteCodec, FakeWorker, Script, alphabet
+from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet
 
 MODEL = "fake-model"
 
@@ -32,7 +32,13 @@ class Cluster:
         self.settings = settings
         router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, slo=settings.slo)
         self.dispatcher = Dispatcher(router, SECRET, settings)
-        self.app = create_app(self.dispatcher, ByteCodec(), settings, ModelCard(MODEL, 512, 1700000000))
+        self.app = create_app(
+            self.dispatcher,
+            ByteCodec(),
+            settings,
+            ModelCard(MODEL, 512, 1700000000),
+            OwnSessions(self.dispatcher.clock),
+        )
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
 
     @property

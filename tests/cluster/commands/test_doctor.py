@@ -24,6 +24,7 @@ from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.types import Role
+from tests.fakes import OwnSessions
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LONG, SHORT = "a prompt that is worth a prefill worker's while " * 4, "short"
@@ -100,7 +101,8 @@ async def cluster(*workers):
         await dispatcher.start()
         stack.push_async_callback(dispatcher.aclose)
         dispatcher.workers.set_members(members)
-        app = create_app(dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000))
+        sessions = OwnSessions(dispatcher.clock)
+        app = create_app(dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000), sessions)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
         serving = asyncio.create_task(server._serve())
 

@@ -26,6 +26,7 @@ from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
+from tests.fakes import OwnSessions
 
 pytestmark = pytest.mark.alone
 
@@ -86,7 +87,7 @@ async def one_of_each(folder):
     settings, secret = settings_from(SETTINGS), secrets.token_bytes(32)
     workers = [make_worker(role, settings, folder, secret, f"{role}-0", None) for role in Role]
     dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), secret, settings)
-    app = create_app(dispatcher, Tokenizer(folder), settings, ModelCard("tiny", 1024, 0))
+    app = create_app(dispatcher, Tokenizer(folder), settings, ModelCard("tiny", 1024, 0), OwnSessions(dispatcher.clock))
     async with contextlib.AsyncExitStack() as stack:
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
         stack.push_async_callback(client.aclose)

@@ -13,7 +13,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, Tokenizer
-from tests.fakes import SECRET
+from tests.fakes import SECRET, OwnSessions
 from tests.serve.text.family_folders import EOS, FAMILIES, NO_SYSTEM_TEMPLATE, TEMPLATES, write_family
 
 TEXTS = [
@@ -169,7 +169,8 @@ async def post(http_folder, messages, **body):
 
     settings = settings_from({})
     dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), SECRET, settings)
-    app = create_app(dispatcher, Tokenizer(http_folder), settings, ModelCard("m", 512, 0))
+    sessions = OwnSessions(dispatcher.clock)
+    app = create_app(dispatcher, Tokenizer(http_folder), settings, ModelCard("m", 512, 0), sessions)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         return await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **body})
 
