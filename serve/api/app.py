@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from prometheus_client import exposition
 from starlette.applications import Starlette
@@ -26,7 +27,6 @@ from kvrelay.serve.api.endpoint import (
     unknown_model,
 )
 from kvrelay.serve.api.kv import delete_session, get_session, prefetch, put_session
-from kvrelay.serve.api.replies import Model, ModelList
 from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
@@ -96,14 +96,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(InvalidRequest(message, None, error.status_code, code), headers)
 
 
-def _card(front: Front) -> Model:
-    card = front.model
-    return Model(id=card.name, created=card.created, max_model_len=front.max_model_len)
+def _card(front: Front) -> dict[str, Any]:
+    name, created = front.model.name, front.model.created
+    longest = front.max_model_len
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvrelay", "max_model_len": longest}
 
 
 async def _models(front: Front, request: Request) -> Response:
     check_api_key(request, front.settings.serve.api_key)
-    return json_response(ModelList(data=[_card(front)]))
+    return json_response({"object": "list", "data": [_card(front)]})
 
 
 async def _model(front: Front, request: Request) -> Response:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.serve.api import parameters, replies
 from kvrelay.serve.api.endpoint import (
     DONE_EVENT,
     EventStream,
@@ -24,35 +25,6 @@ from kvrelay.serve.api.endpoint import (
     traceparent_of,
     unless_client_leaves,
 )
-from kvrelay.serve.api.parameters import (
-    beams_of,
-    check_count,
-    kv_hints,
-    make_sampling,
-    num_computed,
-    num_sampled,
-    output_limit,
-    prompts_of,
-    queue_rank,
-    ranked,
-    slo_of,
-    template_messages,
-)
-from kvrelay.serve.api.replies import (
-    Answer,
-    ChatChoice,
-    ChatMessage,
-    ChunkChoice,
-    CompletionChoice,
-    CompletionLogprobs,
-    Delta,
-    PromptDetails,
-    Usage,
-    chat_logprobs,
-    completion_logprobs,
-    echo_logprobs,
-    joined,
-)
 from kvrelay.serve.api.schemas import ChatBody, CompletionBody
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.explain import Explain
@@ -64,8 +36,8 @@ async def completions(front: Front, request: Request) -> Response:
     """Text or token prompts, one or many, echoed or not. Raises RequestError, WorkerError, ClientLeft."""
     arrived_s = front.dispatcher.clock()
     body = await front.read(request, CompletionBody)
-    given = prompts_of(body, front.codec.vocab_size)
-    check_count(len(given), body, front.settings.router.max_inflight)
+    given = parameters.prompts_of(body, front.codec.vocab_size)
+    parameters.check_count(len(given), body, front.settings.router.max_inflight)
     prompts = [await completion_prompt(front, body, item) for item in given]
     generation = await _generation(front, request, body, prompts, arrived_s)
     return await _respond(request, _CompletionReply(front, body, generation), is_stream=bool(body.stream))
@@ -75,7 +47,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     """Raises RequestError, WorkerError, ClientLeft."""
     arrived_s = front.dispatcher.clock()
     body = await front.read(request, ChatBody)
-    check_count(1, body, front.settings.router.max_inflight)
+    parameters.check_count(1, body, front.settings.router.max_inflight)
     generation = await _generation(front, request, body, [await chat_prompt(front, body)], arrived_s)
     return await _respond(request, _ChatReply(front, body, generation), is_stream=bool(body.stream))
 
@@ -87,8 +59,8 @@ async def _generation(
     job = GenerationJob(
         request_id=new_id("chatcmpl-" if is_chat else "cmpl-"),
         prompts=prompts,
-        num_samples=num_sampled(body),
-        beams=beams_of(body),
+        num_samples=parameters.num_sampled(body),
+        beams=parameters.beams_of(body),
         options=TextOptions(
             stops=tuple(body.stop or ()),
             include_stop=bool(body.include_stop_str_in_output),
@@ -98,13 +70,15 @@ async def _generation(
         ),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         salt=body.cache_salt or "",
-        hints=await kv_hints(front.sessions, body),
-        rank=queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
+        hints=await parameters.kv_hints(front.sessions, body),
+        rank=parameters.queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
         force=forced_path(request),
         explain=Explain(received_s=arrived_s) if request.headers.get("x-kvrelay-explain") == "1" else None,
         traceparent=traceparent_of(request),
         arrival=RequestArrival(arrived_s, front.dispatcher.clock()),
-        slo=slo_of(body.slo, front.slo, len(prompts) * num_computed(body), own_priority=body.priority),
+        slo=parameters.slo_of(
+            body.slo, front.slo, len(prompts) * parameters.num_computed(body), own_priority=body.priority
+        ),
     )
     return Generation(front.dispatcher, front.codec, job)
 
@@ -129,8 +103,10 @@ async def completion_prompt(front: Front, body: CompletionBody, given: str | lis
         text = await asyncio.to_thread(front.codec.decode, given) if body.echo else ""
     if not token_ids:
         raise InvalidRequest("prompt: must not be empty", "prompt")
-    limit = output_limit(body, len(token_ids), front.max_model_len)
-    return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size), discards_output=limit == 0)
+    limit = parameters.output_limit(body, len(token_ids), front.max_model_len)
+    return Prompt(
+        token_ids, text, parameters.make_sampling(body, limit, front.codec.vocab_size), discards_output=limit == 0
+    )
 
 
 async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
@@ -139,13 +115,13 @@ async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
     token_ids = await encode_text(front.codec, text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("messages: the prompt is empty", "messages")
-    limit = output_limit(body, len(token_ids), front.max_model_len)
-    return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size))
+    limit = parameters.output_limit(body, len(token_ids), front.max_model_len)
+    return Prompt(token_ids, text, parameters.make_sampling(body, limit, front.codec.vocab_size))
 
 
 def _template_text(front: Front, body: ChatBody) -> str:
     """The prompt's text; with `continue_final_message` it ends inside the last message."""
-    messages = template_messages(body.messages)
+    messages = parameters.template_messages(body.messages)
     variables = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
     if not body.continue_final_message:
         has_prompt = body.add_generation_prompt is not False
@@ -196,12 +172,12 @@ class _Reply:
         """The choices that are returned, in their order."""
         return range(len(pieces))
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | UnsetType | None) -> Answer:
-        return Answer(
+    def _answer(self, kind: str, choices: list[Any], usage: replies.Usage | UnsetType | None) -> replies.Answer:
+        return replies.Answer(
             id=self.request_id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage
         )
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> replies.Answer:
         """The complete response."""
         pieces: list[list[TextPiece]] = [[] for _ in range(self._job.num_choices)]
         async with contextlib.aclosing(self._generation.pieces()) as batches:
@@ -234,14 +210,14 @@ class _Reply:
         return encode_event(self._answer(self.chunk_kind, [self.chunk_choice(index, piece)], usage))
 
 
-def usage_of(generation: Generation) -> Usage:
+def usage_of(generation: Generation) -> replies.Usage:
     """Tokens so far."""
     prompt_tokens, output_tokens = generation.num_prompt_tokens, generation.num_output_tokens
-    return Usage(
+    return replies.Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=output_tokens,
         total_tokens=prompt_tokens + output_tokens,
-        prompt_tokens_details=PromptDetails(cached_tokens=generation.num_cached_tokens),
+        prompt_tokens_details=replies.PromptDetails(cached_tokens=generation.num_cached_tokens),
     )
 
 
@@ -259,20 +235,22 @@ class _ChatReply(_Reply):
         if self._has_usage:  # as in OpenAI's API: null in every chunk but the last if usage was requested, else absent
             self._usage_between = None
 
-    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> ChatChoice:
+    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> replies.ChatChoice:
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        return ChatChoice(
+        return replies.ChatChoice(
             index=place,
-            message=ChatMessage(content="".join(piece.text for piece in pieces)),
-            logprobs=chat_logprobs(self._codec, entries, self._num_top) if self._wants_logprobs else None,
+            message=replies.ChatMessage(content="".join(piece.text for piece in pieces)),
+            logprobs=replies.chat_logprobs(self._codec, entries, self._num_top) if self._wants_logprobs else None,
             finish_reason=_finish_reason(pieces),
         )
 
-    def chunk_choice(self, index: int, piece: TextPiece) -> ChunkChoice:
+    def chunk_choice(self, index: int, piece: TextPiece) -> replies.ChunkChoice:
         is_first = piece.first is not None
-        delta = Delta(role="assistant" if is_first else UNSET, content=piece.text if piece.text or is_first else UNSET)
-        logprobs = chat_logprobs(self._codec, piece.logprobs, self._num_top) if self._wants_logprobs else None
-        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=piece.finish_reason)
+        delta = replies.Delta(
+            role="assistant" if is_first else UNSET, content=piece.text if piece.text or is_first else UNSET
+        )
+        logprobs = replies.chat_logprobs(self._codec, piece.logprobs, self._num_top) if self._wants_logprobs else None
+        return replies.ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=piece.finish_reason)
 
 
 class _CompletionReply(_Reply):
@@ -287,20 +265,22 @@ class _CompletionReply(_Reply):
         if (samples := self._job.num_samples) <= self._num_kept:
             return range(len(pieces))
         scores = [sum(entry.logprob for piece in choice for entry in piece.logprobs) for choice in pieces]
-        return ranked(scores, samples, self._num_kept)
+        return parameters.ranked(scores, samples, self._num_kept)
 
-    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> CompletionChoice:
+    def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> replies.CompletionChoice:
         prompt = self._prompt(index)
-        return CompletionChoice(
+        return replies.CompletionChoice(
             index=place,
             text="".join(self._with_echo(prompt, piece) for piece in pieces),
-            logprobs=joined([self._logprobs(prompt, piece) for piece in pieces]) if self._wants_logprobs else None,
+            logprobs=replies.joined([self._logprobs(prompt, piece) for piece in pieces])
+            if self._wants_logprobs
+            else None,
             finish_reason=_finish_reason(pieces),
         )
 
-    def chunk_choice(self, index: int, piece: TextPiece) -> CompletionChoice:
+    def chunk_choice(self, index: int, piece: TextPiece) -> replies.CompletionChoice:
         prompt = self._prompt(index)
-        return CompletionChoice(
+        return replies.CompletionChoice(
             index=index,
             text=self._with_echo(prompt, piece),
             logprobs=self._logprobs(prompt, piece) if self._wants_logprobs else None,
@@ -314,8 +294,10 @@ class _CompletionReply(_Reply):
         """A piece's text; with `echo`, the first has the prompt before it."""
         return prompt.text + piece.text if self._job.echo and piece.first is not None else piece.text
 
-    def _logprobs(self, prompt: Prompt, piece: TextPiece) -> CompletionLogprobs:
-        own = completion_logprobs(self._codec, piece.logprobs, piece.offsets, self._num_top)
+    def _logprobs(self, prompt: Prompt, piece: TextPiece) -> replies.CompletionLogprobs:
+        own = replies.completion_logprobs(self._codec, piece.logprobs, piece.offsets, self._num_top)
         if not self._job.echo or piece.first is None:
             return own
-        return joined([echo_logprobs(self._codec, prompt.token_ids, piece.first.prompt_logprobs, self._num_top), own])
+        return replies.joined(
+            [replies.echo_logprobs(self._codec, prompt.token_ids, piece.first.prompt_logprobs, self._num_top), own]
+        )

@@ -22,7 +22,6 @@ from kvrelay.serve.api.endpoint import (
     unless_client_leaves,
 )
 from kvrelay.serve.api.parameters import check_count, kv_hints, merged_hints, pins_name, prompts_of
-from kvrelay.serve.api.replies import DeletedSession, PrefetchReply, SessionReply
 from kvrelay.serve.api.schemas import (
     Common,
     KvFields,
@@ -68,7 +67,7 @@ async def delete_session(front: Front, request: Request) -> Response:
     if hints is None:
         raise no_such_session(key.name, None)
     front.dispatcher.links.send_to_all(wire.EndPins(session=pins_name(key, hints)))
-    return json_response(DeletedSession(name=key.name))
+    return json_response({"object": "kv.session.deleted", "name": key.name, "deleted": True})
 
 
 def _key(front: Front, request: Request) -> SessionKey:
@@ -86,11 +85,11 @@ def _key(front: Front, request: Request) -> SessionKey:
     return SessionKey.of(salt, name)
 
 
-def _reply(key: SessionKey, hints: SessionHints) -> SessionReply:
+def _reply(key: SessionKey, hints: SessionHints) -> dict[str, Any]:
+    """The session as it stands, defaults filled in."""
     plain = merged_hints(KvFields(), hints, "")
-    return SessionReply(
-        name=key.name, keep=plain.keep, priority=plain.priority, pin_s=plain.pin_s, expires_after_idle_s=IDLE_S
-    )
+    shown = {"keep": plain.keep, "priority": plain.priority, "pin_s": plain.pin_s, "expires_after_idle_s": IDLE_S}
+    return {"object": "kv.session", "name": key.name, **shown}
 
 
 # ---- prefetch
@@ -149,17 +148,18 @@ async def _prefetch_prompt(
     return worker_id, answer
 
 
-def _prefetch_reply(prompts: list[Prompt], answers: list[tuple[str, Prefetched]], hold_s: float) -> PrefetchReply:
+def _prefetch_reply(prompts: list[Prompt], answers: list[tuple[str, Prefetched]], hold_s: float) -> dict[str, Any]:
+    """Where the prompt's tokens are; the four counts add up to `prompt_tokens`."""
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    pool = sum(answer.pool_tokens for _, answer in answers)
-    host = sum(answer.host_tokens for _, answer in answers)
-    coming = sum(answer.coming_tokens for _, answer in answers)
-    return PrefetchReply(
-        prompt_tokens=num_tokens,
-        pool_tokens=pool,
-        host_tokens=host,
-        coming_tokens=coming,
-        missing_tokens=num_tokens - pool - host - coming,
-        hold_s=hold_s,
-        workers=sorted({worker_id for worker_id, _ in answers}),
-    )
+    found = {name: sum(getattr(answer, name) for _, answer in answers) for name in _PLACES}
+    return {
+        "object": "kv.prefetch",
+        "prompt_tokens": num_tokens,
+        **found,
+        "missing_tokens": num_tokens - sum(found.values()),
+        "hold_s": hold_s,
+        "workers": sorted({worker_id for worker_id, _ in answers}),
+    }
+
+
+_PLACES = ("pool_tokens", "host_tokens", "coming_tokens")

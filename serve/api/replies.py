@@ -25,36 +25,6 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens_details: PromptDetails
 
 
-class SessionReply(msgspec.Struct, kw_only=True):
-    """A session of KV hints as it stands, defaults filled in."""
-
-    object: str = "kv.session"
-    name: str
-    keep: bool
-    priority: int
-    pin_s: float
-    expires_after_idle_s: float
-
-
-class DeletedSession(msgspec.Struct, kw_only=True):
-    object: str = "kv.session.deleted"
-    name: str
-    deleted: bool = True
-
-
-class PrefetchReply(msgspec.Struct, kw_only=True):
-    """Where the prompt's tokens are; the four counts add up to `prompt_tokens`."""
-
-    object: str = "kv.prefetch"
-    prompt_tokens: int
-    pool_tokens: int
-    host_tokens: int
-    coming_tokens: int
-    missing_tokens: int
-    hold_s: float
-    workers: list[str]
-
-
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """One entry per token in each list; `text_offset` counts characters of the choice's text."""
 
@@ -89,10 +59,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
     bytes: list[int] | None
 
 
-class ChatLogprob(msgspec.Struct, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class ChatLogprob(TopLogprob, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -124,19 +91,6 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-
-
-class Model(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "kvrelay"
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    object: str = "list"
-    data: list[Model]
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
