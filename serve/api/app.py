@@ -20,7 +20,6 @@ from kvrelay.serve.api.endpoint import (
     Front,
     ModelCard,
     Traced,
-    check_api_key,
     endpoint,
     error_response,
     json_response,
@@ -61,10 +60,10 @@ def create_app(
             Route("/v1/kv/sessions/{name}", endpoint(front, put_session), methods=["PUT"]),
             Route("/v1/kv/sessions/{name}", endpoint(front, get_session), methods=["GET"]),
             Route("/v1/kv/sessions/{name}", endpoint(front, delete_session), methods=["DELETE"]),
-            Route("/health", endpoint(front, _health), methods=["GET"]),
+            Route("/health", endpoint(front, _health, needs_key=False), methods=["GET"]),
             Route("/kvrelay/pairs", endpoint(front, _pairs), methods=["GET", "POST"]),
             Route("/", _to_ui, methods=["GET"]),
-            Route("/ui", endpoint(front, ui.page), methods=["GET"]),
+            Route("/ui", endpoint(front, ui.page, needs_key=False), methods=["GET"]),
             Route("/kvrelay/live", endpoint(front, live.once), methods=["GET"]),
             Route("/kvrelay/live/events", endpoint(front, live.stream), methods=["GET"]),
             Route("/kvrelay/requests", endpoint(front, ui.requests), methods=["GET"]),
@@ -103,12 +102,10 @@ def _card(front: Front) -> dict[str, Any]:
 
 
 async def _models(front: Front, request: Request) -> Response:
-    check_api_key(request, front.settings.serve.api_key)
     return json_response({"object": "list", "data": [_card(front)]})
 
 
 async def _model(front: Front, request: Request) -> Response:
-    check_api_key(request, front.settings.serve.api_key)
     name = request.path_params["model"]
     if name != front.model.name:
         raise unknown_model(name, front.model.name)
@@ -129,7 +126,6 @@ async def _health(front: Front, request: Request) -> Response:
 
 async def _pairs(front: Front, request: Request) -> Response:
     """Which workers' KV can reach which; POST measures every pair again and returns at once."""
-    check_api_key(request, front.settings.serve.api_key)
     dispatcher = front.dispatcher
     if request.method == "POST":
         dispatcher.workers.pairs.probe()

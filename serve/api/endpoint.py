@@ -250,12 +250,7 @@ class Front:
 
     async def read(self, request: Request, body_type: type[B]) -> B:
         """The checked body. Raises InvalidRequest, ClientLeft."""
-        return self.check(body_type, await self.read_bytes(request))
-
-    async def read_bytes(self, request: Request) -> bytes:
-        """The body of a request that may be served. Raises InvalidRequest, ClientLeft."""
-        check_api_key(request, self.settings.serve.api_key)
-        return await read_json_body(request)
+        return self.check(body_type, await read_json_body(request))
 
     def check(self, body_type: type[B], data: bytes) -> B:
         """The checked body. Raises InvalidRequest."""
@@ -292,11 +287,13 @@ def request_id_header(request: Request, request_id: str) -> dict[str, str]:
     return {} if "x-request-id" in request.headers else {"x-request-id": request_id}
 
 
-def endpoint(front: Front, handler: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """The process edge: every error becomes a response here."""
+def endpoint(front: Front, handler: Endpoint, *, needs_key: bool = True) -> Callable[[Request], Awaitable[Response]]:
+    """The process edge: the API key is checked, where one is set, and every error becomes a response."""
 
     async def handle(request: Request) -> Response:
         try:
+            if needs_key:
+                check_api_key(request, front.settings.serve.api_key)
             return await handler(front, request)
         except ClientLeft:
             logger.debug("the client left %s", request.url.path)

@@ -14,7 +14,6 @@ from kvrelay.plane.messages import KvHints, Prefetched, SequenceRequest
 from kvrelay.serve.api.completions import chat_prompt, completion_prompt
 from kvrelay.serve.api.endpoint import (
     Front,
-    check_api_key,
     forced_path,
     json_response,
     new_id,
@@ -44,7 +43,7 @@ _RETRY_AFTER_S = 1.0
 
 async def put_session(front: Front, request: Request) -> Response:
     """PUT /v1/kv/sessions/{name}: make it, or replace its hints."""
-    key = _key(front, request)
+    key = _key(request)
     body = parse(SessionBody, await read_json_body(request, _MAX_SESSION_BYTES))
     hints = SessionHints(body.keep, body.priority, body.pin_s, made=secrets.token_hex(8))
     await front.sessions.put(key, hints)
@@ -53,7 +52,7 @@ async def put_session(front: Front, request: Request) -> Response:
 
 async def get_session(front: Front, request: Request) -> Response:
     """GET /v1/kv/sessions/{name}. Counts as a use."""
-    key = _key(front, request)
+    key = _key(request)
     hints = await front.sessions.get(key)
     if hints is None:
         raise no_such_session(key.name, None)
@@ -62,7 +61,7 @@ async def get_session(front: Front, request: Request) -> Response:
 
 async def delete_session(front: Front, request: Request) -> Response:
     """DELETE /v1/kv/sessions/{name}: its pins end at once, and no new ones are made."""
-    key = _key(front, request)
+    key = _key(request)
     hints = await front.sessions.delete(key)
     if hints is None:
         raise no_such_session(key.name, None)
@@ -70,9 +69,8 @@ async def delete_session(front: Front, request: Request) -> Response:
     return json_response({"object": "kv.session.deleted", "name": key.name, "deleted": True})
 
 
-def _key(front: Front, request: Request) -> SessionKey:
+def _key(request: Request) -> SessionKey:
     """Raises InvalidRequest."""
-    check_api_key(request, front.settings.serve.api_key)
     name = request.path_params["name"]
     if not is_session_name(name):
         raise InvalidRequest("a session's name is 1 to 128 of the characters A-Z a-z 0-9 . _ : -", "name")
@@ -97,7 +95,7 @@ def _reply(key: SessionKey, hints: SessionHints) -> dict[str, Any]:
 
 async def prefetch(front: Front, request: Request) -> Response:
     """The body is that of the expected request. Raises RequestError, WorkerError, ClientLeft."""
-    data = await front.read_bytes(request)
+    data = await read_json_body(request)
     body: PrefetchChatBody | PrefetchCompletionBody
     if _is_chat(data):
         body = front.check(PrefetchChatBody, data)

@@ -11,17 +11,17 @@ from functools import cache, partial
 from importlib import resources
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.endpoint import INGRESS, EventStream, Front, check_api_key
+from kvrelay.serve.api.endpoint import INGRESS, EventStream, Front, json_response
 from kvrelay.serve.telemetry.live import LiveFeed, request_detail, request_row, snapshot
 from kvrelay.serve.telemetry.observer import REQUESTS_KEPT
 
 STALL_S = 30.0  # a viewer that reads nothing for this long counts as gone
+_NO_STORE = {"cache-control": "no-store"}
 CHOICES_SHOWN = 64  # of one HTTP request
 
 
@@ -62,13 +62,10 @@ class LiveView:
         self.feed = LiveFeed(partial(_snapshot, front))
 
     async def once(self, front: Front, request: Request) -> Response:
-        """Raises InvalidRequest (401)."""
-        check_api_key(request, front.settings.serve.api_key)
-        return _json(_snapshot(front, self.feed.num_viewers))
+        return json_response(_snapshot(front, self.feed.num_viewers), 200, _NO_STORE)
 
     async def stream(self, front: Front, request: Request) -> Response:
-        """Raises InvalidRequest (401). One viewer too many gets 429."""
-        check_api_key(request, front.settings.serve.api_key)
+        """One viewer too many gets 429."""
         return _PatientStream(self.feed.watch(), {})
 
 
@@ -92,20 +89,20 @@ class _PatientStream(EventStream):
 
 
 async def requests(front: Front, request: Request) -> Response:
-    """Every request in the log, newest first. Raises InvalidRequest (401)."""
-    check_api_key(request, front.settings.serve.api_key)
+    """Every request in the log, newest first."""
     now_s, log = front.dispatcher.clock(), front.dispatcher.requests
-    return _json({"ingress": INGRESS, "requests": [request_row(record, now_s) for record in log.newest(len(log))]})
+    rows = [request_row(record, now_s) for record in log.newest(len(log))]
+    return json_response({"ingress": INGRESS, "requests": rows}, 200, _NO_STORE)
 
 
 async def one_request(front: Front, request: Request) -> Response:
-    """The log of one sequence, or of all sequences of an HTTP request. Raises InvalidRequest (401, 404)."""
-    check_api_key(request, front.settings.serve.api_key)
+    """The log of one sequence, or of all sequences of an HTTP request. Raises InvalidRequest (404)."""
     request_id, now_s = request.path_params["request_id"], front.dispatcher.clock()
     found = front.dispatcher.requests.find(request_id)
     if not found:
         raise InvalidRequest(_not_here(request_id), None, 404, "request_not_here")
-    return _json({"ingress": INGRESS, "requests": [request_detail(record, now_s) for record in found[:CHOICES_SHOWN]]})
+    details = [request_detail(record, now_s) for record in found[:CHOICES_SHOWN]]
+    return json_response({"ingress": INGRESS, "requests": details}, 200, _NO_STORE)
 
 
 def _not_here(request_id: str) -> str:
@@ -114,7 +111,3 @@ def _not_here(request_id: str) -> str:
     if tag is not None and tag[1] != INGRESS:
         return f"ingress {tag[1]} served this request; this is ingress {INGRESS}: open the other one's /ui"
     return f"ingress {INGRESS} does not know this request; it remembers the last {REQUESTS_KEPT}"
-
-
-def _json(reply: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(reply), 200, {"cache-control": "no-store"}, "application/json")

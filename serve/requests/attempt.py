@@ -5,9 +5,11 @@ Workers' messages travel over several sockets and may overtake each other, so ev
 
 import asyncio
 
+import msgspec
+
 from kvrelay.errors import ConnectionLost, ProtocolError, RequestError
 from kvrelay.plane import messages as wire
-from kvrelay.plane.messages import TokenLogprob, TokenOutput
+from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.types import Decision
 from kvrelay.serve.requests.retries import AttemptFailed
 from kvrelay.serve.telemetry.observer import RequestObserver
@@ -16,37 +18,26 @@ from kvrelay.serve.workers.worker_link import Received, Submission
 
 
 def _without_first(output: TokenOutput, count: int) -> TokenOutput:
-    """`output` without its first `count` tokens, which were delivered before."""
-    return TokenOutput(
-        request_id=output.request_id,
-        position=output.position + count,
-        token_ids=output.token_ids[count:],
-        logprobs=output.logprobs[count:],
-        finish_reason=output.finish_reason,
-        stop_token=output.stop_token,
-        choice=output.choice,
-    )
+    """`output` without its first `count` tokens, which were delivered before, and without the facts of its first."""
+    tokens, logprobs = output.token_ids[count:], output.logprobs[count:]
+    return msgspec.structs.replace(
+        output, position=output.position + count, token_ids=tokens, logprobs=logprobs,
+        cached_tokens=None, prompt_logprobs=[], timings=None,
+    )  # fmt: skip
 
 
 def _merged(outputs: list[TokenOutput], request_id: str) -> TokenOutput:
     """Consecutive outputs as one. Facts of the first token come from the output that has them."""
     first, last = outputs[0], outputs[-1]
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    for output in outputs:
-        tokens += output.token_ids
-        logprobs += output.logprobs
-    return TokenOutput(
+    if first is last:
+        return first if first.request_id == request_id else msgspec.structs.replace(first, request_id=request_id)
+    return msgspec.structs.replace(
+        first,
         request_id=request_id,
-        position=first.position,
-        token_ids=tokens,
-        logprobs=logprobs,
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=[entry for output in outputs for entry in output.logprobs],
         finish_reason=last.finish_reason,
         stop_token=last.stop_token,
-        cached_tokens=first.cached_tokens,
-        prompt_logprobs=first.prompt_logprobs,
-        timings=first.timings,
-        choice=first.choice,
     )
 
 
