@@ -26,7 +26,7 @@ from bench.figures import show
 from bench.planner.runs import KINDS, Day, Outcome, Runs, Setting
 from bench.planner.search import best_of, static_splits
 from kvrelay.cluster.autoscaling.worker_model import model_of
-from kvrelay.cluster.commands.plan_load import planned
+from kvrelay.cluster.commands.plan import planned
 from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts
 
 

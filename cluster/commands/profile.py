@@ -47,8 +47,7 @@ def command(
         int, typer.Option(min=1, help="workers on one machine: --fit also measures how much they slow each other down")
     ] = 1,
     published: Annotated[
-        str | None,
-        typer.Option("--published", help="print a profile made from published figures of H100s and A100s"),
+        str | None, typer.Option("--published", help="print a profile made from published figures of H100s and A100s")
     ] = None,
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags override it")] = None,
@@ -160,8 +159,7 @@ def _show_fit(console: Console, fitted: "Fitted", where: str, file: Path, profil
     )
     between_s = profile.decode.overhead_s - curve.overhead_s
     console.print(
-        f"between two steps: {_micro(between_s)} µs, which the profile counts as part of each step",
-        highlight=False,
+        f"between two steps: {_micro(between_s)} µs, which the profile counts as part of each step", highlight=False
     )
     spread = profile.fit.spread if profile.fit is not None else None
     if spread is not None:

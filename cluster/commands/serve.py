@@ -16,13 +16,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch import probe as probing
-from kvrelay.cluster.launch import state_file
 from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.cluster.launch.probe import auth_headers, request_json
 from kvrelay.cluster.launch.ray_session import RaySession
-from kvrelay.cluster.launch.stop_signals import StopSignals
-from kvrelay.cluster.launch.supervisor import report_stopping
+from kvrelay.cluster.launch.supervisor import StopSignals, report_stopping
 from kvrelay.config import Settings
 from kvrelay.environment import API_KEY_VARIABLE
 
@@ -69,7 +68,7 @@ def serve(settings: Settings, console: Console) -> int:
         with signals:
             session.check_ports()
             model = _start(settings, session, console)
-            note = state_file.note(_running(settings, session, model))
+            note = endpoints.note(_running(settings, session, model))
             _announce(settings, session, model, console)
             while True:
                 signal.pause()
@@ -97,7 +96,7 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
         with contextlib.suppress(OSError):  # the terminal may have closed
             console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
     if note is not None:
-        state_file.forget(note)
+        endpoints.forget(note)
     logs = session.stop(keep_logs=not is_fine)
     if logs:
         console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
@@ -203,8 +202,8 @@ def api_url(settings: Settings) -> str:
     return f"http://[{address}]:{settings.serve.port}" if ":" in address else f"http://{address}:{settings.serve.port}"
 
 
-def _running(settings: Settings, session: RaySession, model: str) -> state_file.RunningCluster:
-    return state_file.RunningCluster(os.getpid(), api_url(settings), session.dashboard_url, model)
+def _running(settings: Settings, session: RaySession, model: str) -> endpoints.RunningCluster:
+    return endpoints.RunningCluster(os.getpid(), api_url(settings), session.dashboard_url, model)
 
 
 def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:

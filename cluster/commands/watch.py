@@ -23,54 +23,17 @@ PERIOD_S = 1.0
 LIVE_SHOWN = 8  # requests
 TENANTS_SHOWN = 3  # of each worker
 QUEUES = ("waiting", "receiving", "running", "held", "swapped")
-_PLACED = frozenset(
-    [
-        "seq",
-        "queued_tokens",
-        "free_blocks",
-        "cached_blocks",
-        "used_blocks",
-        "total_blocks",
-        "leased_blocks",
-        "pinned_blocks",
-        "step_s",
-        "decode_step_s",
-        "prefill_tokens_per_s",
-        "preemptions",
-        "kv_bytes",
-        "kv_seconds",
-        "kv_refusals",
-        "kv_refused",
-        "kv_check_s",
-        "kv_leases",
-        "prefix_hit_tokens",
-        "prefix_query_tokens",
-        "tier_hit_tokens",
-        "steps",
-        "batch_sequences",
-        "batch_tokens",
-        "reserving",
-        "fetching",
-        "is_draining",
-        "preempted",
-        "swapped_blocks",
-        "swapped_bytes",
-        "swap_out_s",
-        "swap_in_s",
-        "waiting_by_priority",
-        "waiting_tenants",
-        "tenant_tokens",
-        "other_tenant_tokens",
-        "deadline_refusals",
-        "displaced",
-        "recomputed_tokens",
-        "drafted_tokens",
-        "accepted_tokens",
-        "model_drafted_tokens",
-        "model_accepted_tokens",
-        "cascade_saved_tokens",
-    ]
-) | frozenset(QUEUES)
+_PLACED = {
+    *QUEUES,
+    "seq", "queued_tokens", "free_blocks", "cached_blocks", "used_blocks", "total_blocks", "leased_blocks",
+    "pinned_blocks", "step_s", "decode_step_s", "prefill_tokens_per_s", "preemptions", "kv_bytes", "kv_seconds",
+    "kv_refusals", "kv_refused", "kv_check_s", "kv_leases", "prefix_hit_tokens", "prefix_query_tokens",
+    "tier_hit_tokens", "steps", "batch_sequences", "batch_tokens", "reserving", "fetching", "is_draining",
+    "preempted", "swapped_blocks", "swapped_bytes", "swap_out_s", "swap_in_s", "waiting_by_priority",
+    "waiting_tenants", "tenant_tokens", "other_tenant_tokens", "deadline_refusals", "displaced",
+    "recomputed_tokens", "drafted_tokens", "accepted_tokens", "model_drafted_tokens", "model_accepted_tokens",
+    "cascade_saved_tokens",
+}  # fmt: skip
 """Fields of a load report that have a place of their own, or none; any other counter is listed by its name."""
 _HEALTH = {"up": "green", "leaving": "yellow", "silent": "yellow", "down": "red"}
 
@@ -83,12 +46,7 @@ def fetch(api_url: str, api_key: str | None) -> View:
 
 
 def watch(
-    console: Console,
-    api_url: str,
-    api_key: str | None,
-    *,
-    as_json: bool,
-    sleep: Callable[[float], object] = time.sleep,
+    console: Console, api_url: str, api_key: str | None, *, as_json: bool, sleep: Callable[[float], object] = time.sleep
 ) -> None:
     """Show it every PERIOD_S until Ctrl-C, or until the reader closes the pipe.
 

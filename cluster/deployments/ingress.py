@@ -9,18 +9,19 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
-from kvrelay.cluster.deployments.shared_sessions import SharedSessions
 from kvrelay.cluster.deployments.worker import log_as_replica, prepared_model
 from kvrelay.cluster.registry.actor import connect_registry, follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
@@ -31,7 +32,9 @@ from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.api.endpoint import check_api_key, error_response
+from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.requests.retries import Unavailable
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.worker_link import Member
 
@@ -63,6 +66,58 @@ def listen_with_reuseaddr() -> None:
 
 
 STATUS_TIMEOUT_S = 3.0
+FRESH_S = 2.0  # how long an ingress uses a session of KV hints that it has looked up
+REGISTRY_S = 5.0
+_RETRY_AFTER_S = 1.0
+
+
+class SharedSessions:
+    """Sessions of KV hints that all ingresses share: the registry keeps them, each ingress caches them for FRESH_S.
+
+    A change on one ingress reaches the others within FRESH_S. A restarted registry has no sessions: requests that name
+    one get 404 until the client creates it again. `registry`: the handle of the registry's actor.
+    """
+
+    def __init__(self, registry: Any, clock: Callable[[], float]) -> None:
+        self._registry, self._clock = registry, clock
+        self._known: dict[SessionKey, tuple[float, SessionHints]] = {}  # time of the registry's answer
+
+    async def put(self, key: SessionKey, hints: SessionHints) -> None:
+        kept = await self._call(self._registry.put_session, key, hints)
+        if kept is None:
+            raise too_many_sessions()
+        self._note(key, kept)
+
+    async def get(self, key: SessionKey) -> SessionHints | None:
+        known = self._known.get(key)
+        if known is not None and self._clock() - known[0] < FRESH_S:
+            return known[1]
+        hints: SessionHints | None = await self._call(self._registry.session, key)
+        self._note(key, hints)
+        return hints
+
+    async def delete(self, key: SessionKey) -> SessionHints | None:
+        self._note(key, None)
+        hints: SessionHints | None = await self._call(self._registry.delete_session, key)
+        self._note(key, None)  # another request may have cached it meanwhile
+        return hints
+
+    def _note(self, key: SessionKey, hints: SessionHints | None) -> None:
+        self._known.pop(key, None)
+        if hints is not None:
+            self._known[key] = (self._clock(), hints)
+            if len(self._known) > MAX_SESSIONS:
+                del self._known[next(iter(self._known))]
+
+    @staticmethod
+    async def _call(method: Any, *arguments: object) -> Any:
+        try:
+            async with asyncio.timeout(REGISTRY_S):
+                return await method.remote(*arguments)
+        except (RayError, TimeoutError) as error:
+            logger.warning("the registry does not answer about a session: %s", error)
+            message = "sessions cannot be looked up now: the registry does not answer"
+            raise Unavailable(message, _RETRY_AFTER_S, "sessions_unavailable") from error
 
 
 class IngressReplica:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -16,7 +16,6 @@ from kvrelay import tracing
 from kvrelay.cluster.autoscaling.feed import worker_report
 from kvrelay.cluster.autoscaling.policies import UTILISATION, utilisation, worker_name
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
-from kvrelay.cluster.deployments.health import HUNG_S, StepWatch
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
@@ -39,8 +38,39 @@ DRAIN_S = 30.0
 SHUTDOWN_S = DRAIN_S + 15.0
 
 
+HUNG_S = 60.0  # far above the longest step, also of a large model on a slow CPU
+
+
+class StepWatch:
+    """Measures how long the engine's thread takes to answer between two steps; an idle engine is not woken for it.
+
+    The time of the last step would say less: it is also long ago when work has just arrived after a pause.
+    """
+
+    def __init__(self, thread: "EngineThread") -> None:
+        self._thread = thread
+        self._answer: asyncio.Future[Any] | None = None
+        self._called_s = 0.0
+
+    def silence_s(self, now_s: float) -> float:
+        """How long a call to the engine has been pending; 0 without one. Starts the next call."""
+        if self._answer is not None and not self._answer.done():
+            return now_s - self._called_s
+        engine = self._thread.engine
+        self._answer = None
+        if engine is not None and engine.scheduler.has_work:
+            self._answer, self._called_s = self._thread.call(_nothing), now_s
+        return 0.0
+
+
+def _nothing(engine: Any) -> None:
+    """A call that only proves that the engine's thread answers."""
+
+
 class WorkerReplica:
-    """One worker process. The subclasses name the class that does the role's work."""
+    """One worker process. The subclasses name its role."""
+
+    role = ""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         log_as_replica(self.role)
@@ -103,8 +133,10 @@ class WorkerReplica:
 
     def _make(self, model_dir: Any, join: JoinSettings, node_id: str, replica: str) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
+        from kvrelay.decode.worker import DecodeWorker
         from kvrelay.engine.checkpoints.checkpoint import model_name
         from kvrelay.engine.worker.build import WorkerOptions
+        from kvrelay.prefill.worker import PrefillWorker
 
         worker_id = worker_name(self.role, replica)
         host = join.host or ray.util.get_node_ip_address()
@@ -122,13 +154,8 @@ class WorkerReplica:
             cluster_store=self._stores,
             num_workers=self._num_workers,
         )
-        return self._worker_class()(options)
-
-    role = ""
-
-    @staticmethod
-    def _worker_class() -> Any:
-        raise NotImplementedError
+        kind = PrefillWorker if self.role == Role.PREFILL else DecodeWorker
+        return kind(options)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
@@ -208,23 +235,11 @@ class PrefillReplica(WorkerReplica):
 
     role = "prefill"
 
-    @staticmethod
-    def _worker_class() -> Any:
-        from kvrelay.prefill.worker import PrefillWorker
-
-        return PrefillWorker
-
 
 class DecodeReplica(WorkerReplica):
     """A decode worker."""
 
     role = "decode"
-
-    @staticmethod
-    def _worker_class() -> Any:
-        from kvrelay.decode.worker import DecodeWorker
-
-        return DecodeWorker
 
 
 def own_replica() -> str:
@@ -271,3 +286,7 @@ def log_as_replica(role: str) -> None:
     for handler in serve.handlers:
         if handler not in own.handlers:
             own.addHandler(handler)
+
+
+if TYPE_CHECKING:
+    from kvrelay.engine.worker.thread import EngineThread

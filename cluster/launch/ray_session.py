@@ -23,9 +23,8 @@ from typing import Any
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.probe import request_json
-from kvrelay.cluster.launch.processes import adopt_orphans, end_descendants
 from kvrelay.cluster.launch.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
-from kvrelay.cluster.launch.supervisor import report_folder
+from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report_folder
 from kvrelay.config import Settings
 from kvrelay.environment import LOG_FILE_VARIABLE
 from kvrelay.logs import LogFollower

@@ -4,7 +4,12 @@ cannot.
 In the driver, Ray's C++ waits for its daemons for 30 s and more, sometimes while holding Python's lock (Ray 2.60:
 `wait_for_persisted_port`, `CCoreWorkerProcess.Initialize`), and calls `_exit(1)` when a daemon ends. Neither a handler
 nor a thread of the driver can prevent that; a parent process can. The driver reports what to clean up over a pipe.
-Linux only, like `processes`. Must not import Ray.
+Ray's processes overwrite their title and with it their environment, so a marker variable does not last. Instead this
+process adopts the orphans among its descendants (it is a "child subreaper").
+
+The first Ctrl-C, SIGTERM or SIGHUP raises StopRequested in the driver. The exception may get lost: Ray's C++ drops what
+a handler raises in its callbacks, and its Python code may catch it. So the supervisor repeats the request with AGAIN
+until `serve` stops. Linux only. Must not import Ray.
 """
 
 import contextlib
@@ -16,9 +21,120 @@ import sys
 import time
 from collections.abc import Callable
 from enum import Enum
+from types import FrameType, TracebackType
+from typing import Any
 
-from kvrelay.cluster.launch.processes import adopt_orphans, end_descendants
-from kvrelay.cluster.launch.stop_signals import AGAIN, STOPS
+import psutil
+
+# ---- the driver's signal handlers
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN = signal.SIGRTMIN  # after all of STOPS: Python calls pending handlers in the order of their numbers
+
+
+class StopRequested(KeyboardInterrupt):
+    """Ctrl-C, SIGTERM or SIGHUP. Only `serve` may catch it.
+
+    A KeyboardInterrupt, because Ray's C++ ends its waits for that (and SystemExit) and drops any other exception:
+    `check_signals` in Ray's `_raylet.pyx` (2.60).
+    """
+
+
+class StopSignals:
+    """The handlers, as a context: inside it the first signal raises StopRequested, after it none does."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._is_stopping = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.getsignal(number) for number in (*STOPS, AGAIN)}
+        self.take_over()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stopping()
+
+    def take_over(self) -> None:
+        """Install the handlers, over any that were installed since."""
+        for number in STOPS:
+            signal.signal(number, self._on_signal)
+        signal.signal(AGAIN, self._on_again)
+
+    def after_ray_start(self) -> None:
+        """Install the handlers again, over Ray's. Raises StopRequested if Ray's start swallowed a signal."""
+        self.take_over()
+        if self.is_requested:
+            raise StopRequested
+
+    def stopping(self) -> None:
+        """Raise nothing from now on. Idempotent."""
+        self._is_stopping = True
+        self.take_over()
+
+    def close(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if not self.is_requested and not self._is_stopping:
+            self.is_requested = True
+            raise StopRequested
+
+    def _on_again(self, signum: int, frame: FrameType | None) -> None:
+        self.is_requested = True  # Ray's handler may have taken the first signal
+        if not self._is_stopping and not isinstance(sys.exception(), StopRequested):  # otherwise it is being handled
+            raise StopRequested
+
+
+# ---- descendants
+
+KILL_S = 10.0  # a process that outlives SIGKILL this long waits in the kernel, for a disk or a driver
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes our child instead of init's."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> list[psutil.Process]:
+    """Every living descendant; zombies among the children are reaped."""
+    living = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+            elif process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)
+        except (psutil.Error, OSError):
+            continue
+    return living
+
+
+def end_descendants(*, grace_s: float) -> list[int]:
+    """Wait `grace_s` for the descendants to end, then kill the others for at most KILL_S; returns the killed ids."""
+    deadline_s = time.monotonic() + grace_s
+    while descendants() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    killed: list[int] = []
+    deadline_s = time.monotonic() + KILL_S
+    while (left := descendants()) and time.monotonic() < deadline_s:
+        for process in left:
+            try:
+                process.kill()
+                killed.append(process.pid)
+            except psutil.Error:
+                continue
+        time.sleep(0.02)
+    return killed
+
+
+# ---- the supervisor
 
 ONE_PRESS_S = (
     0.5  # terminals, make and timeout may deliver one Ctrl-C twice, and the group has received what we forward

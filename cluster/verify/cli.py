@@ -23,9 +23,8 @@ from rich.console import Console
 from kvrelay.errors import BackendUnavailable, KvrelayError
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.verify.report import RowResult
     from kvrelay.cluster.verify.rows import Setup
-    from kvrelay.cluster.verify.verifier import Verifier
+    from kvrelay.cluster.verify.verifier import RowResult, Verifier
     from kvrelay.types import KvMemory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -98,8 +97,7 @@ def command(
         if name not in known:
             console.print(f"unknown {what} {name!r}; choose from {', '.join(known)}", style="red")
             raise typer.Exit(2)
-    from kvrelay.cluster.verify.report import VerifyReport, print_summary
-    from kvrelay.cluster.verify.verifier import Verifier
+    from kvrelay.cluster.verify.verifier import Verifier, VerifyReport, print_summary
 
     reports: list[VerifyReport] = []
     try:
@@ -138,8 +136,8 @@ def command(
 
 def run(verifier: "Verifier", setups: "Sequence[tuple[Verifier, Setup]]", console: Console) -> None:
     """Serve the setups, and print each row when it has ended. Raises KvrelayError."""
-    from kvrelay.cluster.verify.report import row_printer
     from kvrelay.cluster.verify.rows import run_setup
+    from kvrelay.cluster.verify.verifier import row_printer
 
     show = row_printer(verifier.report, sum(setup.num_rows for _, setup in setups), console)
     for one, setup in setups:

@@ -22,9 +22,8 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import flip_lowest_bits, in_flight
 from kvrelay.cluster.verify.hugging_face import log_probabilities
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.report import RowResult
 from kvrelay.cluster.verify.rows import Evidence, OwnRows, Setup
-from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
+from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.plane.messages import TokenLogprob
 
 if TYPE_CHECKING:

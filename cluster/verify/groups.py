@@ -13,10 +13,9 @@ import msgspec
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.hugging_face import expected_beams
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.report import RowResult
 from kvrelay.cluster.verify.rows import Evidence, OwnRows, Setup, blocks_freed
 from kvrelay.cluster.verify.suites import FLIPPED_BIT
-from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
+from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.plane.messages import Beams, Group
 from kvrelay.serve.api.parameters import ranked
 

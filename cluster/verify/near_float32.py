@@ -16,9 +16,8 @@ from pathlib import Path
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import Change, flip_scale_exponent, in_flight, scale_fp8_scales
 from kvrelay.cluster.verify.hugging_face import logit_gaps
-from kvrelay.cluster.verify.report import RowResult
 from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRow, during
-from kvrelay.cluster.verify.verifier import Overrides, ServedAnswer, Verifier, reset_caches
+from kvrelay.cluster.verify.verifier import Overrides, RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.engine.models.spec import ModelSpec
 
 CONTROL = "one block"  # no window hides its first token

@@ -14,8 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.report import RowResult
-from kvrelay.cluster.verify.verifier import Overrides, ServedAnswer, Verifier, reset_caches
+from kvrelay.cluster.verify.verifier import Overrides, RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import SequenceRequest
 

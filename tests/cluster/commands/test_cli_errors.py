@@ -17,7 +17,7 @@ import typer
 from kvrelay import __version__
 from kvrelay.cluster.commands import kv
 from kvrelay.cluster.commands.cli import run
-from kvrelay.cluster.launch import state_file
+from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch.ray_session import RaySession, free_port
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import ConfigError
@@ -162,7 +162,7 @@ def test_bench_refuses_what_is_no_address():
 
 def test_bench_goes_to_this_machines_newest_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
-    state_file.note(state_file.RunningCluster(os.getpid(), "http://127.0.0.1:9", "http://127.0.0.1:10", "m"))
+    endpoints.note(endpoints.RunningCluster(os.getpid(), "http://127.0.0.1:9", "http://127.0.0.1:10", "m"))
     assert "http://127.0.0.1:9 does not list a model" in bench().stderr
     assert "http://localhost:11 does not list a model" in bench("--url", "localhost:11/v1").stderr
 

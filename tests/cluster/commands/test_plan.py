@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvrelay.cluster.autoscaling.worker_model import model_of
-from kvrelay.cluster.commands.plan_load import burstiness, busy_rate, cached_tokens, measured, planned
+from kvrelay.cluster.commands.plan import burstiness, busy_rate, cached_tokens, measured, planned
 from kvrelay.cluster.profiles.profile import PUBLISHED, load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.deployments import worker as worker_deployment
-from kvrelay.cluster.deployments.health import HUNG_S, StepWatch
-from kvrelay.cluster.deployments.worker import WorkerReplica
+from kvrelay.cluster.deployments.worker import HUNG_S, StepWatch, WorkerReplica
 from kvrelay.errors import EngineFailed
 
 pytestmark = pytest.mark.alone

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayError
 
-from kvrelay.cluster.deployments.shared_sessions import FRESH_S, SharedSessions
+from kvrelay.cluster.deployments.ingress import FRESH_S, SharedSessions
 from kvrelay.cluster.registry.actor import RegistryActor
 from kvrelay.errors import Overloaded, RequestError
 from kvrelay.serve.api.sessions import MAX_TENANT_SESSIONS, SessionHints, SessionKey

@@ -7,8 +7,16 @@ import signal
 
 import pytest
 
-from kvrelay.cluster.launch.stop_signals import AGAIN, STOPS, StopRequested, StopSignals
-from kvrelay.cluster.launch.supervisor import END_S, REACH_S, SupervisorAction, next_step
+from kvrelay.cluster.launch.supervisor import (
+    AGAIN,
+    END_S,
+    REACH_S,
+    STOPS,
+    StopRequested,
+    StopSignals,
+    SupervisorAction,
+    next_step,
+)
 
 pytestmark = pytest.mark.alone
 

@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 from kvrelay.cluster.verify import cli, verifier
 from kvrelay.cluster.verify.cli import TRANSPORTS, pool_memory, usable_transports
 from kvrelay.cluster.verify.damage import flip_exponent_bit, tampering
-from kvrelay.cluster.verify.report import VerifyReport, print_summary
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import paths
-from kvrelay.cluster.verify.verifier import Verifier
+from kvrelay.cluster.verify.verifier import Verifier, VerifyReport, print_summary
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.errors import BackendUnavailable, ChecksumMismatch, ModelNotFound

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.report import RowResult, VerifyReport
 from kvrelay.cluster.verify.rows import REFUSAL, Must, OwnRows, Setup, VerifyRow, blocks_freed, run_row, run_setup
-from kvrelay.cluster.verify.verifier import ServedAnswer
+from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, VerifyReport
 from kvrelay.errors import KvrelayError
 
 PROMPTS = [VerifyPrompt("a", [1, 2]), VerifyPrompt("b", [3])]
