@@ -9,19 +9,31 @@ import hmac
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import LeaseExpired, TransferError, TransferRefused
+from kvrelay.kvtransfer.mover.verification import Checksums, Chosen, ReceivePlan, chosen_regions, unpack
+from kvrelay.kvtransfer.paths.probes import ProbeBuffers
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
-from kvrelay.kvtransfer.protocol.checksums import Checksums, Chosen, chosen_regions, unpack
-from kvrelay.kvtransfer.protocol.messages import Announce, Refusal, ToSource
-from kvrelay.kvtransfer.protocol.tickets import Reason, Ticket, Transcript, TransferStats, reason_of, refusal
-from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
+from kvrelay.kvtransfer.protocol.messages import (
+    Announce,
+    Reason,
+    Refusal,
+    Ticket,
+    ToSource,
+    Transcript,
+    TransferResult,
+    TransferStats,
+    reason_of,
+    refusal,
+)
 from kvrelay.kvtransfer.transports.base import Reader
+from kvrelay.settings.transfer import TransferSettings
+from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +58,6 @@ class Grant:
     """
 
     ticket: Ticket
-    data: bytes  # sealed
     transcript: Transcript
     last_sign: float  # when its source last sent something (or the grant was made)
     plan: ReceivePlan | None = None  # of the connection that opened it
@@ -75,18 +86,14 @@ class Grant:
     def __post_init__(self) -> None:
         self.generations = dict(zip(self.ticket.target_blocks, self.ticket.generations, strict=True))
 
-    def open(self, link: object, reply: Callable[[ToSource], None]) -> None:
-        """A source has presented its ticket over `link`."""
-        self.link, self.reply = link, reply
-
-    def begin(self, plan: ReceivePlan, sampled_share: float | None) -> None:
-        """The ticket is admitted: what must come is known from now on. `sampled_share`: None unless sampled."""
+    def begin(self, plan: ReceivePlan, *, is_sampled: bool) -> None:
+        """The ticket is admitted: what must come is known from now on. is_sampled: only some regions are checked."""
         self.plan = plan
         num_chunks, self.first_chunk = plan.pairing.wanted(self.ticket.first_block, self.ticket.num_tokens)
         self.chunks = plan.pairing.target.numbers(self.ticket.target_blocks, 0, num_chunks)
         self.announced = np.zeros((len(plan.layers), num_chunks), dtype=np.bool_)
-        if sampled_share is not None:
-            self.chosen = chosen_regions(self.ticket.nonce, len(plan.layers), num_chunks, sampled_share)
+        if is_sampled:
+            self.chosen = chosen_regions(self.ticket.nonce, len(plan.layers), num_chunks)
 
     @property
     def request_id(self) -> str:
@@ -96,11 +103,6 @@ class Grant:
     def num_blocks(self) -> int:
         """Blocks to receive."""
         return len(self.ticket.target_blocks)
-
-    @property
-    def num_bytes(self) -> int:
-        """Read so far."""
-        return self.bytes_by_path.total()
 
     @contextlib.contextmanager
     def busy(self, clock: Callable[[], float]) -> Iterator[None]:
@@ -231,9 +233,9 @@ class GrantTable:
         """Whether a grant of this request is live or in quarantine."""
         return any(grant.request_id == request_id for grant in (*self._live.values(), *self._quarantined.values()))
 
-    def add(self, ticket: Ticket, data: bytes, transcript: Transcript) -> None:
-        """A new grant; its lease starts now. `data`: the sealed ticket."""
-        grant = self._live[ticket.nonce] = Grant(ticket, data, transcript, time.monotonic())
+    def add(self, ticket: Ticket, transcript: Transcript) -> None:
+        """A new grant; its lease starts now."""
+        grant = self._live[ticket.nonce] = Grant(ticket, transcript, time.monotonic())
         asyncio.get_running_loop().call_later(ticket.lease_s, self._check_lease, grant)
 
     def get(self, nonce: bytes) -> Grant | None:
@@ -325,21 +327,24 @@ def call(callback: Callable[..., None], *args: object) -> None:
         logger.exception("the decode worker's callback failed for %s", args[0])
 
 
-def check_ticket(ticket: Ticket, fingerprint_difference: str | None, epoch: str, num_blocks: int) -> None:
-    """Raises TransferRefused for another incarnation's, an incompatible or an impossible ticket."""
-    if ticket.target_epoch != epoch:
-        raise refusal(ticket.request_id, Reason.STALE_EPOCH, f"granted by {ticket.target_epoch}, this is {epoch}")
-    if fingerprint_difference:
-        raise refusal(ticket.request_id, Reason.FINGERPRINT, fingerprint_difference)
-    if ticket.target_blocks and max(ticket.target_blocks) >= num_blocks:
-        raise refusal(ticket.request_id, Reason.OUT_OF_RANGE, "blocks that the target does not have")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivingEnd:
+    """What the parts of a KvTarget share: a record of its 15 attributes. `offers`: transports that it can read over,
+    best first.
+    """
 
-
-def check_grantable(
-    request_id: str, first_block: int, block_ids: Sequence[int], num_blocks: int, pool_blocks: int
-) -> None:
-    """Raises ValueError on our own worker's mistake."""
-    if not 0 <= first_block <= num_blocks or len(block_ids) != num_blocks - first_block:
-        raise ValueError(f"{request_id}: {len(block_ids)} blocks granted for {first_block}..{num_blocks}")
-    if len(set(block_ids)) != len(block_ids) or any(not 0 <= block < pool_blocks for block in block_ids):
-        raise ValueError(f"{request_id}: granted blocks must be distinct and inside the pool")
+    worker_id: str
+    epoch: str
+    fingerprint: Fingerprint
+    settings: TransferSettings
+    memory: KvMemory
+    secret: bytes
+    grants: GrantTable
+    stats: TransferStats
+    offers: list[str]
+    probe_buffers: ProbeBuffers | None
+    make_reader: Callable[[str, KvMemory], Reader]
+    generation_of: Callable[[int], int]
+    on_commit: Callable[[str, bytes, TransferResult], None]
+    lease_s: float
+    stall_s: float

@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvrelay.decode.grants import Grant, ReadUnit
-from kvrelay.decode.receiving_end import ReceivingEnd
-from kvrelay.errors import ChecksumMismatch, PeerLost, TransferError, TransferTimeout
+from kvrelay.decode.grants import Grant, ReadUnit, ReceivingEnd
+from kvrelay.errors import ChecksumMismatch, CorruptRead, PeerLost, TransferError, TransferTimeout, TransportError
+from kvrelay.kvtransfer.mover.verification import ArrivingRead, ReceivePlan
 from kvrelay.kvtransfer.paths.path_ranking import Route, untried
-from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, ToSource
-from kvrelay.kvtransfer.protocol.tickets import Reason, refusal
-from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead, ReceivePlan
-from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, TransportError
+from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, Reason, ToSource, refusal
+from kvrelay.kvtransfer.transports.base import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +130,12 @@ class ReadQueue:
             if grant.is_ended:
                 return
             grant.check_generations(end.generation_of, grant.blocks_of(unit))  # before a byte is written
-            planned = plan.read(unit.source_chunks, unit.target_chunks, unit.layers)
-            arrival = ArrivingRead(
-                plan.memory, planned.pieces, plan.pairing.piece_bytes, unit.checksums, unit.is_checked, end.tamper()
-            )
+            copies, pieces = plan.read(unit.source_chunks, unit.target_chunks, unit.layers)
+            arrival = ArrivingRead(plan.memory, pieces, plan.pairing.piece_bytes, unit.checksums, unit.is_checked)
             began = time.monotonic()
             try:
                 with grant.busy(time.monotonic):
-                    await self._wait_for(reader, grant, reader.read(planned.copies, arrival), arrival)
+                    await self._wait_for(reader, grant, reader.read(copies, arrival), arrival)
             except TransferTimeout as error:
                 self._route.table.failed(name, error.why, time.monotonic())  # the reader stays: its read is not over
                 if plan.staging is not None:
@@ -150,7 +146,7 @@ class ReadQueue:
                     await self._convert(grant, unit)
         if grant.is_ended:
             return
-        num_bytes = planned.copies.total_bytes
+        num_bytes = copies.total_bytes
         self._count(name, grant, num_bytes, began, arrival.check_s)
         self._send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
         self.advance(grant)
@@ -160,7 +156,7 @@ class ReadQueue:
     ) -> None:
         """Wait for a read while bytes land. Raises TransferTimeout where it cannot be stopped either."""
         self._end.grants.track(grant, read, reader)
-        seen, stall_s = -1, self._end.settings.stall_s
+        seen, stall_s = -1, self._end.stall_s
         while not read.done() and arrival.num_landed > seen:
             seen = arrival.num_landed
             await asyncio.wait({read}, timeout=stall_s)

@@ -10,44 +10,17 @@ import time
 
 import msgspec
 
-from kvrelay.decode.grants import Grant, call, check_ticket
+from kvrelay import errors
+from kvrelay.decode.grants import Grant, ReceivingEnd, call
 from kvrelay.decode.read_queue import ReadQueue
-from kvrelay.decode.receiving_end import ReceivingEnd
-from kvrelay.errors import ConnectionLost, LayoutMismatch, PeerLost, PlaneError, ProtocolError, TransferRefused
-from kvrelay.kvtransfer.paths.discovery import this_machine
+from kvrelay.errors import LayoutMismatch, PeerLost, PlaneError, TransferRefused, TransportError
+from kvrelay.kvtransfer.mover.verification import ReceivePlan, kind_of
 from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route
-from kvrelay.kvtransfer.paths.topology import rank_paths
-from kvrelay.kvtransfer.protocol.messages import (
-    Alive,
-    Announce,
-    Cancel,
-    Commit,
-    Committed,
-    Confirmed,
-    Hello,
-    HelloReply,
-    Open,
-    Probed,
-    Refusal,
-    Rejected,
-    Renew,
-    ToSource,
-    decode_to_target,
-    encode,
-)
-from kvrelay.kvtransfer.protocol.messages import Probe as ProbeRequest
-from kvrelay.kvtransfer.protocol.tickets import (
-    REMEDIES,
-    TRANSFER_PROTOCOL,
-    Reason,
-    TransferResult,
-    open_ticket,
-    reason_of,
-    refusal,
-)
-from kvrelay.kvtransfer.reads.probes import PathProbe
-from kvrelay.kvtransfer.reads.receive_plan import ReceivePlan
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.kvtransfer.paths.probes import PathProbe
+from kvrelay.kvtransfer.protocol import messages as wire
+from kvrelay.kvtransfer.protocol.messages import Reason, reason_of, refusal
+from kvrelay.kvtransfer.transports.discovery import this_machine
+from kvrelay.kvtransfer.transports.topology import rank_paths
 from kvrelay.plane.framing import Connection
 
 logger = logging.getLogger(__name__)
@@ -60,7 +33,7 @@ class SourceLink:
 
     def __init__(self, end: ReceivingEnd, connection: Connection) -> None:
         self._end, self._connection = end, connection
-        self.hello: Hello | None = None
+        self.hello: wire.Hello | None = None
         self.route: Route | None = None
         self.plan: ReceivePlan | None = None
         self._staging_lock = asyncio.Lock()
@@ -72,14 +45,14 @@ class SourceLink:
         why = "the source closed the connection"
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                first = decode_to_target(await self._connection.receive())
+                first = wire.decode_to_target(await self._connection.receive())
             if await self._welcome(first):
-                await self._connection.read_all(lambda frame: self._dispatch(decode_to_target(frame)))
+                await self._connection.read_all(lambda frame: self._dispatch(wire.decode_to_target(frame)))
         except msgspec.DecodeError as error:
             why = f"the source sent a malformed message: {error}"
             await self._reject(Reason.MALFORMED, str(error))
-            raise ProtocolError(why) from error
-        except ConnectionLost as error:
+            raise errors.ProtocolError(why) from error
+        except errors.ConnectionLost as error:
             why = str(error)
             raise
         finally:
@@ -90,30 +63,33 @@ class SourceLink:
             if self._reads is not None:
                 await self._reads.aclose()
 
-    def send(self, message: ToSource) -> None:
+    def send(self, message: wire.ToSource) -> None:
         """Queue one message; a lost connection shows elsewhere."""
         try:
-            self._connection.send_nowait(encode(message))
+            self._connection.send_nowait(wire.encode(message))
         except PlaneError as error:
             logger.debug("not sent: %s", error)
 
-    async def _reject(self, reason: Reason, detail: str, remedy: str = "") -> None:
+    # ---- handshake
+
+    async def _reject(self, reason: Reason, detail: str, remedy: str = "") -> bool:
         logger.warning("refused the KV source at %s: %s: %s", self._connection.peer, reason, detail)
-        self.send(Rejected(reason=str(reason), detail=detail, remedy=remedy or REMEDIES.get(reason, "")))
+        remedy = remedy or wire.REMEDIES.get(reason, "")
+        self.send(wire.Rejected(reason=str(reason), detail=detail, remedy=remedy))
         await self._connection.aclose()
+        return False
 
     async def _welcome(self, hello: object) -> bool:
-        if not isinstance(hello, Hello):
-            await self._reject(Reason.MALFORMED, "the first message must be a hello")
-            return False
+        """Whether this source is served; its best path is connected then."""
+        end = self._end
+        if not isinstance(hello, wire.Hello):
+            return await self._reject(Reason.MALFORMED, "the first message must be a hello")
         if misfit := self._incompatibility(hello):
-            await self._reject(*misfit)
-            return False
+            return await self._reject(*misfit)
         try:
-            plan = ReceivePlan(hello.layout, self._end.memory)
+            plan = ReceivePlan(hello.layout, end.memory)
         except LayoutMismatch as error:
-            await self._reject(Reason.FINGERPRINT, str(error))
-            return False
+            return await self._reject(Reason.FINGERPRINT, str(error))
         route = self._make_route(hello, plan)
         waiting = asyncio.create_task(self._keep_alive(), name="kv handshake")
         try:
@@ -122,67 +98,53 @@ class SourceLink:
             await route.aclose()
             if not isinstance(error, TransportError):
                 raise
-            await self._reject(Reason.TRANSPORT, str(error) if route.table.names else self._nothing_in_common(hello))
-            return False
+            offers = [offer.name for offer in hello.offers]
+            nothing = f"the source offers {offers}, this worker {end.offers}"
+            return await self._reject(Reason.TRANSPORT, str(error) if route.table.names else nothing)
         finally:
             waiting.cancel()
         logger.info("KV from %s is read over %s: %s", hello.worker_id, path.name, path.why)
         self.hello, self.route, self.plan = hello, route, plan
-        self._reads = ReadQueue(
-            self._end, route, plan, self._staging_lock, send=self.send, abort=self._connection.abort
-        )
-        me, settings = self._end.identity, self._end.settings
+        self._reads = ReadQueue(end, route, plan, self._staging_lock, send=self.send, abort=self._connection.abort)
         self.send(
-            HelloReply(
-                worker_id=me.worker_id,
-                epoch=me.epoch,
-                transport=path.name,
-                why=path.why,
-                layout=self._end.memory.layout,
-                checks=settings.checks,
-                sampled_share=settings.sampled_share,
+            wire.HelloReply(
+                worker_id=end.worker_id, epoch=end.epoch, transport=path.name, why=path.why, layout=end.memory.layout,
+                checks=end.settings.checks,
             )
-        )
+        )  # fmt: skip
         return True
 
-    def _incompatibility(self, hello: Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
-        me = self._end.identity
-        if hello.protocol != TRANSFER_PROTOCOL:
-            return (
-                Reason.FINGERPRINT,
-                f"transfer protocol: {me.worker_id} has {TRANSFER_PROTOCOL}, not {hello.protocol}",
-            )
-        convert_dtype = self._end.settings.convert_dtype
-        if difference := me.fingerprint.incompatibility(hello.fingerprint, convert_dtype=convert_dtype):
+    def _incompatibility(self, hello: wire.Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
+        end, me = self._end, self._end.worker_id
+        if hello.protocol != wire.TRANSFER_PROTOCOL:
+            theirs = f"{me} has {wire.TRANSFER_PROTOCOL}, not {hello.protocol}"
+            return Reason.FINGERPRINT, f"transfer protocol: {theirs}"
+        convert_dtype = end.settings.convert_dtype
+        if difference := end.fingerprint.incompatibility(hello.fingerprint, convert_dtype=convert_dtype):
             return Reason.FINGERPRINT, str(difference), difference.remedy
-        if me.checksums not in ("off", hello.checksums):
-            return (
-                Reason.CHECKSUM,
-                f"transfer.checks: {me.worker_id} verifies {me.checksums}, the source sends {hello.checksums}",
-            )
+        checksums = kind_of(end.memory, end.settings.checks)
+        if checksums not in ("off", hello.checksums):
+            theirs = f"{me} verifies {checksums}, the source sends {hello.checksums}"
+            return Reason.CHECKSUM, f"transfer.checks: {theirs}"
         return None
 
     async def _keep_alive(self) -> None:
         """Wiring up a path may take seconds, and a source gives up a silent target."""
         while True:
-            self.send(Alive())
-            await asyncio.sleep(self._end.settings.lease_s / 4)
+            self.send(wire.Alive())
+            await asyncio.sleep(self._end.lease_s / 4)
 
-    def _make_route(self, hello: Hello, plan: ReceivePlan) -> Route:
+    def _make_route(self, hello: wire.Hello, plan: ReceivePlan) -> Route:
         offers = {offer.name: offer.descriptor for offer in hello.offers}
         common = [name for name in self._end.offers if name in offers]
-        device = self._end.identity.device
-        ranked = rank_paths(hello.topology, this_machine(), hello.device, device, common)
+        ranked = rank_paths(hello.topology, this_machine(), hello.device, self._end.memory.device, common)
         return Route(PathTable(ranked), offers, lambda name: self._end.make_reader(name, plan.memory))
 
-    def _nothing_in_common(self, hello: Hello) -> str:
-        return f"the source offers {[offer.name for offer in hello.offers]}, this worker {self._end.offers}"
-
-    def _begin_probe(self, message: ProbeRequest) -> None:
+    def _begin_probe(self, message: wire.Probe) -> None:
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe(message), name="kv probe")
 
-    async def _probe(self, message: ProbeRequest) -> None:
+    async def _probe(self, message: wire.Probe) -> None:
         """Measure the paths with the source's probe blocks, and send it the figures."""
         end, route, plan = self._end, self.route, self.plan
         assert route is not None and plan is not None
@@ -191,118 +153,116 @@ class SourceLink:
                 await PathProbe(route, plan, message.block_ids, message.checksums).run(end.probe_buffers)
         except Exception:  # a process edge: without a probe the paths keep their ranks
             logger.exception("the probe of %s failed", self._connection.peer)
-        self.send(Probed(probe_id=message.probe_id, paths=route.table.reports(time.monotonic())))
+        self.send(wire.Probed(probe_id=message.probe_id, paths=route.table.reports(time.monotonic())))
 
     # ---- messages of the source
 
-    def _dispatch(self, message: object) -> None:
+    def _dispatch(self, message: wire.ToTarget) -> None:
         match message:
-            case Announce():
-                self._on_announce(message)
-            case Open():
+            case wire.Announce() | wire.Commit() | wire.Confirmed():
+                grant = self._end.grants.renewed(message.nonce, self)
+                if grant is not None:
+                    self._continue(grant, message)
+            case wire.Open():
                 self._on_open(message)
-            case Commit():
-                self._on_commit(message)
-            case Confirmed():
-                self._on_confirmed(message)
-            case Renew(nonces=nonces):
+            case wire.Renew(nonces=nonces):
                 for nonce in nonces:
                     self._end.grants.renewed(nonce, self)
-                self.send(Alive())
-            case Cancel():
+                self.send(wire.Alive())
+            case wire.Cancel():
                 self._on_cancel(message)
-            case ProbeRequest():
+            case wire.Probe():
                 self._begin_probe(message)
             case _:
                 logger.warning("%s sent a second hello; ignored", self._connection.peer)
 
-    def _on_open(self, message: Open) -> None:
+    def _on_open(self, message: wire.Open) -> None:
         end, grant = self._end, None
         try:
             grant = self._admit(message)
+            grant.link, grant.reply = self, self.send
             grant.check_generations(end.generation_of)
         except TransferRefused as error:
             if grant is not None:
-                grant.open(self, self.send)
                 end.grants.end(grant, error)
             else:
                 end.stats.refuse(str(reason_of(error)))
                 logger.warning("refused a transfer of %s: %s", message.request_id, error.why)
-                self.send(Refusal(nonce=message.nonce, kind=type(error).__name__, why=error.why))
+                self.send(wire.Refusal(nonce=message.nonce, kind=type(error).__name__, why=error.why))
             return
         assert self.plan is not None
-        grant.open(self, self.send)
-        grant.begin(self.plan, end.settings.sampled_share if end.settings.checks == "sampled" else None)
+        grant.begin(self.plan, is_sampled=end.settings.checks == "sampled")
         grant.last_sign = time.monotonic()
 
-    def _admit(self, message: Open) -> Grant:
+    def _admit(self, message: wire.Open) -> Grant:
         """The live, unused grant that this ticket stands for. Raises TransferRefused, which harms no grant."""
-        me, memory = self._end.identity, self._end.memory
-        ticket = open_ticket(message.ticket, self._end.secret)
-        if (ticket.nonce, ticket.request_id) != (message.nonce, message.request_id):
-            raise refusal(message.request_id, Reason.UNKNOWN, "the ticket is another request's")
-        difference = me.fingerprint.first_difference(ticket.fingerprint)  # it was ours
-        check_ticket(ticket, difference, me.epoch, memory.layout.num_blocks)
-        return self._end.grants.admit(ticket)
+        end, name = self._end, message.request_id
+        ticket = wire.open_ticket(message.ticket, end.secret)
+        if (ticket.nonce, ticket.request_id) != (message.nonce, name):
+            raise refusal(name, Reason.UNKNOWN, "the ticket is another request's")
+        if ticket.target_epoch != end.epoch:
+            raise refusal(name, Reason.STALE_EPOCH, f"granted by {ticket.target_epoch}, this is {end.epoch}")
+        if difference := end.fingerprint.first_difference(ticket.fingerprint):  # it was ours
+            raise refusal(name, Reason.FINGERPRINT, difference)
+        if ticket.target_blocks and max(ticket.target_blocks) >= end.memory.layout.num_blocks:
+            raise refusal(name, Reason.OUT_OF_RANGE, "blocks that the target does not have")
+        return end.grants.admit(ticket)
 
-    def _on_announce(self, message: Announce) -> None:
-        grant = self._end.grants.renewed(message.nonce, self)
-        if grant is None:
-            return
+    def _continue(self, grant: Grant, message: wire.Announce | wire.Commit | wire.Confirmed) -> None:
+        """The next message of a transfer under way; one that does not fit ends it."""
         try:
-            grant.transcript.add(encode(message))
-            grant.accept(message, is_checked=self._end.settings.checks != "off")
+            match message:
+                case wire.Announce():
+                    self._on_announce(grant, message)
+                case wire.Commit():
+                    self._on_commit(grant, message)
+                case wire.Confirmed():
+                    self._on_confirmed(grant)
         except TransferRefused as error:
             self._end.grants.end(grant, error)
-            return
+
+    def _on_announce(self, grant: Grant, message: wire.Announce) -> None:
+        grant.transcript.add(wire.encode(message))
+        grant.accept(message, is_checked=self._end.settings.checks != "off")
         assert self._reads is not None
         self._reads.add(grant)
 
-    def _on_commit(self, message: Commit) -> None:
-        grant = self._end.grants.renewed(message.nonce, self)
-        if grant is None or grant.payload is not None:
+    def _on_commit(self, grant: Grant, message: wire.Commit) -> None:
+        if grant.payload is not None:
             return
         grant.payload, grant.committed_at = message.payload, time.monotonic()
-        try:
-            grant.check_complete()
-            grant.check_seal(message.payload, message.seal)
-        except TransferRefused as error:
-            self._end.grants.end(grant, error)
-            return
+        grant.check_complete()
+        grant.check_seal(message.payload, message.seal)
         assert self._reads is not None
         self._reads.advance(grant)
 
-    def _on_confirmed(self, message: Confirmed) -> None:
+    def _on_confirmed(self, grant: Grant) -> None:
         """The source held every block until the last read had ended: the sequence may decode from them."""
-        grants = self._end.grants
-        grant = grants.renewed(message.nonce, self)
-        if grant is None or not grant.is_waiting or grant.payload is None:
+        if not grant.is_waiting or grant.payload is None:
             return
-        try:
-            grant.check_generations(self._end.generation_of)
-        except TransferRefused as error:
-            grants.end(grant, error)
-            return
-        grants.close(grant, Reason.USED)
+        grant.check_generations(self._end.generation_of)
+        self._end.grants.close(grant, Reason.USED)
         result = self._count(grant)
         call(self._end.on_commit, grant.request_id, grant.payload, result)
         self.send(
-            Committed(
-                nonce=message.nonce, transport=result.transport, num_bytes=result.num_bytes, seconds=result.seconds
+            wire.Committed(
+                nonce=grant.ticket.nonce, transport=result.transport, num_bytes=result.num_bytes, seconds=result.seconds
             )
         )
 
-    def _count(self, grant: Grant) -> TransferResult:
+    def _count(self, grant: Grant) -> wire.TransferResult:
         exposed_s = time.monotonic() - grant.committed_at
         mostly = grant.bytes_by_path.most_common(1)
         assert self.route is not None
         transport = mostly[0][0] if mostly else self.route.next_path
-        result = TransferResult(transport, grant.num_blocks, grant.num_bytes, grant.busy_s, exposed_s, grant.retries)
+        result = wire.TransferResult(
+            transport, grant.num_blocks, grant.bytes_by_path.total(), grant.busy_s, exposed_s, grant.retries
+        )
         self._end.stats.count(result)
         self._end.stats.path(transport).exposed_s += exposed_s
         return result
 
-    def _on_cancel(self, message: Cancel) -> None:
+    def _on_cancel(self, message: wire.Cancel) -> None:
         grant = self._end.grants.get(message.nonce)
         if grant is not None and grant.link in (None, self):
             self._end.grants.end(grant, refusal(grant.request_id, Reason.CANCELLED, message.reason))

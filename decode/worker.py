@@ -6,10 +6,11 @@ decodes from them only after the whole transfer was verified.
 
 import asyncio
 import logging
+import math
+from collections.abc import Callable
 
-from kvrelay.decode.path_speeds import PathSpeeds
-from kvrelay.decode.quarantine import Quarantine
-from kvrelay.decode.reservations import CommittedTransfer, Incoming, manifest_in
+import msgspec
+
 from kvrelay.decode.target import KvTarget
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
@@ -19,42 +20,168 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.protocol.tickets import TransferResult, TransferStats, reason_word, span_attributes
+from kvrelay.kvtransfer.protocol.messages import TransferResult, TransferStats, reason_word, span_attributes
 from kvrelay.plane.messages import (
+    Manifest,
     Pair,
     PairReport,
     PairsSeen,
     Prefill,
     Reserve,
     Reserved,
+    SequenceRequest,
     TokenOutput,
     Transferred,
+    decode_manifest,
 )
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAIT_S = 3600.0
 
-class DecodeWorker(WorkerService):
-    """One engine that takes sequences over after their first token."""
 
-    role = Role.DECODE
+class Incoming:
+    """Made on the worker's loop when Reserve arrives; ends when the sequence is in the batch, or never will be."""
 
-    def __init__(self, options: WorkerOptions) -> None:
-        super().__init__(options)
-        self._decode: DecodeRole | None = None
-
-    async def _start_role(self, engine: Engine) -> "DecodeRole":
-        self._decode = role = DecodeRole(self.options, self.epoch, self.tls, engine, self.thread, self.requests)
-        await role.target.start()
-        return role
+    def __init__(self, link: IngressLink, request: SequenceRequest) -> None:
+        loop = asyncio.get_running_loop()
+        self.link, self.request = link, request
+        self.has_ticket = False  # a transfer may write its blocks
+        self._reserved: asyncio.Future[Reservation] = loop.create_future()
+        self._committed: asyncio.Future[tuple[bytes, TransferResult]] = loop.create_future()
 
     @property
-    def target(self) -> KvTarget:
-        """The receiving end of the KV plane (fault injection hooks in there)."""
-        assert self._decode is not None
-        return self._decode.target
+    def is_waiting(self) -> bool:
+        """Without a reservation yet."""
+        return not self._reserved.done()
+
+    def reserved(self, reservation: Reservation) -> None:
+        self._reserved.set_result(reservation)
+
+    def committed(self, payload: bytes, result: TransferResult) -> None:
+        """The transfer has ended well: every block is here and verified."""
+        self.has_ticket = False
+        if not self._committed.done():
+            self._committed.set_result((payload, result))
+
+    def failed(self, error: TransferError) -> None:
+        """The transfer has ended badly."""
+        self.has_ticket = False
+        if not self._committed.done():
+            self._committed.set_exception(error)
+            self._committed.exception()  # retrieved, though a dropped request does not await it
+
+    async def reservation(self, timeout_s: float) -> Reservation | None:
+        """Wait for blocks; None when none became free in time. A timeout that is no number counts as 0."""
+        try:
+            async with asyncio.timeout(max(0.0, min(timeout_s, _MAX_WAIT_S))):
+                return await self._reserved
+        except TimeoutError:
+            return None
+
+    async def commit(self) -> tuple[bytes, TransferResult]:
+        """Wait for the KV. Returns the prefill worker's manifest, as it came. Raises TransferError."""
+        return await self._committed
+
+
+def manifest_in(payload: bytes, request: SequenceRequest, vocab_size: int) -> Manifest:
+    """The manifest, if it fits the request. Raises ValueError naming what does not."""
+    try:
+        manifest = decode_manifest(payload)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"malformed manifest: {error}") from error
+    if manifest.num_tokens != len(request.token_ids):
+        raise ValueError(f"the manifest is of {manifest.num_tokens} tokens, not {len(request.token_ids)}")
+    if manifest.position != request.num_output_tokens:
+        raise ValueError(f"the manifest's token is output {manifest.position}, not {request.num_output_tokens}")
+    if len(manifest.token_ids) != _num_first_tokens(request):
+        raise ValueError(f"the manifest has {len(manifest.token_ids)} tokens, not {_num_first_tokens(request)}")
+    if not all(0 <= token < vocab_size for token in manifest.token_ids):
+        raise ValueError("a token of the manifest is outside the vocabulary")
+    if not _are_candidates(manifest.candidates, request, vocab_size):
+        raise ValueError("the manifest's candidates do not fit the request")
+    return manifest
+
+
+def _num_first_tokens(request: SequenceRequest) -> int:
+    """Tokens that a prefill worker samples for this request."""
+    if (group := request.group) is None:
+        return 1
+    return group.num_sequences if group.beams is None else 0
+
+
+def _are_candidates(candidates: list[tuple[int, float]], request: SequenceRequest, vocab_size: int) -> bool:
+    """Whether a beam search can begin with these; other requests have none."""
+    if request.group is None or request.group.beams is None:
+        return not candidates
+    tokens = {token for token, _ in candidates}
+    is_finite = all(-math.inf <= logprob <= 0.0 for _, logprob in candidates)
+    return len(tokens) == len(candidates) > 0 and is_finite and 0 <= min(tokens) <= max(tokens) < vocab_size
+
+
+class Quarantine:
+    """Blocks of ended transfers that a read may still write: the engine gives them to no sequence until they are
+    released.
+
+    Called on the worker's loop; acts on the engine's thread, in the order of the calls.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._keys: dict[str, int] = {}  # the engine's, by request; touched on its thread only
+
+    def hold(self, request_id: str) -> None:
+        """End the sequence, but keep its blocks until `release`."""
+
+        def hold(engine: Engine) -> None:
+            key = engine.requests.quarantine(request_id)
+            if key is not None:
+                self._keys[request_id] = key
+
+        self._thread.post(hold)
+
+    def release(self, request_id: str) -> None:
+        """No read can write its blocks any more. No effect for a request that is not held."""
+
+        def release(engine: Engine) -> None:
+            key = self._keys.pop(request_id, None)
+            if key is not None:
+                engine.requests.unquarantine(key)
+
+        self._thread.post(release)
+
+
+class PathSpeeds:
+    """How fast KV comes from each connected prefill worker: reported to ingresses when it changed, and to the engine.
+
+    `pairs`: the connected prefill workers and the paths from each, as measured now.
+    """
+
+    def __init__(self, thread: EngineThread, pairs: Callable[[], list[PairReport]]) -> None:
+        self._thread, self._pairs = thread, pairs
+        self._reported: list[PairReport] = []
+
+    def changes(self) -> PairsSeen | None:
+        """What differs from the last report, which the engine is given too; None: nothing."""
+        pairs = self._pairs()
+        if pairs == self._reported:
+            return None
+        self._reported = pairs
+        self._note_transfer_speed(pairs)
+        return PairsSeen(reports=pairs)
+
+    def report_again(self) -> None:
+        """There is a new subscriber, which knows nothing yet."""
+        self._reported = []
+
+    def _note_transfer_speed(self, pairs: list[PairReport]) -> None:
+        """What returning a sequence to prefill costs the engine: over the slowest of the chosen paths."""
+        paths = [path for pair in pairs if pair.ok for path in pair.paths if path.is_chosen and path.bytes_per_s > 0]
+        if paths:
+            speed, latency_s = min(path.bytes_per_s for path in paths), max(path.latency_s for path in paths)
+            self._thread.post(lambda engine: engine.requests.note_transfer_speed(speed, latency_s))
 
 
 class DecodeRole:
@@ -76,7 +203,7 @@ class DecodeRole:
             engine.cache.memory, options.worker_id, epoch, engine.cache.fingerprint, options.secret, transfer,
             host=options.host, generation_of=engine.pool.generation,
             on_commit=self._on_commit, on_failed=self._on_failed, on_released=self._on_released,
-            probe_buffers=EngineProbeBuffers(thread), tls=tls, transports=transports_for(transfer.tcp_streams, tls),
+            probe_buffers=EngineProbeBuffers(thread), tls=tls, transports=transports_for(tls),
         )  # fmt: skip
         self._worker_id, self._vocab_size = options.worker_id, engine.model.spec.vocab_size
         self._thread, self._requests = thread, requests
@@ -130,7 +257,7 @@ class DecodeRole:
             )
         )
         try:
-            commit = await incoming.commit()
+            payload, result = await incoming.commit()
         except TransferError as error:
             del self._incoming[request_id]
             logger.warning("request %s: %s", request_id, error)
@@ -139,14 +266,19 @@ class DecodeRole:
             return
         del self._incoming[request_id]
         try:
-            manifest = manifest_in(commit.payload, request, self._vocab_size)
+            manifest = manifest_in(payload, request, self._vocab_size)
         except ValueError as error:
             logger.warning("request %s: %s", request_id, error)
             self._requests.fail(request_id, "transfer", str(error))
             self._abort(request_id)
             return
-        incoming.link.send(_transferred(request_id, commit.result))
-        self._requests.end_span(request_id, "kv transfer", **span_attributes(commit.result))
+        incoming.link.send(
+            Transferred(
+                request_id=request_id, transport=result.transport, blocks=result.num_blocks,
+                num_bytes=result.num_bytes, seconds=result.seconds, exposed_s=result.exposed_s,
+            )
+        )  # fmt: skip
+        self._requests.end_span(request_id, "kv transfer", **span_attributes(result))
         self._requests.begin_span(request_id, "decode")
         token_ids, candidates = manifest.token_ids, manifest.candidates
         self._thread.post(lambda engine: engine.activate(request_id, token_ids, candidates))
@@ -183,7 +315,7 @@ class DecodeRole:
     def _on_commit(self, request_id: str, payload: bytes, result: TransferResult) -> None:
         incoming = self._incoming.get(request_id)
         if incoming is not None:
-            incoming.committed(CommittedTransfer(payload, result))
+            incoming.committed(payload, result)
         else:
             self._abort(request_id)
 
@@ -246,12 +378,22 @@ class DecodeRole:
         await self.target.aclose()
 
 
-def _transferred(request_id: str, result: TransferResult) -> Transferred:
-    return Transferred(
-        request_id=request_id,
-        transport=result.transport,
-        blocks=result.num_blocks,
-        num_bytes=result.num_bytes,
-        seconds=result.seconds,
-        exposed_s=result.exposed_s,
-    )
+class DecodeWorker(WorkerService):
+    """One engine that takes sequences over after their first token."""
+
+    role = Role.DECODE
+
+    def __init__(self, options: WorkerOptions) -> None:
+        super().__init__(options)
+        self._decode: DecodeRole | None = None
+
+    async def _start_role(self, engine: Engine) -> DecodeRole:
+        self._decode = role = DecodeRole(self.options, self.epoch, self.tls, engine, self.thread, self.requests)
+        await role.target.start()
+        return role
+
+    @property
+    def target(self) -> KvTarget:
+        """The receiving end of the KV plane."""
+        assert self._decode is not None
+        return self._decode.target

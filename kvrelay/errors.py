@@ -20,6 +20,8 @@ KvrelayError
 │   └── ConnectionLost
 ├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
 ├── LayoutMismatch         two pools between which no block can travel
+├── TransportError         one path or read failed; transfers try the next path
+│   └── CorruptRead
 ├── StoreError             a place for KV blocks (disk, remote) that cannot be used
 └── TransferError          a fault of the KV plane
     ├── TransferRefused    stale, foreign, used, expired, incompatible: carries the reason
@@ -195,3 +197,18 @@ class ChecksumMismatch(TransferError):
 
 class PeerLost(TransferError):
     """The other side of the transfer died or closed."""
+
+
+class TransportError(KvrelayError):
+    """A path could not be opened, or a read failed. The layer above makes a typed TransferError of it."""
+
+
+class CorruptRead(TransportError):
+    """The bytes are in place, but they are not those that the source had. `region`: the first wrong one's index."""
+
+    def __init__(self, num_regions: int, region: int) -> None:
+        super().__init__(num_regions, region)
+        self.num_regions, self.region = num_regions, region
+
+    def __str__(self) -> str:
+        return f"{self.num_regions} regions did not arrive as they left"

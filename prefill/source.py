@@ -11,60 +11,32 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.errors import (
-    BackendUnavailable,
-    ChecksumMismatch,
-    LayoutMismatch,
-    LeaseExpired,
-    PeerLost,
-    TransferError,
-    TransferRefused,
-    TransferTimeout,
-)
+from kvrelay import errors
+from kvrelay.errors import LayoutMismatch, TransferError, TransferRefused
 from kvrelay.kvtransfer.mover.mover import library
-from kvrelay.kvtransfer.paths.discovery import this_machine
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS, offered
+from kvrelay.kvtransfer.mover.verification import Chosen, PoolChecksums, chosen_regions, kind_of
+from kvrelay.kvtransfer.paths.probes import ProbeBuffers
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports
 from kvrelay.kvtransfer.plans.copy_plan import Offsets, Pairing, cut, pair, wire_layout
-from kvrelay.kvtransfer.protocol.checksums import Chosen, PoolChecksums, chosen_regions
-from kvrelay.kvtransfer.protocol.messages import (
-    Announce,
-    Cancel,
-    Commit,
-    Committed,
-    Confirmed,
-    Offer,
-    Open,
-    Progress,
-    ReadDone,
-    Refusal,
-    ToSource,
-    encode,
-)
-from kvrelay.kvtransfer.protocol.tickets import (
-    PairReport,
-    ProbeBuffers,
-    Reason,
-    Ticket,
-    Transcript,
-    TransferResult,
-    TransferStats,
-    open_ticket,
-    reason_of,
-    refusal,
-)
-from kvrelay.kvtransfer.transports.base import Exporter, Transport
+from kvrelay.kvtransfer.protocol import messages as wire
+from kvrelay.kvtransfer.protocol.messages import Reason, Ticket, TransferResult, TransferStats, reason_of, refusal
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.prefill.pairing import SourceIdentity, TargetLinks
-from kvrelay.prefill.source_link import TargetAddress, TargetLink
+from kvrelay.prefill.source_link import WINDOW_BYTES, TargetAddress, TargetLink, TargetLinks
 from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
 ANNOUNCE_BYTES = 16 << 20  # about what one announcement covers; smaller ones cost more than they hide
+DEADLINE_S = 30.0  # a transfer that is not committed this long after its prefill fails
 _KINDS: dict[str, type[TransferError]] = {
-    kind.__name__: kind for kind in (TransferRefused, TransferTimeout, LeaseExpired, ChecksumMismatch, PeerLost)
-}
+    kind.__name__: kind
+    for kind in (
+        TransferRefused, errors.TransferTimeout, errors.LeaseExpired, errors.ChecksumMismatch, errors.PeerLost,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +60,7 @@ class SourceTransfer:
         self._commit_at = 0.0
         self._num_ahead = 0  # bytes announced and not yet read, as the link's window counts them
         self._chosen: Chosen | None = None
-        self._transcript = source.transcript(ticket.nonce)
+        self._transcript = wire.Transcript(source.secret, ticket.nonce)
         self._task = asyncio.create_task(self._run(), name=f"kv transfer of {ticket.request_id}")
 
     @property
@@ -129,19 +101,19 @@ class SourceTransfer:
     async def commit(self, payload: bytes) -> TransferResult:
         """Everything is announced; `payload` goes to the decode worker. Ends when that has the blocks.
 
-        Raises: TransferRefused, TransferTimeout (after deadline_s from here), PeerLost,
+        Raises: TransferRefused, TransferTimeout (after DEADLINE_S from here), PeerLost,
         ChecksumMismatch, LeaseExpired. In every case the blocks may be re-used afterwards.
         """
         self._commit_at = time.monotonic()
         self._outbox.put_nowait(payload)
         try:
-            deadline_s = self._source.settings.deadline_s
+            deadline_s = self._source.deadline_s
             done, _ = await asyncio.wait({self._outcome}, timeout=deadline_s)
         except asyncio.CancelledError:
             self.cancel("the commit was cancelled")
             raise
         if not done:
-            timeout = TransferTimeout(self.request_id, f"the target did not finish within {deadline_s:g} s")
+            timeout = errors.TransferTimeout(self.request_id, f"the target did not finish within {deadline_s:g} s")
             self._end(timeout, must_notify=True)
         return self._outcome.result()
 
@@ -152,15 +124,15 @@ class SourceTransfer:
 
     # ---- called by the link
 
-    def on_message(self, message: ToSource) -> None:
+    def on_message(self, message: wire.ToSource) -> None:
         match message:
-            case ReadDone():
+            case wire.ReadDone():
                 self._confirm()
-            case Refusal(kind=kind, why=why):
+            case wire.Refusal(kind=kind, why=why):
                 self._end(_KINDS.get(kind, TransferRefused)(self.request_id, why))
-            case Progress(num_bytes=num_bytes):
+            case wire.Progress(num_bytes=num_bytes):
                 self._give(min(num_bytes, self._num_ahead))
-            case Committed(transport=transport, num_bytes=num_bytes, seconds=seconds):
+            case wire.Committed(transport=transport, num_bytes=num_bytes, seconds=seconds):
                 exposed_s = time.monotonic() - self._commit_at
                 blocks = len(self.ticket.target_blocks)
                 self._end(TransferResult(transport, blocks, num_bytes, seconds, exposed_s))
@@ -175,7 +147,7 @@ class SourceTransfer:
                 why = f"block {block} of the source was re-used"
                 self._end(refusal(self.request_id, Reason.STALE_GENERATION, why), must_notify=True)
                 return
-        self._link.notify(Confirmed(nonce=self.ticket.nonce))
+        self._link.notify(wire.Confirmed(nonce=self.ticket.nonce))
 
     # ---- inside
 
@@ -186,12 +158,14 @@ class SourceTransfer:
             nonce, reply = self.ticket.nonce, self._link.reply
             if reply is not None and reply.checks == "sampled":
                 num_layers = len(self._pairing.overlap.layers)
-                self._chosen = chosen_regions(nonce, num_layers, self._num_chunks, reply.sampled_share)
-            await self._link.send(self.request_id, Open(nonce=nonce, request_id=self.request_id, ticket=self._data))
+                self._chosen = chosen_regions(nonce, num_layers, self._num_chunks)
+            await self._link.send(
+                self.request_id, wire.Open(nonce=nonce, request_id=self.request_id, ticket=self._data)
+            )
             while True:
                 item = await self._outbox.get()
                 if isinstance(item, bytes):
-                    commit = Commit(nonce=nonce, payload=item, seal=self._transcript.seal(item))
+                    commit = wire.Commit(nonce=nonce, payload=item, seal=self._transcript.seal(item))
                     await self._link.send(self.request_id, commit)
                     return
                 await self._send(item)
@@ -208,11 +182,11 @@ class SourceTransfer:
             chunks, first_chunk = item.chunks[which], item.first_chunk + which.start
             taken = await self._link.window.take(len(chunks) * len(layers) * chunk_bytes)
             self._num_ahead += taken  # not in one statement: what _give() returns meanwhile would be lost
-            message = Announce(
+            message = wire.Announce(
                 nonce=self.ticket.nonce, first_chunk=first_chunk, chunks=chunks.tolist(), first_layer=layers.start,
                 num_layers=len(layers), checksums=await self._checksums(first_chunk, chunks, layers),
             )  # fmt: skip
-            self._transcript.add(encode(message))
+            self._transcript.add(wire.encode(message))
             await self._link.send(self.request_id, message)
 
     async def _checksums(self, first_chunk: int, chunks: Offsets, layers: range) -> bytes:
@@ -237,7 +211,7 @@ class SourceTransfer:
         self._give(self._num_ahead)
         if must_notify:
             why = outcome.why if isinstance(outcome, TransferError) else ""
-            self._link.notify(Cancel(nonce=self.ticket.nonce, reason=why))
+            self._link.notify(wire.Cancel(nonce=self.ticket.nonce, reason=why))
         if isinstance(outcome, TransferResult):
             self._outcome.set_result(outcome)
         else:
@@ -247,46 +221,8 @@ class SourceTransfer:
         self._source.on_ended(self, outcome)
 
 
-class PoolExports:
-    """The transports over which decode workers read the pool."""
-
-    def __init__(self, memory: KvMemory, secret: bytes, host: str, transports: Mapping[str, Transport]) -> None:
-        self._memory, self._secret, self._host, self._transports = memory, secret, host, transports
-        self.exporters: dict[str, Exporter] = {}  # started, best first
-        self._num_busy = 0  # transfers and probes under way
-
-    async def start(self, setting: str) -> None:
-        """Make the pool readable. Raises BackendUnavailable when a forced transport cannot be used, or none can."""
-        for name in offered(setting, self._memory, self._transports):
-            exporter = self._transports[name].make_exporter(self._memory, self._secret, self._host)
-            try:
-                await exporter.start()
-            except BackendUnavailable as error:
-                if setting != "auto":
-                    raise
-                logger.warning("KV transport %s is left out: %s", name, error.why)
-                continue
-            self.exporters[name] = exporter
-        if not self.exporters:
-            raise BackendUnavailable("KV transport", "no transport could be started")
-
-    def offers(self) -> list[Offer]:
-        return [Offer(name, exporter.describe()) for name, exporter in self.exporters.items()]
-
-    def add_busy(self, count: int) -> None:
-        """So many more transfers or probes are under way."""
-        self._num_busy += count
-        for exporter in self.exporters.values():
-            exporter.set_busy(self._num_busy)
-
-    async def aclose(self) -> None:
-        for exporter in self.exporters.values():
-            await exporter.aclose()
-        self.exporters.clear()
-
-
 class KvSource:
-    """Exports one pool and opens transfers out of it. One for each prefill worker."""
+    """Exports one pool and opens transfers out of it. One for each prefill worker. 13 attributes: limits and parts."""
 
     def __init__(
         self,
@@ -302,16 +238,28 @@ class KvSource:
         probe_buffers: ProbeBuffers | None = None,
         transports: Mapping[str, Transport] = TRANSPORTS,
         tls: ClusterTls | None = None,
+        lease_s: float = wire.LEASE_S,
+        deadline_s: float = DEADLINE_S,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self.memory, self.settings, self.generation_of = memory, settings, generation_of
-        self._secret, self._fingerprint = secret, fingerprint
+        self.secret, self.deadline_s = secret, deadline_s
+        self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
         self._open: set[SourceTransfer] = set()
         self._stats = TransferStats()
         self.exports = PoolExports(memory, secret, host, transports)
         self.checksums = PoolChecksums(memory)
         self.links = TargetLinks(
-            memory, SourceIdentity(worker_id, epoch, fingerprint), secret, settings, offers=self.exports.offers,
-            add_busy=self.exports.add_busy, checksums=self.checksums, probe_buffers=probe_buffers, tls=tls,
+            worker_id, self._hello, secret, self.exports, memory, self.checksums, probe_buffers,
+            tls=tls, lease_s=lease_s, window_bytes=window_bytes,
+        )  # fmt: skip
+
+    def _hello(self) -> wire.Hello:
+        return wire.Hello(
+            protocol=wire.TRANSFER_PROTOCOL, worker_id=self._worker_id, epoch=self._epoch,
+            fingerprint=self._fingerprint, topology=this_machine(), device=self.memory.device,
+            layout=self.memory.layout, checksums=kind_of(self.memory, self.settings.checks),
+            offers=self.exports.offers(),
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -346,7 +294,7 @@ class KvSource:
         fingerprint with the field that differs.
         """
         try:
-            content = open_ticket(ticket, self._secret)
+            content = wire.open_ticket(ticket, self.secret)
             if content.request_id != request_id:
                 raise refusal(request_id, Reason.UNKNOWN, f"the ticket is for {content.request_id}")
             pairing = self._pair_with(content)
@@ -375,18 +323,13 @@ class KvSource:
         except LayoutMismatch as error:
             raise refusal(ticket.request_id, Reason.FINGERPRINT, str(error)) from error
 
-    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> PairReport:
+    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> wire.PairReport:
         """See TargetLinks.pair."""
         return await self.links.pair(address, is_anew=is_anew)
 
-    def pairs(self) -> list[PairReport]:
+    def pairs(self) -> list[wire.PairReport]:
         """The decode workers that this one is connected to, with what was probed."""
         return self.links.reports()
-
-    # ---- for the transfers
-
-    def transcript(self, nonce: bytes) -> Transcript:
-        return Transcript(self._secret, nonce)
 
     def on_ended(self, transfer: SourceTransfer, outcome: TransferResult | TransferError) -> None:
         """A transfer has ended (called by it, once)."""
@@ -399,7 +342,7 @@ class KvSource:
             counters.seconds += outcome.seconds
             counters.exposed_s += outcome.exposed_s
             return
-        if isinstance(outcome, LeaseExpired):
+        if isinstance(outcome, errors.LeaseExpired):
             self._stats.expired_leases += 1
         reason = reason_of(outcome) if isinstance(outcome, TransferRefused) else type(outcome).__name__
         if reason is not Reason.CANCELLED:

@@ -1,7 +1,7 @@
-"""The source's connection to one target: handshake, dispatch of answers, lease renewal.
+"""The source's connections to decode workers: handshake, dispatch of answers, lease renewal, probes of the paths.
 
-One connection for all transfers between the two; idle, it costs nothing. When it is lost its
-transfers fail and the next transfer connects anew.
+One connection for all transfers between the two, made when it is first needed; idle, it costs nothing. When it is lost
+its transfers fail and the next transfer connects anew.
 """
 
 import asyncio
@@ -12,33 +12,28 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError
-from kvrelay.kvtransfer.protocol.messages import (
-    Alive,
-    Cancel,
-    Hello,
-    HelloReply,
-    Probe,
-    Probed,
-    Rejected,
-    Renew,
-    ToSource,
-    ToTarget,
-    decode_to_source,
-    encode,
-)
-from kvrelay.kvtransfer.protocol.tickets import PathReport, Reason, Ticket, refusal
+from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError, TransferRefused
+from kvrelay.kvtransfer.mover.verification import PoolChecksums
+from kvrelay.kvtransfer.paths.probes import ProbeBuffers
+from kvrelay.kvtransfer.paths.selection import PoolExports
+from kvrelay.kvtransfer.plans.copy_plan import pair, wire_layout
+from kvrelay.kvtransfer.protocol import messages as wire
+from kvrelay.kvtransfer.protocol.messages import PairReport, PathReport, Reason, reason_of, refusal
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.settings.transfer import TransferSettings
+from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
 
+WINDOW_BYTES = 64 << 20  # announced ahead of one decode worker's reads
+_PAIR_TIMEOUT_S = 60.0
+_PROBE_BYTES = 8 << 20
+_LOST_REMEDY = "see whether the decode worker runs, and whether its KV port can be reached from here"
 _CONNECT_TIMEOUT_S = 5.0
 _HANDSHAKE_TIMEOUT_S = 30.0  # an RDMA wire-up included
 
@@ -46,9 +41,9 @@ _HANDSHAKE_TIMEOUT_S = 30.0  # an RDMA wire-up included
 class Sender(Protocol):
     """A transfer, as its link sees it."""
 
-    ticket: Ticket
+    ticket: wire.Ticket
 
-    def on_message(self, message: ToSource) -> None:
+    def on_message(self, message: wire.ToSource) -> None:
         """An answer of the target to this transfer."""
 
     def on_lost(self, error: TransferError) -> None:
@@ -105,49 +100,42 @@ class Window:
             self._free -= wanted
             turn.set_result(None)
 
-    @property
-    def num_taken(self) -> int:
-        """Bytes announced and not yet read."""
-        return self._size - self._free
-
 
 class TargetLink:
     """Runs from connect() until the connection ends; `on_closed` is called then.
-    23 attributes: the address, the connection's state, and the limits that the constructor takes."""
+    20 attributes: the address, the connection's state, and the limits that the constructor takes."""
 
     def __init__(
         self,
         address: TargetAddress,
-        hello: Hello,
+        hello: wire.Hello,
         secret: bytes,
-        settings: TransferSettings,
         on_closed: Callable[["TargetLink"], None],
         *,
-        tls: ClusterTls | None = None,
+        tls: ClusterTls | None,
+        lease_s: float,
+        window_bytes: int,
     ) -> None:
-        self._host, self._port = address.host, address.port
-        self._worker, self._epoch = address.worker, address.epoch
-        self._hello, self._secret, self._on_closed = hello, secret, on_closed
-        self.window = Window(settings.window_bytes)
-        self.reply: HelloReply | None = None  # set by the handshake
+        self._address, self._hello, self._secret, self._on_closed = address, hello, secret, on_closed
+        self.window = Window(window_bytes)
+        self.reply: wire.HelloReply | None = None  # set by the handshake
         self.paths: list[PathReport] = []  # of the last probe
         self.remedy = ""  # the target's advice, when it has rejected us
-        self._lease_s = settings.lease_s
+        self._tls, self._lease_s = tls, lease_s
         self._last_heard = 0.0
         self._probes: dict[int, asyncio.Future[list[PathReport]]] = {}
         self._probe_ids = itertools.count(1)
-        self._tls = tls
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
-        self._early_cancels: list[Cancel] = []  # of transfers cancelled before there was a connection
+        self._early_cancels: list[wire.Cancel] = []  # of transfers cancelled before there was a connection
         self._senders: dict[bytes, Sender] = {}
-        self._error: Callable[[str], TransferError] | None = None
+        self._lost: tuple[type[TransferError], str] | None = None  # what ended it
 
     def start(self) -> None:
         """Connect in the background."""
-        self._task = asyncio.create_task(self._run(), name=f"kv link to {self._worker}")
+        self._task = asyncio.create_task(self._run(), name=f"kv link to {self._address.worker}")
 
     def add(self, sender: Sender) -> None:
         """From now on the sender receives answers, and its lease is renewed."""
@@ -162,7 +150,7 @@ class TargetLink:
     async def ready(self, request_id: str) -> None:
         """Wait for the handshake. Raises what ended it."""
         await self._is_ready.wait()
-        if self._error is not None:
+        if self._lost is not None:
             raise self._error(request_id)
         if self._senders and (self._renewing is None or self._renewing.done()):
             self._last_heard = time.monotonic()
@@ -176,28 +164,28 @@ class TargetLink:
         answer: asyncio.Future[list[PathReport]] = asyncio.get_running_loop().create_future()
         self._probes[probe_id] = answer
         try:
-            await self.send("probe", Probe(probe_id=probe_id, block_ids=block_ids, checksums=checksums))
+            await self.send("probe", wire.Probe(probe_id=probe_id, block_ids=block_ids, checksums=checksums))
             self.paths = await answer
             return self.paths
         finally:
             del self._probes[probe_id]
 
-    async def send(self, request_id: str, message: ToTarget) -> None:
+    async def send(self, request_id: str, message: wire.ToTarget) -> None:
         """Raises PeerLost."""
         try:
             assert self._connection is not None
-            await self._connection.send(encode(message))
+            await self._connection.send(wire.encode(message))
         except PlaneError as error:
             raise PeerLost(request_id, str(error)) from error
 
-    def notify(self, message: Cancel | ToTarget) -> None:
+    def notify(self, message: wire.ToTarget) -> None:
         """Send without waiting; a Cancel before the connection stands is kept for it."""
         if self._connection is not None and self._is_ready.is_set():
             try:
-                self._connection.send_nowait(encode(message))
+                self._connection.send_nowait(wire.encode(message))
             except PlaneError as error:
-                logger.debug("%s was not notified: %s", self._worker, error)
-        elif isinstance(message, Cancel):
+                logger.debug("%s was not notified: %s", self._address.worker, error)
+        elif isinstance(message, wire.Cancel):
             self._early_cancels.append(message)
 
     async def aclose(self) -> None:
@@ -215,20 +203,21 @@ class TargetLink:
             await self._handshake()
             await self._receive()
         except TransferError as error:
-            why, kind = error.why, type(error)
-            self._error = lambda request_id: kind(request_id, why)
+            self._lost = type(error), error.why
         except AuthenticationFailed as error:
-            detail = str(error)
-            self._error = lambda request_id: refusal(request_id, Reason.BAD_MAC, detail)
+            self._lost = TransferRefused, f"{Reason.BAD_MAC}: {error}"
         except (PlaneError, TimeoutError, msgspec.DecodeError) as error:
-            lost = f"{self._worker}: {str(error) or 'timed out'}"
-            self._error = lambda request_id: PeerLost(request_id, lost)
+            self._lost = PeerLost, f"{self._address.worker}: {str(error) or 'timed out'}"
         finally:
             self._close()
 
+    def _error(self, request_id: str) -> TransferError:
+        assert self._lost is not None
+        kind, why = self._lost
+        return kind(request_id, why)
+
     def _close(self) -> None:
-        if self._error is None:
-            self._error = lambda request_id: PeerLost(request_id, f"the link to {self._worker} was closed")
+        self._lost = self._lost or (PeerLost, f"the link to {self._address.worker} was closed")
         self._on_closed(self)
         self._is_ready.set()
         if self._connection is not None:
@@ -243,28 +232,27 @@ class TargetLink:
                 answer.set_exception(self._error("probe"))
 
     async def _handshake(self) -> None:
-        patience_s = min(self._lease_s, _CONNECT_TIMEOUT_S)
+        there, patience_s = self._address, min(self._lease_s, _CONNECT_TIMEOUT_S)
         self._connection = await plane.connect(
-            self._host, self._port, self._secret, tls=self._tls, timeout_s=patience_s
+            there.host, there.port, self._secret, tls=self._tls, timeout_s=patience_s
         )
-        await self._connection.send(encode(self._hello))
+        await self._connection.send(wire.encode(self._hello))
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-            reply: ToSource = Alive()
-            while isinstance(reply, Alive):  # it lives, and is still wiring up a path
+            reply: wire.ToSource = wire.Alive()
+            while isinstance(reply, wire.Alive):  # it lives, and is still wiring up a path
                 async with asyncio.timeout(self._lease_s):
-                    reply = decode_to_source(await self._connection.receive())
-        if isinstance(reply, Rejected):
+                    reply = wire.decode_to_source(await self._connection.receive())
+        if isinstance(reply, wire.Rejected):
             reason = Reason(reply.reason) if reply.reason in Reason._value2member_map_ else Reason.MALFORMED
             self.remedy = reply.remedy
             raise refusal("?", reason, f"{reply.detail}; {reply.remedy}" if reply.remedy else reply.detail)
-        if not isinstance(reply, HelloReply):
+        if not isinstance(reply, wire.HelloReply):
             raise refusal("?", Reason.MALFORMED, "no reply to the hello")
-        if (reply.worker_id, reply.epoch) != (self._worker, self._epoch):
-            raise refusal(
-                "?", Reason.STALE_EPOCH, f"{self._worker} has been replaced by {reply.worker_id} {reply.epoch}"
-            )
+        if (reply.worker_id, reply.epoch) != (there.worker, there.epoch):
+            replaced = f"{there.worker} has been replaced by {reply.worker_id} {reply.epoch}"
+            raise refusal("?", Reason.STALE_EPOCH, replaced)
         self.reply = reply
-        logger.info("KV to %s goes over %s: %s", self._worker, reply.transport, reply.why)
+        logger.info("KV to %s goes over %s: %s", there.worker, reply.transport, reply.why)
         self._is_ready.set()
         for cancel in self._early_cancels:
             self.notify(cancel)
@@ -273,15 +261,15 @@ class TargetLink:
     async def _receive(self) -> None:
         assert self._connection is not None
         while True:
-            message = decode_to_source(await self._connection.receive())
+            message = wire.decode_to_source(await self._connection.receive())
             self._last_heard = time.monotonic()
-            if isinstance(message, Rejected):
+            if isinstance(message, wire.Rejected):
                 raise refusal("?", Reason.MALFORMED, message.detail)
-            if isinstance(message, Probed):
+            if isinstance(message, wire.Probed):
                 answer = self._probes.get(message.probe_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message.paths)
-            elif not isinstance(message, HelloReply | Alive):
+            elif not isinstance(message, wire.HelloReply | wire.Alive):
                 sender = self._senders.get(message.nonce)
                 if sender is not None:
                     sender.on_message(message)
@@ -292,10 +280,111 @@ class TargetLink:
             await asyncio.sleep(min(self._lease_s, *(sender.ticket.lease_s for sender in self._senders.values())) / 3)
             silent_s = time.monotonic() - self._last_heard
             if silent_s > self._lease_s:
-                why = f"no sign of {self._worker} for {silent_s:.1f} s"
-                self._error = partial(LeaseExpired, why=why)
+                self._lost = LeaseExpired, f"no sign of {self._address.worker} for {silent_s:.1f} s"
                 assert self._task is not None
                 self._task.cancel()
                 return
             if self._senders:
-                self.notify(Renew(nonces=list(self._senders)))
+                self.notify(wire.Renew(nonces=list(self._senders)))
+
+
+class TargetLinks:
+    """One link for each decode worker that KV was sent to, or that was paired."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        hello: Callable[[], wire.Hello],
+        secret: bytes,
+        exports: PoolExports,
+        memory: KvMemory,
+        checksums: PoolChecksums,
+        probe_buffers: ProbeBuffers | None,
+        *,
+        tls: ClusterTls | None,
+        lease_s: float,
+        window_bytes: int,
+    ) -> None:
+        self._worker_id, self._hello, self._exports, self._memory = worker_id, hello, exports, memory
+        self._checksums, self._probe_buffers = checksums, probe_buffers
+        self._connect = partial(TargetLink, secret=secret, tls=tls, lease_s=lease_s, window_bytes=window_bytes)
+        self._links: dict[TargetAddress, TargetLink] = {}
+
+    @property
+    def all(self) -> list[TargetLink]:
+        return list(self._links.values())
+
+    async def aclose(self) -> None:
+        for link in self.all:
+            await link.aclose()
+
+    def to(self, address: TargetAddress) -> TargetLink:
+        """The link to this decode worker; a new one connects in the background."""
+        if address not in self._links:
+            link = self._connect(address, self._hello(), on_closed=lambda link: self._forget(address, link))
+            self._links[address] = link
+            link.start()
+        return self._links[address]
+
+    def _forget(self, address: TargetAddress, link: TargetLink) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]
+
+    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> PairReport:
+        """Connect to a decode worker, compare fingerprints and probe every path (again, when `is_anew`).
+
+        Never raises TransferError.
+        """
+        link = self.to(address)
+        try:
+            async with asyncio.timeout(_PAIR_TIMEOUT_S):
+                await link.ready("pairing")
+                if is_anew or not link.paths:
+                    await self._probe(link)
+        except (TransferError, TimeoutError) as error:
+            return self._unpaired(address, error, link.remedy)
+        return self._report(address, ok=True, paths=link.paths)
+
+    def _report(self, address: TargetAddress, **facts: Any) -> PairReport:
+        return PairReport(source=self._worker_id, target=address.worker, target_epoch=address.epoch, **facts)
+
+    def _unpaired(self, address: TargetAddress, error: TransferError | TimeoutError, remedy: str) -> PairReport:
+        reason = reason_of(error) if isinstance(error, TransferRefused) else None
+        detail = error.why if isinstance(error, TransferError) else f"it did not answer within {_PAIR_TIMEOUT_S:g} s"
+        return self._report(
+            address, ok=False, reason=str(reason or type(error).__name__),
+            detail=detail.removeprefix(f"{reason}: ").removesuffix(f"; {remedy}"),
+            remedy=remedy or (wire.REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY),
+        )  # fmt: skip
+
+    async def _probe(self, link: TargetLink) -> None:
+        probe_buffers = self._probe_buffers
+        blocks = await probe_buffers.take(_num_probe_blocks(self._memory)) if probe_buffers is not None else []
+        self._exports.add_busy(1)
+        try:
+            checksums = b""
+            if blocks and link.reply is not None and link.reply.checks != "off":
+                checksums = await self._probe_checksums(link.reply.layout, blocks)
+            await link.probe(blocks, checksums)
+        finally:
+            self._exports.add_busy(-1)
+            if probe_buffers is not None:
+                probe_buffers.put_back(blocks)
+
+    async def _probe_checksums(self, target: KvLayout, blocks: list[int]) -> bytes:
+        pairing = pair(self._memory.layout, wire_layout(target, self._memory.layout.dtype))
+        end, layers = pairing.source, pairing.overlap.layers
+        pieces = end.pieces_of(end.chunks(blocks), layers).reshape(-1, pairing.pieces_per_chunk)
+        return await self._checksums.packed(pieces, pairing.piece_bytes)
+
+    def reports(self) -> list[PairReport]:
+        """The decode workers that this one is connected to, with what was probed."""
+        return [
+            self._report(address, ok=link.reply is not None, paths=link.paths) for address, link in self._links.items()
+        ]
+
+
+def _num_probe_blocks(memory: KvMemory) -> int:
+    """How many blocks a probe reads: about _PROBE_BYTES, at most a sixteenth of the pool, at least one."""
+    layout = memory.layout
+    return max(1, min(_PROBE_BYTES // layout.block_bytes, layout.num_blocks // 16))

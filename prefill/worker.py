@@ -7,8 +7,10 @@ them, or gone.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from dataclasses import dataclass
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from kvrelay.engine.execution.launch import LayerHook
@@ -20,7 +22,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.protocol.tickets import TransferStats, reason_word, span_attributes
+from kvrelay.kvtransfer.protocol.messages import TransferStats, reason_word, span_attributes
 from kvrelay.plane.messages import (
     Manifest,
     Pair,
@@ -32,71 +34,116 @@ from kvrelay.plane.messages import (
     TokenOutput,
     encode,
 )
-from kvrelay.prefill.announcements import Announcements
 from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.prefill.source_link import TargetAddress
-from kvrelay.types import Role
+from kvrelay.types import BlockId, Role
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker(WorkerService):
-    """One engine that passes every sequence on after its first token."""
+class DeviceGate:
+    """Calls back, in order, when all work issued to the GPU before has been done. Unverified on a GPU."""
 
-    role = Role.PREFILL
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Any, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device-gate", daemon=True)
+        self._thread.start()
 
-    def __init__(self, options: WorkerOptions) -> None:
-        super().__init__(options)
-        self._announcements = Announcements()
-        self._prefill: PrefillRole | None = None
+    def after_work_so_far(self, callback: Callable[[], object]) -> None:
+        """On the engine's thread: call back when the work that it has issued is done."""
+        import torch
 
-    def _layer_hook(self) -> LayerHook:
-        return self._announcements.on_layers
+        event = torch.cuda.Event()
+        event.record()
+        self._queue.put((event, callback))
 
-    async def _start_role(self, engine: Engine) -> "PrefillRole":
-        transfer = self.options.settings.transfer
-        source = KvSource(
-            engine.cache.memory, self.worker_id, self.epoch, engine.cache.fingerprint, self.options.secret, transfer,
-            host=self.options.host, generation_of=engine.pool.generation,
-            probe_buffers=EngineProbeBuffers(self.thread), tls=self.tls,
-            transports=transports_for(transfer.tcp_streams, self.tls),
-        )  # fmt: skip
-        await source.start()
-        self._prefill = PrefillRole(self.worker_id, source, self.thread, self.requests, self._announcements)
-        return self._prefill
+    def after_callbacks_so_far(self, callback: Callable[[], object]) -> None:
+        """Call back when every callback requested before has been made. From any thread."""
+        self._queue.put((None, callback))
 
-    @property
-    def source(self) -> KvSource:
-        """The sending end of the KV plane."""
-        assert self._prefill is not None
-        return self._prefill.source
+    def close(self) -> None:
+        self._queue.put(None)
 
-
-class _FirstTokens:
-    """Collects a request's first outputs: one, or one for each choice of a group."""
-
-    def __init__(self, request: SequenceRequest) -> None:
-        self._num_wanted = _num_first_outputs(request)
-        self._outputs: list[TokenOutput] = []
-        self._all: asyncio.Future[list[TokenOutput]] = asyncio.get_running_loop().create_future()
-
-    def add(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
-        if len(self._outputs) == self._num_wanted and not self._all.done():
-            self._all.set_result(self._outputs)
-
-    async def all(self) -> list[TokenOutput]:
-        """Once the last of them has been sampled."""
-        return await self._all
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, callback = item
+            if event is not None:
+                event.synchronize()
+            callback()
 
 
-@dataclass(slots=True, eq=False)
+class Announcements:
+    """Forwards finished layers from the engine's thread to the transfers of their requests, on the loop.
+
+    Transfers are added and removed on the loop; the engine's thread calls `on_layers`.
+    """
+
+    def __init__(self) -> None:
+        self._transfers: dict[str, SourceTransfer] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._gate: DeviceGate | None = None  # once there was something to announce from a GPU
+
+    def add(self, transfer: SourceTransfer) -> None:
+        """Announce this request's layers from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._transfers[transfer.request_id] = transfer
+
+    def remove(self, request_id: str) -> None:
+        self._transfers.pop(request_id, None)
+
+    def on_layers(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None:
+        """A LayerHook: these blocks of the request are final in `layers`, or will be when the GPU has done its work."""
+        transfer, loop = self._transfers.get(request_id), self._loop
+        if transfer is None or loop is None:
+            return
+        announce = partial(loop.call_soon_threadsafe, transfer.announce, first_index, blocks, layers)
+        if transfer.is_on_gpu:
+            self._gate = self._gate or DeviceGate()
+            self._gate.after_work_so_far(announce)
+        else:
+            announce()
+
+    async def flushed(self) -> None:
+        """Every announcement of the steps whose results are here has reached its transfer."""
+        if self._gate is None:
+            return  # the loop ran them before the step's result
+        loop = asyncio.get_running_loop()
+        reached = asyncio.Event()
+        self._gate.after_callbacks_so_far(partial(loop.call_soon_threadsafe, reached.set))
+        await reached.wait()
+
+    def aclose(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+
+
 class _Prefilling:
     """A request whose KV is being sent, from its ticket until its blocks are free."""
 
-    transfer: SourceTransfer
-    first_tokens: _FirstTokens
-    task: "asyncio.Task[None]"
+    def __init__(self, request: SequenceRequest, transfer: SourceTransfer) -> None:
+        self.request, self.transfer = request, transfer
+        self.task: asyncio.Task[None] | None = None
+        self.first_outputs: asyncio.Future[list[TokenOutput]] = asyncio.get_running_loop().create_future()
+        """One, or one for each live choice of a group, or one with the candidates that a beam search begins with."""
+        self._outputs: list[TokenOutput] = []
+
+    def add(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        group = self.request.group
+        num_wanted = 1 if group is None or group.beams is not None else group.num_sequences
+        if len(self._outputs) == num_wanted and not self.first_outputs.done():
+            self.first_outputs.set_result(self._outputs)
+
+
+def _manifest_of(request: SequenceRequest, outputs: list[TokenOutput]) -> Manifest:
+    """What the decode worker goes on from, once it has the KV of all of the request's tokens."""
+    return Manifest(
+        request_id=request.request_id,
+        num_tokens=len(request.token_ids),
+        position=outputs[-1].position,
+        token_ids=[token for output in outputs for token in output.token_ids],
+        candidates=outputs[-1].candidates,
+    )
 
 
 class PrefillRole:
@@ -144,9 +191,8 @@ class PrefillRole:
             self._requests.refuse(link, request_id, "invalid", str(error))
             return
         self._announcements.add(transfer)
-        first_tokens = _FirstTokens(request)
-        task = self._spawn(self._send(request, transfer, first_tokens), f"prefill {request_id}")
-        self._prefilling[request_id] = _Prefilling(transfer, first_tokens, task)
+        prefilling = self._prefilling[request_id] = _Prefilling(request, transfer)
+        prefilling.task = self._spawn(self._send(prefilling), f"prefill {request_id}")
         if self._requests.admit(
             link, request, lambda engine: engine.add(request, hold=True, output_limit=1), self.drop
         ):
@@ -154,14 +200,15 @@ class PrefillRole:
         else:
             self.drop(request_id, "refused")
 
-    async def _send(self, request: SequenceRequest, transfer: SourceTransfer, first_tokens: _FirstTokens) -> None:
+    async def _send(self, prefilling: _Prefilling) -> None:
         """Send the KV of one prompt: layers are announced as they are computed, the commit follows the first token.
 
         The blocks are freed when the decode worker has them, or never will.
         """
+        request, transfer = prefilling.request, prefilling.transfer
         request_id = request.request_id
         try:
-            outputs = await first_tokens.all()  # the client has them already
+            outputs = await prefilling.first_outputs  # the client has them already
             await self._announcements.flushed()  # nothing may be announced after the commit
             self._requests.begin_span(request_id, "kv send")
             result = await transfer.commit(encode(_manifest_of(request, outputs)))
@@ -172,23 +219,16 @@ class PrefillRole:
             self._requests.end_span(request_id, "kv send", error=str(error), reason=reason_word(error))
             self._requests.fail(request_id, "transfer", str(error))
         finally:
-            self._free(request_id, transfer)
-
-    def _free(self, request_id: str, transfer: SourceTransfer) -> None:
-        """The transfer has ended: the engine may re-use the blocks."""
-        prefilling = self._prefilling.get(request_id)
-        if prefilling is not None and prefilling.transfer is transfer:
-            del self._prefilling[request_id]
-            self._announcements.remove(request_id)
-            transfer.cancel("done")
-            self._thread.post(lambda engine: engine.abort(request_id))
+            if self._prefilling.get(request_id) is prefilling:  # the engine may re-use the blocks
+                self.release(request_id, "done")
 
     def drop(self, request_id: str, reason: str) -> None:
         prefilling = self._prefilling.pop(request_id, None)
         if prefilling is not None:
             self._announcements.remove(request_id)
             prefilling.transfer.cancel(reason)
-            prefilling.task.cancel()
+            if prefilling.task is not None and prefilling.task is not asyncio.current_task():
+                prefilling.task.cancel()
 
     def release(self, request_id: str, reason: str) -> None:
         self.drop(request_id, reason)
@@ -198,7 +238,7 @@ class PrefillRole:
         if output.ends_request:
             self.drop(output.request_id, "finished with its first token")
         elif (prefilling := self._prefilling.get(output.request_id)) is not None:
-            prefilling.first_tokens.add(output)
+            prefilling.add(output)
 
     def on_reservations(self, reservations: list[Reservation]) -> None:
         assert not reservations
@@ -258,17 +298,33 @@ class PrefillRole:
         self._announcements.aclose()
 
 
-def _num_first_outputs(request: SequenceRequest) -> int:
-    """Outputs of a prefill worker: one for each live choice, one with the candidates that a beam search begins with."""
-    return 1 if request.group is None or request.group.beams is not None else request.group.num_sequences
+class PrefillWorker(WorkerService):
+    """One engine that passes every sequence on after its first token."""
 
+    role = Role.PREFILL
 
-def _manifest_of(request: SequenceRequest, outputs: list[TokenOutput]) -> Manifest:
-    """What the decode worker goes on from, once it has the KV of all of the request's tokens."""
-    return Manifest(
-        request_id=request.request_id,
-        num_tokens=len(request.token_ids),
-        position=outputs[-1].position,
-        token_ids=[token for output in outputs for token in output.token_ids],
-        candidates=outputs[-1].candidates,
-    )
+    def __init__(self, options: WorkerOptions) -> None:
+        super().__init__(options)
+        self._announcements = Announcements()
+        self._prefill: PrefillRole | None = None
+
+    def _layer_hook(self) -> LayerHook:
+        return self._announcements.on_layers
+
+    async def _start_role(self, engine: Engine) -> PrefillRole:
+        transfer = self.options.settings.transfer
+        source = KvSource(
+            engine.cache.memory, self.worker_id, self.epoch, engine.cache.fingerprint, self.options.secret, transfer,
+            host=self.options.host, generation_of=engine.pool.generation,
+            probe_buffers=EngineProbeBuffers(self.thread), tls=self.tls,
+            transports=transports_for(self.tls),
+        )  # fmt: skip
+        await source.start()
+        self._prefill = PrefillRole(self.worker_id, source, self.thread, self.requests, self._announcements)
+        return self._prefill
+
+    @property
+    def source(self) -> KvSource:
+        """The sending end of the KV plane."""
+        assert self._prefill is not None
+        return self._prefill.source

@@ -10,10 +10,10 @@ from typing import Any
 
 from bench.transfer.blocks import End, Pool, Row, Shape, block_lists, fingerprint_of
 from kvrelay.decode.target import KvTarget
-from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.protocol.tickets import TransferResult
+from kvrelay.kvtransfer.protocol.messages import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.prefill.source import KvSource
 from kvrelay.settings.choices import TransportName
 from kvrelay.settings.transfer import TransferSettings
@@ -31,8 +31,7 @@ def only(transport: str, *, tcp_streams: int = 0, tls: bool = False) -> tuple[st
         return setting, {transport: TRANSPORTS[transport]}
     from kvrelay.plane.tls import ClusterTls
 
-    table = selection.transports_for(tcp_streams, ClusterTls.derived(SECRET) if tls else None)
-    return setting, {transport: table[transport]}
+    return setting, {transport: tcp(ClusterTls.derived(SECRET) if tls else None, num_streams=tcp_streams)}
 
 
 def engine_key(row: Row, shape: Shape) -> tuple[str, int, int]:

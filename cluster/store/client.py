@@ -24,8 +24,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
 from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.kvtransfer.slabs.server import SlabServer
-from kvrelay.kvtransfer.slabs.slabs import SharedSlab, StuckRead
-from kvrelay.kvtransfer.slabs.staging import StagingSlab
+from kvrelay.kvtransfer.slabs.slabs import SharedSlab, StagingSlab, StuckRead
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvMemory

@@ -39,9 +39,8 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
         make_policy=_policy(settings),
         make_disk=_disk(settings, node_id),
         transport=settings.transfer.transport,
-        transports=transports_for(settings.transfer.tcp_streams, tls),
+        transports=transports_for(tls),
         tls=tls,
-        lease_s=settings.transfer.lease_s,
     )
 
 
@@ -85,7 +84,7 @@ class ClusterStores:
                 self._host,
                 num_replicas=self._settings.store.replicas,
                 transport=transfer.transport,
-                transports=transports_for(transfer.tcp_streams, tls),
+                transports=transports_for(tls),
                 tls=tls,
             ),
             codec=codec,

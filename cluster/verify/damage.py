@@ -7,19 +7,20 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.rows import Evidence, during
+from kvrelay.decode import read_queue
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.types import KvLayout, KvMemory
+from kvrelay.kvtransfer.mover.verification import ArrivingRead
+from kvrelay.types import KvLayout
 
 if TYPE_CHECKING:
     import torch
-
-    from kvrelay.decode.target import KvTarget
 
 TIERS_IDLE_S = 30.0
 Change = Callable[["torch.Tensor", KvLayout], None]
@@ -37,26 +38,31 @@ def decode_worker(cluster: LocalCluster) -> DecodeWorker:
 
 
 @contextmanager
-def tampering(target: "KvTarget", change: Change, *, most: int | None = None) -> Iterator[Callable[[], int]]:
-    """Change the regions that `target` receives, `most` of them at most; yields a counter of those."""
+def tampering(change: Change, *, most: int | None = None) -> Iterator[Callable[[], int]]:
+    """Change the regions that this process receives, `most` of them at most; yields a counter of those."""
     import torch
 
     count = 0
 
-    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
-        nonlocal count
-        if count == most:
-            return
-        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
-        with torch.inference_mode():
-            change(memory.owner.reshape(-1).view(torch.uint8)[offset : offset + num_bytes], memory.layout)
-        count += 1
+    class DamagedRead(ArrivingRead):
+        """Its pieces are changed after they landed, before they are verified."""
 
-    target.tamper = tamper
-    try:
+        def receipt(self) -> None:
+            return None  # so that it is called instead
+
+        def __call__(self, num_bytes: int) -> None:
+            nonlocal count
+            assert isinstance(self.memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
+            pool, size = self.memory.owner.reshape(-1).view(torch.uint8), self.piece_bytes
+            landed = self.pieces[self.num_landed // self.chunk_bytes : num_bytes // self.chunk_bytes].ravel().tolist()
+            with torch.inference_mode():
+                for offset in landed if most is None else landed[: most - count]:
+                    change(pool[offset : offset + size], self.memory.layout)
+                    count += 1
+            super().__call__(num_bytes)
+
+    with mock.patch.object(read_queue, "ArrivingRead", DamagedRead):
         yield lambda: count
-    finally:
-        target.tamper = None
 
 
 @during
@@ -64,7 +70,7 @@ async def in_flight(
     cluster: LocalCluster, evidence: Evidence, change: Change, *, most: int | None = None
 ) -> AsyncIterator[None]:
     """Every region that arrives is changed, or the first `most`; at least one must arrive."""
-    with tampering(decode_worker(cluster).target, change, most=most) as count:
+    with tampering(change, most=most) as count:
         yield
     evidence.require("" if count() else "no KV was transferred", holds=count() > 0)
 

@@ -100,7 +100,6 @@ def build_engine(
         swap_area=lambda kv: make_swap_area(kv.memory, own.engine.swap_bytes, checks, wake),
         draft_model=draft_model,
         layer_hook=layer_hook,
-        layers_per_hook=settings.transfer.layers_per_announce,
     )
     config = _engine_config(options, own, sizes)
     return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions), sizes

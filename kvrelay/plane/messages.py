@@ -185,15 +185,15 @@ class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paths: list[PathReport] = []  # best first
 
 
-class KvPathLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What one path has carried since the worker's start."""
+class KvPathLoad(msgspec.Struct):
+    """What one path has carried since the worker's start, counted where it is read."""
 
     path: str
-    num_bytes: int
-    seconds: float  # reading and verifying, summed over reads
-    exposed_s: float  # of transfers that mostly used this path
-    check_s: float  # of `seconds`, spent on checksums
-    retries: int  # reads that failed here and continued over another path
+    num_bytes: int = 0  # of reads that ended well
+    seconds: float = 0.0  # reading and verifying, summed over those
+    exposed_s: float = 0.0  # of transfers that mostly used this path
+    check_s: float = 0.0  # of `seconds`, spent on checksums
+    retries: int = 0  # reads that failed here and continued over another path
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

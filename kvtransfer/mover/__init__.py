@@ -1,4 +1,4 @@
-"""Copies and hashes scattered memory in one pass, in C where there is a compiler.
+"""Brings scattered memory here: copied and hashed in one pass, in C where there is a compiler; verified; cast.
 
-May import kvrelay, kvtransfer/plans, kvtransfer/transports.
+May import kvrelay, kvtransfer/plans.
 """

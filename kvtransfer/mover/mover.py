@@ -1,14 +1,20 @@
 """Moves scattered bytes into this process's memory and hashes them as they land.
 
 In C (native/) where there is a compiler, else in Python: the same bytes, the same hashes. Neither holds the
-interpreter's lock while bytes move.
+interpreter's lock while bytes move. The mover's own thread (native/worker.c) carries moves out one after the other
+without the interpreter: a thread of Python waits for its lock before and after each move, up to 5 ms each while the
+engine computes in Python; this one never does. The loop is notified of results over an eventfd.
 """
 
+import asyncio
 import ctypes
 import functools
 import logging
+import os
 import time
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +23,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvrelay.errors import BackendUnavailable
+from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
-from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
 from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native
 
 logger = logging.getLogger(__name__)
@@ -114,18 +119,13 @@ def _packed(array: NDArray[Any]) -> bytes:
     return array.astype(np.int64, copy=False).tobytes()
 
 
-def _scratch(pieces: Offsets, piece_bytes: int) -> "ctypes.Array[ctypes.c_char]":
-    """Room for a chunk of several pieces."""
-    each = pieces.shape[1]
-    return ctypes.create_string_buffer(each * piece_bytes if each > 1 else 1)
-
-
 class NativeMove:
     """A read in C. It goes on where it stopped, as often as it is run."""
 
     def __init__(self, lib: Any, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
         chosen = receipt.is_checked
-        self._scratch = _scratch(receipt.pieces, receipt.piece_bytes)
+        # room for a chunk of several pieces
+        self._scratch = ctypes.create_string_buffer(receipt.chunk_bytes if receipt.pieces.shape[1] > 1 else 1)
         self._lib, self._receipt = lib, receipt
         self._job = _Job(
             source=source.address, target=target.address, source_bytes=source.num_bytes, target_bytes=target.num_bytes,
@@ -171,7 +171,7 @@ class PythonMove:
     """The same without a compiler."""
 
     def __init__(self, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
-        check_bounds(copies, source.num_bytes, target.num_bytes)
+        copies.check_bounds(source.num_bytes, target.num_bytes)
         self._source, self._target, self._receipt = source, target, receipt
         self._rows = [row.tolist() for row in copies.expanded()]
         self._total = copies.total_bytes
@@ -187,6 +187,8 @@ class PythonMove:
             for source, target, num_bytes in self._take(size):
                 ctypes.memmove(target, source, num_bytes)
             self._receipt.landed.value = landed + size
+            self._hash()
+        if not self._total:
             self._hash()
 
     def _take(self, size: int) -> Iterator[tuple[int, int, int]]:
@@ -206,8 +208,12 @@ class PythonMove:
         if not len(receipt.pieces):
             return
         began = time.perf_counter()
-        stop = min(receipt.num_landed // receipt.chunk_bytes, len(receipt.pieces))
+        stop, per_turn = len(receipt.pieces), max(_YIELD_BYTES // receipt.chunk_bytes, 1)
+        if self._total:  # else they are hashed where they lie
+            stop = min(receipt.num_landed // receipt.chunk_bytes, stop)
         for i in range(self._num_hashed, stop):
+            if i % per_turn == per_turn - 1:
+                time.sleep(1e-6)
             if receipt.is_checked is None or receipt.is_checked[i]:
                 chunk = xxhash.xxh3_64()
                 for offset in receipt.pieces[i].tolist():
@@ -241,37 +247,103 @@ def xxh3_chunks(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
         pieces: [num_chunks, pieces_per_chunk] where each piece begins.
     """
     receipt = Receipt(pieces, piece_bytes)
-    hashing = hash_in_place(view, receipt)
-    if hashing is None:
-        return _xxh3_in_python(view, pieces, piece_bytes)
-    hashing.run()
+    hash_in_place(view, receipt).run()
     return receipt.found
 
 
-def hash_in_place(view: memoryview, receipt: Receipt) -> NativeMove | None:
-    """A move that moves nothing: it hashes the receipt's chunks where they lie in `view`. None: only Python can.
+def hash_in_place(view: memoryview, receipt: Receipt) -> NativeMove | PythonMove:
+    """A move that moves nothing: it hashes the receipt's chunks where they lie in `view`.
 
     Raises ValueError when one lies outside.
     """
     pieces = receipt.pieces
     if pieces.size and not 0 <= int(pieces.min()) <= int(pieces.max()) <= view.nbytes - receipt.piece_bytes:
         raise ValueError("a piece lies outside the pool")
-    lib = library()
-    if lib is None or receipt.chunk_bytes <= _SHORT_BYTES:
-        return None
     place = Place(np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes)
-    return NativeMove(lib, place, place, _NO_ROWS, receipt)
+    return move(place, place, _NO_ROWS, receipt)
 
 
-def _xxh3_in_python(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
-    step = max(_YIELD_BYTES // max(pieces.shape[1] * piece_bytes, 1), 1)
-    values: list[int] = []
-    for first in range(0, len(pieces), step):
-        if first:
-            time.sleep(1e-6)
-        for starts in pieces[first : first + step].tolist():
-            chunk = xxhash.xxh3_64()
-            for start in starts:
-                chunk.update(view[start : start + piece_bytes])
-            values.append(chunk.intdigest())
-    return np.array(values, dtype=np.uint64)
+def nothing() -> None:
+    """What a move without checks has to settle."""
+
+
+class MoverThread:
+    """Starts with the first move. Used on one loop only."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[NativeMove, Callable[[], object], asyncio.Future[None]]] = deque()
+        self._worker: int | None = None
+        self._event_fd = -1
+        self._stop: weakref.finalize[[Any, int, int, int], MoverThread] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @staticmethod
+    def can_be() -> bool:
+        """Whether this system has what it takes."""
+        return hasattr(os, "eventfd") and library() is not None
+
+    def submit(self, moving: NativeMove, finish: Callable[[], object] = nothing) -> "asyncio.Future[None]":
+        """The future ends when the move has, as its result and `finish()` do, which is called on the loop."""
+        if self._worker is None:
+            self._start()
+        assert self._loop is not None
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._pending.append((moving, finish, done))
+        library().kt_worker_submit(self._worker, moving.address)
+        return done
+
+    def cancel(self, done: "asyncio.Future[None]") -> None:
+        """End this move within a few hundred KiB, or before it begins. Its future still ends by itself."""
+        for moving, _, future in self._pending:
+            if future is done:
+                moving.cancel()
+
+    def _start(self) -> None:
+        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._worker = library().kt_worker_start(self._event_fd)
+        if self._worker is None:
+            os.close(self._event_fd)
+            raise TransportError("no thread could be started")
+        self._stop = weakref.finalize(self, _stop, library(), self._worker, self._event_fd, os.getpid())
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._event_fd, self._collect)
+
+    def _collect(self) -> None:
+        os.eventfd_read(self._event_fd)
+        self._report_done()
+
+    def _report_done(self) -> None:
+        while self._pending and self._pending[0][0].is_done:
+            moving, finish, done = self._pending.popleft()
+            outcome: TransportError | None = None
+            try:
+                moving.result()
+                finish()
+            except TransportError as error:
+                outcome = error
+            except Exception as error:  # whatever it was, nothing of the move will land any more
+                outcome = TransportError(str(error) or type(error).__name__)
+            if done.cancelled():
+                continue
+            if outcome is None:
+                done.set_result(None)
+            else:
+                done.set_exception(outcome)
+
+    async def aclose(self) -> None:
+        """Wait until what was submitted is done, then end the thread."""
+        if self._stop is None or self._loop is None:
+            return
+        stop, self._stop, self._worker = self._stop, None, None
+        self._loop.remove_reader(self._event_fd)
+        stopping = asyncio.ensure_future(asyncio.to_thread(stop))
+        stopping.add_done_callback(lambda _: self._report_done())  # though nothing may await it any more
+        await asyncio.shield(stopping)
+
+
+def _stop(lib: Any, worker: int, event_fd: int, pid: int) -> None:
+    """Also runs when the interpreter ends: its memory must not go while a move writes it."""
+    if os.getpid() != pid:  # a forked child has the object, but not the thread
+        return
+    lib.kt_worker_stop(worker)
+    os.close(event_fd)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.kvtransfer.protocol.tickets import PathReport
-from kvrelay.kvtransfer.transports.base import Reader, TransportError
+from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.protocol.messages import PathReport
+from kvrelay.kvtransfer.transports.base import Reader
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.errors import LayoutMismatch
+from kvrelay.errors import LayoutMismatch, TransportError
 from kvrelay.types import KvLayout
 
 Offsets = NDArray[np.int64]
@@ -57,6 +57,17 @@ class CopyList:
         source = (self.source_offset + steps * self.source_stride).ravel()
         target = (self.target_offset + steps * self.target_stride).ravel()
         return source, target, np.tile(self.num_bytes, self.repeats)
+
+    def check_bounds(self, source_bytes: int, target_bytes: int) -> None:
+        """Raises TransportError unless every copy lies inside both pools (a stray write would corrupt others)."""
+        if not len(self.num_bytes):
+            return
+        last = self.repeats - 1
+        source_end = int((self.source_offset + self.num_bytes).max()) + last * self.source_stride
+        target_end = int((self.target_offset + self.num_bytes).max()) + last * self.target_stride
+        lowest = min(int(self.source_offset.min()), int(self.target_offset.min()), int(self.num_bytes.min()))
+        if lowest < 0 or source_end > source_bytes or target_end > target_bytes:
+            raise TransportError("a copy lies outside the pool")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Messages, tickets, counters and checksums that source and target agree on.
+"""Messages, tickets and counters that source and target agree on.
 
-May import kvrelay, kvtransfer/mover, kvtransfer/paths, kvtransfer/plans.
+May import kvrelay, kvtransfer/transports.
 """

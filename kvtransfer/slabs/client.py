@@ -14,46 +14,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.errors import PeerLost, PlaneError
-from kvrelay.kvtransfer.paths.discovery import this_machine
-from kvrelay.kvtransfer.slabs.messages import (
-    MISSING,
-    SLAB_PROTOCOL,
-    AcquireLease,
-    AnnounceBlocks,
-    Answer,
-    BlockOffer,
-    Describe,
-    Description,
-    Done,
-    Exists,
-    ExistsResult,
-    FindHolders,
-    Forget,
-    HolderAddresses,
-    LeaseGranted,
-    Pin,
-    PutBlocks,
-    PutResult,
-    ReleaseLease,
-    Request,
-    SlabHello,
-    SlabRejected,
-    SlabRequestFailed,
-    SlabWelcome,
-    ToServer,
-    decode_to_client,
-    encode,
-)
+from kvrelay.errors import PeerLost, PlaneError, TransportError
+from kvrelay.kvtransfer.slabs import messages as wire
+from kvrelay.kvtransfer.slabs.messages import MISSING
 from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, SlabReader, StuckRead
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
-Reply = TypeVar("Reply", LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Description)
+Reply = TypeVar(
+    "Reply", wire.LeaseGranted, wire.PutResult, wire.ExistsResult, wire.Done, wire.HolderAddresses, wire.Description
+)
 Outcome = TypeVar("Outcome")
 
 
@@ -92,7 +66,7 @@ class SlabPeer:
         self._peer_id, self._block_bytes = peer_id, block_bytes
         self._answer_s, self._stall_s = answer_s, stall_s
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
         self._connection: Connection | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._readers: list[SlabReader] = []
@@ -110,24 +84,24 @@ class SlabPeer:
                 self._connection = await plane.connect(
                     self.host, self.port, self._secret, timeout_s=self._answer_s, tls=self._tls
                 )
-                hello = SlabHello(
-                    protocol=SLAB_PROTOCOL,
+                hello = wire.SlabHello(
+                    protocol=wire.SLAB_PROTOCOL,
                     peer_id=self._peer_id,
                     block_bytes=self._block_bytes,
                     topology=this_machine(),
                     slabs=[slab.offer() for slab in self._slabs],
                 )
-                await self._connection.send(encode(hello))
-                reply = decode_to_client(await self._connection.receive())
+                await self._connection.send(wire.encode(hello))
+                reply = wire.decode_to_client(await self._connection.receive())
         except (PlaneError, TimeoutError, msgspec.DecodeError) as error:
             await self.aclose()
             raise PeerLost("", f"{self.host}:{self.port}: {error or 'no answer'}") from error
         except BaseException:
             await self.aclose()
             raise
-        if not isinstance(reply, SlabWelcome):
+        if not isinstance(reply, wire.SlabWelcome):
             await self.aclose()
-            why = reply.why if isinstance(reply, SlabRejected) else "it answered something else"
+            why = reply.why if isinstance(reply, wire.SlabRejected) else "it answered something else"
             raise PeerLost("", f"{self.host}:{self.port} refused: {why}")
         self.node_id, self.epoch = reply.node_id, reply.epoch
         for slab in self._slabs:
@@ -155,7 +129,9 @@ class SlabPeer:
         Raises PeerLost (no more writes to our slab), StuckRead (there may be).
         """
         number = next(self._numbers)
-        granted = await self._request(AcquireLease(number=number, keys=[one.key for one in wanted]), LeaseGranted)
+        granted = await self._request(
+            wire.AcquireLease(number=number, keys=[one.key for one in wanted]), wire.LeaseGranted
+        )
         if not len(granted.offsets) == len(granted.sizes) == len(granted.checksums) == len(wanted):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
         if all(offset == MISSING for offset in granted.offsets):
@@ -167,7 +143,7 @@ class SlabPeer:
                 raise
             raise PeerLost("", f"{self.host}:{self.port}: {error}") from error
         finally:
-            self._notify(ReleaseLease(number=number))
+            self._notify(wire.ReleaseLease(number=number))
         if missed := sum(size == 0 and offset != MISSING for size, offset in zip(sizes, granted.offsets, strict=True)):
             self.num_corrupt += missed
             logger.warning("%d blocks of %s:%d failed their checksums; they are deleted", missed, self.host, self.port)
@@ -176,10 +152,10 @@ class SlabPeer:
                 for one, size, at in zip(wanted, sizes, granted.offsets, strict=True)
                 if not size and at != MISSING
             ]
-            self._notify(Forget(number=next(self._numbers), keys=gone))
+            self._notify(wire.Forget(number=next(self._numbers), keys=gone))
         return sizes
 
-    async def _read(self, wanted: Sequence[BlockRequest], granted: LeaseGranted) -> list[int]:
+    async def _read(self, wanted: Sequence[BlockRequest], granted: wire.LeaseGranted) -> list[int]:
         sizes = [0] * len(wanted)
         for slab, reader in enumerate(self._readers):
             chosen = [
@@ -194,13 +170,13 @@ class SlabPeer:
                 sizes[i] = granted.sizes[i] if good else 0
         return sizes
 
-    async def put(self, slab: int, blocks: Sequence[BlockOffer], *, within_s: float) -> list[bool]:
+    async def put(self, slab: int, blocks: Sequence[wire.BlockOffer], *, within_s: float) -> list[bool]:
         """Have the server store these blocks of our slab, unchanged until this returns; returns which it stored.
 
         Raises PeerLost. A read that the server ends after that fails its checksum.
         """
-        request = PutBlocks(number=next(self._numbers), slab=slab, hold_s=within_s, blocks=list(blocks))
-        taken = await self._while_connected(self._request(request, PutResult, within_s))
+        request = wire.PutBlocks(number=next(self._numbers), slab=slab, hold_s=within_s, blocks=list(blocks))
+        taken = await self._while_connected(self._request(request, wire.PutResult, within_s))
         if len(taken.kept) != len(blocks):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
         return taken.kept
@@ -223,45 +199,47 @@ class SlabPeer:
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these blocks are there. Raises PeerLost."""
-        return (await self._request(Exists(number=next(self._numbers), keys=list(keys)), ExistsResult)).found
+        return (await self._request(wire.Exists(number=next(self._numbers), keys=list(keys)), wire.ExistsResult)).found
 
     async def forget(self, keys: Sequence[bytes]) -> int:
         """Delete these blocks; returns how many were there. Raises PeerLost."""
-        return (await self._request(Forget(number=next(self._numbers), keys=list(keys)), Done)).count
+        return (await self._request(wire.Forget(number=next(self._numbers), keys=list(keys)), wire.Done)).count
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
         """Pin these blocks for `ttl_s` seconds; returns how many are pinned. Raises PeerLost."""
-        return (await self._request(Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), Done)).count
+        return (
+            await self._request(wire.Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), wire.Done)
+        ).count
 
     async def find_holders(self, keys: Sequence[bytes]) -> list[str]:
         """For each block the "host:port" of a worker that announced it, or "". Raises PeerLost."""
         return (
-            await self._request(FindHolders(number=next(self._numbers), keys=list(keys)), HolderAddresses)
+            await self._request(wire.FindHolders(number=next(self._numbers), keys=list(keys)), wire.HolderAddresses)
         ).addresses
 
     async def describe(self) -> bytes:
         """The server's state as JSON. Raises PeerLost."""
-        return (await self._request(Describe(number=next(self._numbers)), Description)).text
+        return (await self._request(wire.Describe(number=next(self._numbers)), wire.Description)).text
 
     def announce(self, host: str, port: int, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Announce changes of our own slab. Not answered; lost if the connection is."""
-        self._notify(AnnounceBlocks(host=host, port=port, added=list(added), removed=list(removed)))
+        self._notify(wire.AnnounceBlocks(host=host, port=port, added=list(added), removed=list(removed)))
 
     # ---- internals
 
-    def _notify(self, message: ToServer) -> None:
+    def _notify(self, message: wire.ToServer) -> None:
         if self._connection is not None:
             with contextlib.suppress(PlaneError):
-                self._connection.send_nowait(encode(message))
+                self._connection.send_nowait(wire.encode(message))
 
-    async def _request(self, request: Request, kind: type[Reply], within_s: float | None = None) -> Reply:
+    async def _request(self, request: wire.Request, kind: type[Reply], within_s: float | None = None) -> Reply:
         if self._connection is None or not self.is_up:
             raise PeerLost("", f"{self.host}:{self.port}: not connected")
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._waiting[request.number] = answer
         try:
             async with asyncio.timeout(self._answer_s if within_s is None else within_s):
-                self._connection.send_nowait(encode(request))
+                self._connection.send_nowait(wire.encode(request))
                 reply = await answer
         except PlaneError as error:
             raise PeerLost("", f"{self.host}:{self.port}: {error}") from error
@@ -271,7 +249,7 @@ class SlabPeer:
         finally:
             self._waiting.pop(request.number, None)
         if not isinstance(reply, kind):
-            why = reply.why if isinstance(reply, SlabRequestFailed) else "it answered something else"
+            why = reply.why if isinstance(reply, wire.SlabRequestFailed) else "it answered something else"
             raise PeerLost("", f"{self.host}:{self.port}: {why}")
         return reply
 
@@ -279,18 +257,18 @@ class SlabPeer:
         why = "the connection ended"
         try:
             while True:
-                message = decode_to_client(await connection.receive())
-                if isinstance(message, SlabWelcome | SlabRejected):
+                message = wire.decode_to_client(await connection.receive())
+                if isinstance(message, wire.SlabWelcome | wire.SlabRejected):
                     continue
                 waiting = self._waiting.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-                elif isinstance(message, LeaseGranted):  # its request has ended
-                    self._notify(ReleaseLease(number=message.number))
+                elif isinstance(message, wire.LeaseGranted):  # its request has ended
+                    self._notify(wire.ReleaseLease(number=message.number))
         except (PlaneError, msgspec.DecodeError) as error:
             why = str(error)
         finally:
             connection.abort()
             for number, waiting in self._waiting.items():
                 if not waiting.done():
-                    waiting.set_result(SlabRequestFailed(number=number, why=why))
+                    waiting.set_result(wire.SlabRequestFailed(number=number, why=why))

@@ -22,8 +22,8 @@ from typing import Union
 
 import msgspec
 
-from kvrelay.kvtransfer.paths.topology import Topology
 from kvrelay.kvtransfer.protocol.messages import Offer
+from kvrelay.kvtransfer.transports.topology import Topology
 
 SLAB_PROTOCOL = 1
 MISSING = -1  # as an offset: the server does not have the block
@@ -203,31 +203,10 @@ class SlabRequestFailed(_Message, frozen=True, tag="failed"):
     why: str
 
 
-ToServer = Union[
-    SlabHello,
-    AcquireLease,
-    ReleaseLease,
-    PutBlocks,
-    Exists,
-    Forget,
-    Pin,
-    AnnounceBlocks,
-    FindHolders,
-    Describe,
-]
 Request = Union[AcquireLease, PutBlocks, Exists, Forget, Pin, FindHolders, Describe]
 Answer = Union[LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Description, SlabRequestFailed]
-ToClient = Union[
-    SlabWelcome,
-    SlabRejected,
-    LeaseGranted,
-    PutResult,
-    ExistsResult,
-    Done,
-    HolderAddresses,
-    Description,
-    SlabRequestFailed,
-]
+ToServer = Union[SlabHello, ReleaseLease, AnnounceBlocks, Request]
+ToClient = Union[SlabWelcome, SlabRejected, Answer]
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server = msgspec.msgpack.Decoder(ToServer)

@@ -12,39 +12,11 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.errors import BackendUnavailable, ConnectionLost, PlaneError, ProtocolError
-from kvrelay.kvtransfer.paths.discovery import this_machine
-from kvrelay.kvtransfer.slabs.messages import (
-    MISSING,
-    SLAB_PROTOCOL,
-    AcquireLease,
-    AnnounceBlocks,
-    Answer,
-    BlockOffer,
-    Describe,
-    Description,
-    Done,
-    Exists,
-    ExistsResult,
-    FindHolders,
-    Forget,
-    HolderAddresses,
-    LeaseGranted,
-    Pin,
-    PutBlocks,
-    PutResult,
-    ReleaseLease,
-    Request,
-    SlabHello,
-    SlabRejected,
-    SlabRequestFailed,
-    SlabWelcome,
-    ToClient,
-    decode_to_server,
-    encode,
-)
+from kvrelay.errors import BackendUnavailable, ConnectionLost, PlaneError, ProtocolError, TransportError
+from kvrelay.kvtransfer.slabs import messages as wire
+from kvrelay.kvtransfer.slabs.messages import MISSING
 from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, SlabReader, StuckRead
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
@@ -88,10 +60,10 @@ class SlabDelegate(Protocol):
     def release(self, leases: Sequence[ReadLease]) -> None:
         """End these leases."""
 
-    def reserve(self, blocks: Sequence[BlockOffer]) -> list[ReservedRange | bool]:
+    def reserve(self, blocks: Sequence[wire.BlockOffer]) -> list[ReservedRange | bool]:
         """Where to write each block. True: it is stored already; False: not wanted, or no room."""
 
-    def keep(self, block: BlockOffer, room: ReservedRange) -> bool:
+    def keep(self, block: wire.BlockOffer, room: ReservedRange) -> bool:
         """The block's bytes are in place and verified; returns whether it is stored now."""
 
     def drop(self, room: ReservedRange, *, read: "asyncio.Future[None] | None" = None) -> None:
@@ -136,12 +108,11 @@ class SlabServer:
         stall_s: float = 2.0,
         tls: ClusterTls | None = None,
     ) -> None:
-        self._slab, self._delegate, self._host = slab, delegate, host
-        self._lease_s, self._stall_s = lease_s, stall_s
+        self.slab, self.delegate, self._host = slab, delegate, host
+        self.lease_s, self.stall_s = lease_s, stall_s
         self._server = plane.Server(self._serve, secret, tls=tls)
         self._clients: set[_Client] = set()
         self.port = 0
-        self.num_expired = 0
 
     async def start(self, port: int = 0) -> None:
         """Listen; the slab is started. Raises BackendUnavailable."""
@@ -161,7 +132,9 @@ class SlabServer:
 
     async def _serve(self, connection: Connection) -> None:
         if len(self._clients) >= _MAX_CONNECTIONS:
-            connection.send_nowait(encode(SlabRejected(why=f"{_MAX_CONNECTIONS} clients are connected already")))
+            connection.send_nowait(
+                wire.encode(wire.SlabRejected(why=f"{_MAX_CONNECTIONS} clients are connected already"))
+            )
             await connection.aclose()
             return
         client = _Client(self, connection)
@@ -170,24 +143,6 @@ class SlabServer:
             await client.serve()
         finally:
             self._clients.discard(client)
-
-    # ---- for the clients
-
-    @property
-    def slab(self) -> SharedSlab:
-        return self._slab
-
-    @property
-    def delegate(self) -> SlabDelegate:
-        return self._delegate
-
-    @property
-    def lease_s(self) -> float:
-        return self._lease_s
-
-    @property
-    def stall_s(self) -> float:
-        return self._stall_s
 
 
 class _Client:
@@ -207,10 +162,10 @@ class _Client:
     async def serve(self) -> None:
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                hello = decode_to_server(await self._connection.receive())
+                hello = wire.decode_to_server(await self._connection.receive())
             if await self._welcome(hello):
                 while True:
-                    await self._dispatch(decode_to_server(await self._connection.receive()))
+                    await self._dispatch(wire.decode_to_server(await self._connection.receive()))
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a malformed message: {error}") from error
         finally:
@@ -230,13 +185,13 @@ class _Client:
 
     async def _welcome(self, hello: object) -> bool:
         why: str | None = "the first message must be a hello"
-        if isinstance(hello, SlabHello):
+        if isinstance(hello, wire.SlabHello):
             why = self._delegate.welcome(hello.block_bytes)
-            if hello.protocol != SLAB_PROTOCOL:
-                why = f"slab protocol {hello.protocol}, not {SLAB_PROTOCOL}: install the same kvrelay everywhere"
-        if why is not None or not isinstance(hello, SlabHello):
+            if hello.protocol != wire.SLAB_PROTOCOL:
+                why = f"slab protocol {hello.protocol}, not {wire.SLAB_PROTOCOL}: install the same kvrelay everywhere"
+        if why is not None or not isinstance(hello, wire.SlabHello):
             logger.warning("refused the slab client at %s: %s", self._connection.peer, why)
-            self._send(SlabRejected(why=why or ""))
+            self._send(wire.SlabRejected(why=why or ""))
             await self._connection.aclose()
             return False
         slab = self._server.slab
@@ -244,26 +199,26 @@ class _Client:
             route = slab.route_from(theirs, hello.topology)
             self._readers.append(SlabReader(slab.memory, route, stall_s=self._server.stall_s))
         self._send(
-            SlabWelcome(
+            wire.SlabWelcome(
                 node_id=self._delegate.node_id, epoch=self._delegate.epoch, topology=this_machine(), slab=slab.offer()
             )
         )
         return True
 
-    def _send(self, message: ToClient) -> None:
+    def _send(self, message: wire.ToClient) -> None:
         """Queue a message; the receiving side notices a lost connection."""
         try:
-            self._connection.send_nowait(encode(message))
+            self._connection.send_nowait(wire.encode(message))
         except PlaneError as error:
             logger.debug("not sent: %s", error)
 
     async def _dispatch(self, message: object) -> None:
         match message:
-            case ReleaseLease(number=number):
+            case wire.ReleaseLease(number=number):
                 self._release(number)
-            case AnnounceBlocks(host=host, port=port, added=added, removed=removed):
+            case wire.AnnounceBlocks(host=host, port=port, added=added, removed=removed):
                 self._delegate.on_announced(self, f"{host}:{port}", added, removed)
-            case SlabHello():
+            case wire.SlabHello():
                 raise ProtocolError("a second hello")
             case _:
                 await self._free.acquire()
@@ -275,45 +230,45 @@ class _Client:
         self._tasks.discard(task)
         self._free.release()
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: wire.Request) -> None:
         try:
             self._send(await self._carry_out(request))
         except Exception as error:  # a process edge: this request fails, the others go on
             logger.exception("a request of %s failed", self._connection.peer)
-            self._send(SlabRequestFailed(number=request.number, why=str(error) or type(error).__name__))
+            self._send(wire.SlabRequestFailed(number=request.number, why=str(error) or type(error).__name__))
 
-    async def _carry_out(self, request: Request) -> Answer:
+    async def _carry_out(self, request: wire.Request) -> wire.Answer:
         delegate, number = self._delegate, request.number
         match request:
-            case PutBlocks():
-                return PutResult(number=number, kept=await self._put(request))
-            case Describe():
-                return Description(number=number, text=delegate.describe())
+            case wire.PutBlocks():
+                return wire.PutResult(number=number, kept=await self._put(request))
+            case wire.Describe():
+                return wire.Description(number=number, text=delegate.describe())
         if len(request.keys) > _MAX_KEYS:
-            return SlabRequestFailed(number=number, why=f"more than {_MAX_KEYS} keys in one request")
+            return wire.SlabRequestFailed(number=number, why=f"more than {_MAX_KEYS} keys in one request")
         match request:
-            case AcquireLease():
+            case wire.AcquireLease():
                 return self._grant(number, await delegate.lease(request.keys))
-            case Exists():
-                return ExistsResult(number=number, found=await delegate.exists(request.keys))
-            case Forget():
-                return Done(number=number, count=await delegate.forget(request.keys))
-            case Pin():
-                return Done(number=number, count=delegate.pin(request.keys, request.ttl_s))
-            case FindHolders():
-                return HolderAddresses(number=number, addresses=delegate.find_holders(request.keys))
+            case wire.Exists():
+                return wire.ExistsResult(number=number, found=await delegate.exists(request.keys))
+            case wire.Forget():
+                return wire.Done(number=number, count=await delegate.forget(request.keys))
+            case wire.Pin():
+                return wire.Done(number=number, count=delegate.pin(request.keys, request.ttl_s))
+            case wire.FindHolders():
+                return wire.HolderAddresses(number=number, addresses=delegate.find_holders(request.keys))
 
     # ---- leases
 
-    def _grant(self, number: int, entries: list[ReadLease | None]) -> Answer:
+    def _grant(self, number: int, entries: list[ReadLease | None]) -> wire.Answer:
         leases = [lease for lease in entries if lease is not None]
         if number in self._leases:
             self._delegate.release(leases)
-            return SlabRequestFailed(number=number, why="this number is in use")
+            return wire.SlabRequestFailed(number=number, why="this number is in use")
         if leases:
-            timer = asyncio.get_running_loop().call_later(self._server.lease_s, self._expire, number)
+            timer = asyncio.get_running_loop().call_later(self._server.lease_s, self._release, number)
             self._leases[number] = leases, timer
-        return LeaseGranted(
+        return wire.LeaseGranted(
             number=number,
             lease_s=self._server.lease_s,
             offsets=[MISSING if lease is None else lease.offset for lease in entries],
@@ -321,10 +276,6 @@ class _Client:
             checksums=[0 if lease is None else lease.checksum for lease in entries],
             generations=[0 if lease is None else lease.generation for lease in entries],
         )
-
-    def _expire(self, number: int) -> None:
-        self._server.num_expired += 1
-        self._release(number)
 
     def _release(self, number: int) -> None:
         leases, timer = self._leases.pop(number, ((), None))
@@ -334,7 +285,7 @@ class _Client:
 
     # ---- puts
 
-    async def _put(self, request: PutBlocks) -> list[bool]:
+    async def _put(self, request: wire.PutBlocks) -> list[bool]:
         delegate, blocks = self._delegate, request.blocks
         if not 0 <= request.slab < len(self._readers) or len(blocks) > _MAX_KEYS:
             raise ConnectionLost("a slab that was never offered, or too many blocks")

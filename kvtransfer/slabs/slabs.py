@@ -4,29 +4,28 @@ A slab is one allocation of any kind of memory that the transports support. Bloc
 """
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.mover.mover import Receipt, library, xxh3_regions
-from kvrelay.kvtransfer.paths.discovery import this_machine
+from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.mover.mover import library
+from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums
 from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route, untried
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS, offered
-from kvrelay.kvtransfer.paths.topology import Topology, rank_paths
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
-from kvrelay.kvtransfer.protocol.checksums import Checksums
-from kvrelay.kvtransfer.protocol.messages import Offer
-from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
-from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport, TransportError
+from kvrelay.kvtransfer.transports.base import Reader, Transport
+from kvrelay.kvtransfer.transports.discovery import this_machine
+from kvrelay.kvtransfer.transports.topology import Topology, rank_paths
 from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -69,36 +68,22 @@ class SharedSlab:
     ) -> None:
         self.memory = memory
         self._secret, self._host, self._transport, self._transports = secret, host, transport, transports
-        self._exporters: dict[str, Exporter] = {}
-        self._offered: list[str] = []
+        self._exports = PoolExports(memory, secret, host, transports)
 
     async def start(self) -> None:
         """Export the memory. Raises BackendUnavailable: the configured transport cannot be used."""
         await asyncio.to_thread(library)  # compiled now, not in the first read
         await asyncio.to_thread(this_machine)  # discovered now, not in the first request
-        self._offered = offered(self._transport, self.memory, self._transports)
-        for name in self._offered:
-            exporter = self._transports[name].make_exporter(self.memory, self._secret, self._host)
-            try:
-                await exporter.start()
-            except BackendUnavailable as error:
-                if self._transport != "auto":
-                    raise
-                logger.warning("slab: transport %s is not offered: %s", name, error.why)
-                continue
-            exporter.set_busy(1)
-            self._exporters[name] = exporter
+        await self._exports.start(self._transport)
+        self._exports.add_busy(1)
 
     async def aclose(self) -> None:
         """Stop exporting. The memory stays."""
-        exporters, self._exporters = self._exporters, {}
-        for exporter in exporters.values():
-            await exporter.aclose()
+        await self._exports.aclose()
 
     def offer(self) -> SlabOffer:
         """What other processes need to read this slab. After start()."""
-        offers = [Offer(name, exporter.describe()) for name, exporter in self._exporters.items()]
-        return SlabOffer(self.memory.layout.num_bytes, offers)
+        return SlabOffer(self.memory.layout.num_bytes, self._exports.offers())
 
     def route_from(self, theirs: SlabOffer, topology: Topology) -> Route:
         """The paths from another process's slab into this memory, not yet connected.
@@ -106,7 +91,7 @@ class SharedSlab:
         `topology`: of the other's machine.
         """
         descriptors = {offer.name: offer.descriptor for offer in theirs.offers}
-        common = [name for name in self._offered if name in descriptors]
+        common = [name for name in self._exports.exporters if name in descriptors]
         ranked = rank_paths(topology, this_machine(), "cpu", self.memory.device, common)
         return Route(PathTable(ranked), descriptors, self._make_reader)
 
@@ -135,21 +120,15 @@ class StuckRead(TransportError):
         return self.why
 
 
-class _BlockArrival(ArrivingRead):
-    """Verifies blocks one by one as they arrive, so that one corrupt block does not fail the others."""
+class BlockArrival(ArrivingRead):
+    """Notes which blocks are wrong, so that one corrupt block does not fail the others."""
 
     def __init__(self, memory: KvMemory, pieces: Offsets, piece_bytes: int, expected: Checksums) -> None:
         super().__init__(memory, pieces, piece_bytes, expected)
         self.is_wrong: NDArray[np.bool_] = np.zeros(len(pieces), dtype=np.bool_)
 
-    def settle(self, receipt: Receipt) -> None:
-        assert self._expected is not None
-        self.is_wrong |= receipt.found != self._expected
-
-    def _verify(self, first: int, pieces: Offsets, expected: Checksums) -> None:
-        assert self._memory.view is not None
-        found = xxh3_regions(self._memory.view, pieces[:, 0], self._piece_bytes)
-        self.is_wrong[first : first + len(pieces)] |= found != expected
+    def refuse(self, wrong: NDArray[np.intp]) -> None:
+        self.is_wrong[wrong] = True
 
 
 class SlabReader:
@@ -187,19 +166,17 @@ class SlabReader:
             try:
                 async with asyncio.timeout(self._stall_s):
                     reader = await self.route.reader(name)
-                arrival = _BlockArrival(self._memory, targets[:, None], num_bytes, expected)
+                arrival = BlockArrival(self._memory, targets[:, None], num_bytes, expected)
                 await self._run(name, reader, copies, arrival)
                 return [not wrong for wrong in arrival.is_wrong.tolist()]
             except StuckRead as error:
-                self.route.table.failed(
-                    name, str(error), time.monotonic()
-                )  # the reader stays open: its read is not over
+                self.route.table.failed(name, str(error), time.monotonic())  # its reader stays: the read is not over
                 raise
             except (TransportError, TimeoutError) as error:
                 self.route.failed(name, str(error) or "connecting timed out", reader)
         raise TransportError(self.route.problems() or "no transport that both sides have")
 
-    async def _run(self, name: str, reader: Reader, copies: CopyList, arrival: _BlockArrival) -> None:
+    async def _run(self, name: str, reader: Reader, copies: CopyList, arrival: BlockArrival) -> None:
         """Wait for one read while it makes progress, even when cancelled: it writes memory that the caller frees."""
         began = time.monotonic()
         read = reader.read(copies, arrival)
@@ -221,3 +198,42 @@ class SlabReader:
     async def aclose(self) -> None:
         """Detach from the source."""
         await self.route.aclose()
+
+
+class StagingSlab:
+    """A small slab of equal cells, one for each block in transit. Used on one loop."""
+
+    def __init__(self, cell_bytes: int, num_cells: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.memory = allocate_slab(cell_bytes * num_cells)
+        self._free = [index * cell_bytes for index in range(num_cells)]
+        self._returned = asyncio.Condition()
+        self.num_cells = num_cells
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @contextlib.asynccontextmanager
+    async def reserve(self, count: int) -> AsyncIterator[list[int]]:
+        """Reserve `count` cells, waiting for them; yields their byte offsets.
+
+        After a StuckRead they return when it ends.
+        """
+        async with self._returned:
+            await self._returned.wait_for(lambda: len(self._free) >= count)
+            taken, self._free = self._free[:count], self._free[count:]
+        try:
+            yield taken
+        except StuckRead as error:
+            stuck, taken = taken, []
+            error.read.add_done_callback(lambda _: self._free.extend(stuck))
+            raise
+        finally:
+            async with self._returned:
+                self._free.extend(taken)
+                self._returned.notify_all()
+
+    def free(self) -> None:
+        """Free the memory, which nothing may read or write any more."""
+        free_slab(self.memory)

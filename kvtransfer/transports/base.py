@@ -52,27 +52,8 @@ class Reader(Protocol):
     def abandon(self, read: "asyncio.Future[None]") -> None:
         """This read is not needed any more: end it soon where that is possible. Its future still ends."""
 
-    @property
-    def in_flight(self) -> int:
-        """Reads whose bytes may still land."""
-
     async def aclose(self) -> None:
         """Let go of the source once nothing is in flight; a read that never ends keeps its resources."""
-
-
-class TransportError(Exception):
-    """A path could not be opened, or a read failed. The layer above makes a typed TransferError of it."""
-
-
-class CorruptRead(TransportError):
-    """The bytes are in place, but they are not those that the source had. `region`: the first wrong one's index."""
-
-    def __init__(self, num_regions: int, region: int) -> None:
-        super().__init__(num_regions, region)
-        self.num_regions, self.region = num_regions, region
-
-    def __str__(self) -> str:
-        return f"{self.num_regions} regions did not arrive as they left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +76,14 @@ async def open_off_loop(open_it: Callable[[], Opened], close_it: Callable[[Opene
         raise
 
 
-def check_bounds(copies: CopyList, source_bytes: int, target_bytes: int) -> None:
-    """Raises TransportError unless every copy lies inside both pools (a stray write would corrupt others)."""
-    if not len(copies.num_bytes):
-        return
-    last = copies.repeats - 1
-    source_end = int((copies.source_offset + copies.num_bytes).max()) + last * copies.source_stride
-    target_end = int((copies.target_offset + copies.num_bytes).max()) + last * copies.target_stride
-    lowest = min(int(copies.source_offset.min()), int(copies.target_offset.min()), int(copies.num_bytes.min()))
-    if lowest < 0 or source_end > source_bytes or target_end > target_bytes:
-        raise TransportError("a copy lies outside the pool")
-
-
 def host_id() -> str:
     """Equal for processes under one running kernel; "" where that cannot be known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def why_not_on_host(memory: KvMemory) -> str | None:
+    """Why a transport of host memory cannot serve this pool; None: it can."""
+    return None if memory.view is not None else "the pool is not in host memory"

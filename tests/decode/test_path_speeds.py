@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.decode.path_speeds import PathSpeeds
+from kvrelay.decode.worker import PathSpeeds
 from kvrelay.plane.messages import PairReport, PathReport
 
 pytestmark = pytest.mark.pure

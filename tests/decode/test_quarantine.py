@@ -5,8 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvrelay.errors import ChecksumMismatch, LeaseExpired, PeerLost, TransferTimeout
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.errors import ChecksumMismatch, LeaseExpired, PeerLost, TransferTimeout, TransportError
 from tests.kvtransfer.held_reader import held_transport
 
 pytestmark = pytest.mark.alone
@@ -26,10 +25,10 @@ async def held(kv):
 
 async def test_a_late_write_finds_its_blocks_still_in_quarantine(kv, held):
     source, make_target, reads, _has_begun = held
-    target = await make_target(deadline_s=0.2)
+    target = await make_target(stall_s=0.2)
     kv.send(source, target, "r1", [1, 2], [7, 8])
     assert isinstance(await target.event("failed", "r1"), TransferTimeout)
-    assert target.quarantined_blocks() == 2
+    assert target.stats().quarantined_blocks == 2
     assert target.kinds("r1") == ["failed"]  # not released: the bytes may still land
     with pytest.raises(ValueError, match="earlier grant"):
         target.grant("r1", 0, [3], 1)
@@ -37,7 +36,7 @@ async def test_a_late_write_finds_its_blocks_still_in_quarantine(kv, held):
     await target.event("released", "r1")
     assert np.array_equal(kv.lib.regions(target.memory)[:, [7, 8]], kv.lib.regions(source.memory)[:, [1, 2]])
     assert target.kinds("r1") == ["failed", "released"]
-    assert target.quarantined_blocks() == 0
+    assert target.stats().quarantined_blocks == 0
 
 
 @pytest.mark.parametrize("how", ["revoke", "cancel", "link", "shutdown"])
@@ -57,11 +56,11 @@ async def test_every_end_waits_for_the_read_in_flight(kv, held, how):
     else:
         closing = asyncio.create_task(target.aclose())
         await asyncio.sleep(0)
-    assert target.quarantined_blocks() == 1
+    assert target.stats().quarantined_blocks == 1
     assert "released" not in target.kinds("r1")
     reads[0](TransportError("the peer is gone"))
     await target.event("released", "r1")
-    assert target.quarantined_blocks() == 0
+    assert target.stats().quarantined_blocks == 0
     if how == "shutdown":
         await closing
 
@@ -73,7 +72,7 @@ async def test_a_source_that_falls_silent_during_a_read_is_quarantined_too(kv, h
     await has_begun.wait()
     transfer._link._renewing.cancel()  # what a frozen process looks like from here
     assert isinstance(await target.event("failed", "r1"), LeaseExpired)
-    assert target.quarantined_blocks() == 1
+    assert target.stats().quarantined_blocks == 1
     reads[0]()
     await target.event("released", "r1")
 
@@ -106,7 +105,7 @@ async def test_bytes_that_changed_between_checksum_and_read_are_refused(kv, held
 
 async def test_a_long_transfer_does_not_hold_up_a_short_one(kv, held):
     source, make_target, reads, has_begun = held
-    target = await make_target(deadline_s=30)
+    target = await make_target()
     layers = [range(i, i + 1) for i in kv.lib.ALL_LAYERS]
     long = kv.send(source, target, "long", list(range(32)), list(range(32)), layer_groups=layers)
     await has_begun.wait()

@@ -6,7 +6,7 @@ import math
 import msgspec
 import pytest
 
-from kvrelay.decode.reservations import Incoming, manifest_in
+from kvrelay.decode.worker import Incoming, manifest_in
 from kvrelay.engine.step.config import Reservation
 from kvrelay.errors import TransferRefused
 from kvrelay.plane.messages import Beams, Group, Manifest, Sampling, SequenceRequest, encode

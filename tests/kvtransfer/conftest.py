@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.kvtransfer.mover.verification import ArrivingRead
+from tests.kvtransfer.damage import damaged
+
 _PATH = Path(__file__).with_name("peer_process.py")
 
 
@@ -66,7 +69,7 @@ class Peer:
 
 
 @pytest.fixture
-async def kv():
+async def kv(monkeypatch):
     """Starts sides and closes them in reverse order: `await kv.source("tcp")`, `kv.target`, `kv.process`."""
 
     class Sides:
@@ -91,8 +94,16 @@ async def kv():
             stack.push_async_callback(peer.aclose)
             return peer
 
-        async def pair(self, transport="loopback", **options):
-            return await self.source(transport, **options), await self.target(transport, **options)
+        async def pair(self, transport="loopback", deadline_s=30.0, **options):
+            return (
+                await self.source(transport, deadline_s=deadline_s, **options), await self.target(transport, **options)
+            )  # fmt: skip
+
+        @staticmethod
+        def tamper(change):
+            """Reads from now on call `change(memory, offset, num_bytes)` for what has landed; None: nothing."""
+            kind = ArrivingRead if change is None else damaged(ArrivingRead, change)
+            monkeypatch.setattr("kvrelay.decode.read_queue.ArrivingRead", kind)
 
         @staticmethod
         def send(source, target, request_id, source_blocks, target_blocks, *, first_block=0, layer_groups=None):

@@ -1,9 +1,10 @@
-"""A transport whose reads end when the test lets them."""
+"""A transport whose reads end when the test lets them; and what a window has room for."""
 
 import asyncio
 
-from kvrelay.kvtransfer.transports.base import Transport, TransportError
-from kvrelay.kvtransfer.transports.loopback import LOOPBACK, LoopbackReader
+from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
 
 
 class HeldReader(LoopbackReader):
@@ -19,7 +20,7 @@ class HeldReader(LoopbackReader):
             try:
                 if error is not None:
                     raise error
-                self._copy(landed, copies)
+                self.copy(copies, landed)
                 done.set_result(None)
             except TransportError as problem:
                 done.set_exception(problem)
@@ -34,3 +35,15 @@ def held_transport():
     kind = type("Held", (HeldReader,), {"held": [], "has_begun": asyncio.Event()})
     table = {"loopback": Transport("loopback", LOOPBACK.make_exporter, kind, LOOPBACK.why_not)}
     return table, kind.held, kind.has_begun
+
+
+async def has_room(window, num_bytes):
+    """Whether so many bytes may be announced at once; takes none."""
+    turn = asyncio.create_task(window.take(num_bytes))
+    await asyncio.sleep(0)
+    if turn.done():
+        window.give(turn.result())
+        return True
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    return False

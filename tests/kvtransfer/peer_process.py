@@ -18,7 +18,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvrelay.decode.target import KvTarget
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS, transports_for
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source import KvSource
 from kvrelay.settings.transfer import TransferSettings
@@ -60,7 +61,7 @@ def table(name):
         return "auto", {"loopback": TRANSPORTS["loopback"]}, None
     plain, _, num_streams = name.removesuffix("+tls").partition(" x")
     tls = ClusterTls.derived(SECRET) if name.endswith("+tls") else None
-    return plain, transports_for(int(num_streams or 0), tls), tls
+    return plain, {**TRANSPORTS, "tcp": tcp(tls, num_streams=int(num_streams or 0))}, tls
 
 
 WAIT_S = 60.0  # for an event that a test is sure of
@@ -76,7 +77,7 @@ class Generations(dict):
 class SourceSide(KvSource):
     def __init__(
         self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1",
-        transports=None, probe_buffers=None, **settings,
+        transports=None, probe_buffers=None, lease_s=10.0, deadline_s=30.0, window_bytes=64 << 20, **settings,
     ):  # fmt: skip
         self.generations, self.probe_buffers = Generations(), probe_buffers
         name, known, tls = table(transport)
@@ -84,6 +85,7 @@ class SourceSide(KvSource):
             memory or allocate(fill=fill), "prefill-0", epoch, fingerprint, secret,
             TransferSettings(transport=name, **settings), host="127.0.0.1",
             generation_of=self.generations, probe_buffers=probe_buffers, transports=transports or known, tls=tls,
+            lease_s=lease_s, deadline_s=deadline_s, window_bytes=window_bytes,
         )  # fmt: skip
 
 
@@ -92,7 +94,7 @@ class TargetSide(KvTarget):
 
     def __init__(
         self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, probe_buffers=None,
-        **settings,
+        lease_s=10.0, stall_s=2.0, **settings,
     ):  # fmt: skip
         self.generations, self.probe_buffers = Generations(), probe_buffers
         self.ends = []  # (kind, request_id, detail) in order
@@ -104,7 +106,7 @@ class TargetSide(KvTarget):
             on_commit=lambda request_id, payload, result: self._record("commit", request_id, (payload, result)),
             on_failed=lambda request_id, error: self._record("failed", request_id, error),
             on_released=lambda request_id: self._record("released", request_id, None),
-            probe_buffers=probe_buffers, transports=transports or known, tls=tls,
+            probe_buffers=probe_buffers, transports=transports or known, tls=tls, lease_s=lease_s, stall_s=stall_s,
         )  # fmt: skip
 
     def _record(self, kind, request_id, detail):

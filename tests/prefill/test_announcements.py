@@ -5,7 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from kvrelay.prefill.announcements import Announcements, DeviceGate
+from kvrelay.prefill.worker import Announcements, DeviceGate
 
 
 class SlowEvent:

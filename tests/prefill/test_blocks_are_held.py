@@ -8,8 +8,7 @@ import pytest
 from kvrelay.decode.target_link import SourceLink
 from kvrelay.engine.worker.ingresses import RequestTable
 from kvrelay.plane import messages as wire
-from kvrelay.prefill.announcements import Announcements
-from kvrelay.prefill.worker import PrefillRole
+from kvrelay.prefill.worker import Announcements, PrefillRole
 from kvrelay.types import Role
 from tests.kvtransfer.held_reader import held_transport
 

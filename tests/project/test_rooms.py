@@ -80,6 +80,16 @@ def test_a_room_says_what_it_is_for_and_imports_only_what_it_lists(folder):
     assert arrows(folder, [parsed(path) for path in modules(folder)]) <= declared(docstring)
 
 
+@pytest.mark.parametrize("top", ["kvtransfer"])
+def test_rooms_of_one_folder_import_each_other_in_one_direction(top):
+    rooms = [str(folder) for folder in folders_with_code(top)]
+    left = {room: arrows(room, [parsed(path) for path in modules(room)]) & set(rooms) for room in rooms}
+    while left:
+        lowest = [room for room, targets in left.items() if not targets & left.keys()]
+        assert lowest, f"a cycle among {sorted(left)}"
+        left = {room: targets for room, targets in left.items() if room not in lowest}
+
+
 def test_an_undeclared_arrow_is_seen():
     tree = ast.parse("from kvrelay.engine.step.engine import Engine\nfrom kvrelay.plane import messages")
     assert arrows("engine/worker", [tree]) == {"engine/step", "kvrelay"}

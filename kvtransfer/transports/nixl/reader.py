@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.paths.discovery import this_machine
-from kvrelay.kvtransfer.paths.topology import ucx_devices
+from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
-from kvrelay.kvtransfer.transports.base import Landed, Transport, TransportError
+from kvrelay.kvtransfer.transports.base import Landed, Transport
+from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.kvtransfer.transports.nixl import ucx
 from kvrelay.kvtransfer.transports.nixl.agent import NixlAgent, agent_for, device_index, import_nixl, memory_type
+from kvrelay.kvtransfer.transports.topology import ucx_devices
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -254,10 +254,6 @@ class NixlReader:
     def abandon(self, read: "asyncio.Future[None]") -> None:
         if self._agent is not None:
             self._agent.abandon(read)
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._reads)
 
     async def aclose(self) -> None:
         """Forget the peer when the last read has ended: to tear it down earlier would be worse than to keep it."""

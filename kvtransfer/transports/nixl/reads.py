@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.errors import TransportError
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
-from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
 from kvrelay.kvtransfer.transports.tcp.channels import Channel
 
 MAX_ROWS = 1000  # of one request: 16 KiB
@@ -123,7 +123,7 @@ def cut_into_pieces(copies: CopyList, source_bytes: int, target_bytes: int) -> l
     """
     if copies.num_copies == 1 and int(copies.num_bytes[0]) <= PIECE_BYTES:
         return [_only_piece(copies, source_bytes, target_bytes)]
-    check_bounds(copies, source_bytes, target_bytes)
+    copies.check_bounds(source_bytes, target_bytes)
     source, target, sizes = copies.expanded()
     if not len(sizes):
         return []

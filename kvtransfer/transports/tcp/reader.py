@@ -10,11 +10,12 @@ from functools import partial
 
 import msgspec
 
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
-from kvrelay.kvtransfer.transports.base import Landed, TransportError, host_id, open_off_loop
+from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id, open_off_loop, why_not_on_host
 from kvrelay.kvtransfer.transports.tcp.channels import LOOK_S, Channel, PlainChannel, TlsChannel, tune
 from kvrelay.kvtransfer.transports.tcp.connection import Share, Stream, StreamRead
-from kvrelay.kvtransfer.transports.tcp.exporter import TcpDescriptor
+from kvrelay.kvtransfer.transports.tcp.exporter import TcpDescriptor, TcpExporter
 from kvrelay.kvtransfer.transports.tcp.protocol import (
     HANDSHAKE_S,
     Piece,
@@ -177,10 +178,6 @@ class TcpReader:
             for stream in self._streams:
                 stream.cut(mine)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._reads)
-
     async def aclose(self) -> None:
         for read in list(self._reads):
             self.abandon(read)
@@ -199,3 +196,13 @@ def _ended(error: TransportError | None) -> "asyncio.Future[None]":
     else:
         done.set_exception(error)
     return done
+
+
+def tcp(tls: ClusterTls | None = None, *, num_streams: int = 0) -> Transport:
+    """The transport between hosts, and on one host where no memory can be shared: under `tls` if any.
+
+    `num_streams`: connections of a pair; 0: as many as suit it.
+    """
+    return Transport(
+        "tcp", partial(TcpExporter, tls=tls), partial(TcpReader, tls=tls, num_streams=num_streams), why_not_on_host
+    )

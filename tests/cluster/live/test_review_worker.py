@@ -9,7 +9,7 @@ import pytest
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.worker.ingresses import IngressLink
 from kvrelay.hashing import block_hashes
-from kvrelay.kvtransfer.protocol.tickets import TransferResult
+from kvrelay.kvtransfer.protocol.messages import TransferResult
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Manifest, Sampling, SequenceRequest
 from tests.cluster.live.one_worker import worker_and_peers

@@ -17,11 +17,13 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
+from kvrelay.kvtransfer.mover.verification import ArrivingRead
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
+from tests.kvtransfer.damage import damaged
 
 pytestmark = pytest.mark.alone
 
@@ -126,7 +128,7 @@ async def test_a_prompt_computed_on_decode_has_its_prefill_there(cluster, export
     assert {spans[name].attributes["kvrelay.worker"] for name in ("prefill", "decode")} == {"decode-0"}
 
 
-async def test_a_refused_transfer_says_why(cluster, exporter):
+async def test_a_refused_transfer_says_why(cluster, exporter, monkeypatch):
     flips = []
 
     def tamper(memory, offset, num_bytes):
@@ -134,7 +136,7 @@ async def test_a_refused_transfer_says_why(cluster, exporter):
             memory.view[offset] ^= 1
             flips.append(offset)
 
-    cluster.decode.target.tamper = tamper
+    monkeypatch.setattr("kvrelay.decode.read_queue.ArrivingRead", damaged(ArrivingRead, tamper))
     with pytest.raises(KvrelayError):
         [output async for output in cluster.stream()]
     spans = await ended(exporter, "kv transfer", "prefill")

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.kvtransfer.protocol.tickets import NONCE_BYTES, open_ticket, seal
+from kvrelay.kvtransfer.protocol.messages import NONCE_BYTES, open_ticket, seal
 from kvrelay.plane import messages as wire
 from tests.cluster.live.test_faults import collect, every_pool_adds_up, nothing_held, oracle, request, settings
 
@@ -53,7 +53,7 @@ def partial(ticket, secret, _cluster):
     whole = msgspec.msgpack.decode(ticket[32:])
     names = sorted(whole)[: len(whole) // 2]
     body = msgspec.msgpack.encode({name: whole[name] for name in names})
-    from kvrelay.kvtransfer.protocol.tickets import _mac
+    from kvrelay.kvtransfer.protocol.messages import _mac
 
     return _mac(body, secret) + body
 

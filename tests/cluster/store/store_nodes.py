@@ -51,7 +51,7 @@ class Nodes:
         async def start():
             service = StoreService(
                 name, StoreSettings(**self.settings), SECRET, host="127.0.0.1", tls=tls, transport=transport,
-                transports=transports_for(0, tls), **options,
+                transports=transports_for(tls), **options,
             )  # fmt: skip
             return service, await service.start()
 

@@ -13,13 +13,13 @@ from kvrelay.kvcache.stores.codecs import LosslessCodec
 from kvrelay.kvcache.stores.placement import places
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead
 from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
 from kvrelay.kvtransfer.slabs.messages import AcquireLease, BlockOffer, LeaseGranted, PutBlocks, ReleaseLease
-from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, allocate_slab, free_slab
+from kvrelay.kvtransfer.slabs.slabs import BlockArrival, BlockRead, SharedSlab, allocate_slab, free_slab
 from kvrelay.plane.tls import ClusterTls
 from tests.cluster.store.store_nodes import BLOCK, META, SECRET, Nodes, block, until
 from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, content, fetch, keep
+from tests.kvtransfer.damage import damaged
 
 pytestmark = pytest.mark.alone
 
@@ -76,7 +76,7 @@ class TestClusterStore(StoreContract):
                 BLOCK_BYTES,
                 namespace.ljust(16).encode(),
                 tls=tls,
-                transports=transports_for(0, tls),
+                transports=transports_for(tls),
                 transport=transport,
                 codec=codec,
             )
@@ -279,8 +279,7 @@ def test_bytes_that_change_on_their_way_are_refused_at_both_ends(make_nodes, mon
     nodes.inside("a")
     good, hashes = nodes.client(), hashes_of(3)
     put(good, hashes)
-    real = ArrivingRead.__init__
-    monkeypatch.setattr(ArrivingRead, "__init__", lambda *args, **options: real(*args, **options | {"tamper": flip}))
+    monkeypatch.setattr("kvrelay.kvtransfer.slabs.slabs.BlockArrival", damaged(BlockArrival, flip))
     assert get(nodes.client(), hashes) == [False] * 3
 
 

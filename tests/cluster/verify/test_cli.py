@@ -146,7 +146,7 @@ async def test_a_bit_is_flipped_in_a_pool_without_a_host_view(needs_nixl, checks
     await source.start()
     await target.start()
     try:
-        with tampering(target, flip_exponent_bit, most=1) as flips:
+        with tampering(flip_exponent_bit, most=1) as flips:
             transfer = source.open("r1", target.grant("r1", 0, [3, 4], 2))
             transfer.announce(0, [1, 2], ALL_LAYERS)
             if checks == "off":

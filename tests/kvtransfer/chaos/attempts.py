@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.kvtransfer.protocol.tickets import open_ticket, seal
+from kvrelay.kvtransfer.protocol.messages import open_ticket, seal
 from tests.kvtransfer.chaos.content import LAYOUT, content, digests
 from tests.kvtransfer.chaos.end import SECRET
 from tests.kvtransfer.chaos.members import Gone, Incarnation

@@ -31,13 +31,12 @@ from typing import Any
 
 from bench.figures import machine
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.protocol.tickets import open_ticket
+from kvrelay.kvtransfer.protocol.messages import open_ticket
 from kvrelay.settings.choices import ChecksMode
 from tests.kvtransfer.chaos.attempts import FLIP, MUST_NOT_COMMIT, PLANS, WAIT_FOR_LEASES, Attempt, Script
-from tests.kvtransfer.chaos.end import SECRET
+from tests.kvtransfer.chaos.end import LEASE_S, SECRET
 from tests.kvtransfer.chaos.members import Gone, Incarnation, Member
 
-LEASE_S, DEADLINE_S = 1.5, 4.0
 HANG_S = 20.0  # after all orders are given: far beyond lease and deadline, frozen peers included
 DRAIN_S = 10.0
 CONCURRENCY = 16
@@ -81,7 +80,7 @@ class Chaos:
         wanted = options.transports or [name for name in TRANSPORTS if name != "loopback"]
         names = [name for name in wanted if name != "nixl" or index in NIXL_MEMBERS] or wanted
         every = [name for name in names if name != "nixl"] or names
-        full = {"checks": "off" if options.corrupt else "full", "lease_s": LEASE_S, "deadline_s": DEADLINE_S}
+        full = {"checks": "off" if options.corrupt else "full"}
         paths = {name: {"transports": [name], "settings": full} for name in names}
         paths["any"] = {"transports": every, "settings": full}
         for checks in set(typing.get_args(ChecksMode)) - {"full"}:

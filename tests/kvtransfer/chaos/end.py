@@ -28,18 +28,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.transfer.ours import only
+from kvrelay.decode import read_queue
 from kvrelay.decode.target import KvTarget
 from kvrelay.errors import TransferError
 from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvtransfer.mover.verification import ArrivingRead
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.protocol.tickets import TransferResult
+from kvrelay.kvtransfer.protocol.messages import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import BlockId, Fingerprint, KvMemory
 from tests.kvtransfer.chaos.content import LAYOUT, content, digests
+from tests.kvtransfer.damage import damaged
 
 SECRET = b"the secret of the chaos cluster"
+LEASE_S, DEADLINE_S = 1.5, 4.0
 HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 UNHELD = 0xC5  # what blocks hold that nobody holds
@@ -137,7 +141,7 @@ class SourceEnd(End):
             settings, table = self.settings(path)
             self._engines[path] = engine = KvSource(
                 self.blocks.memory, f"{self.name}.{path}", self.epoch, FINGERPRINT, SECRET, settings, host=HOST,
-                generation_of=self.blocks.held.generation, transports=table,
+                generation_of=self.blocks.held.generation, transports=table, lease_s=LEASE_S, deadline_s=DEADLINE_S,
             )  # fmt: skip
             await engine.start()
 
@@ -227,14 +231,14 @@ class TargetEnd(End):
 
     async def start(self) -> None:
         self._engines: dict[str, KvTarget] = {}
+        read_queue.ArrivingRead = damaged(ArrivingRead, self._tamper)
         for path in self.paths:
             settings, table = self.settings(path)
             self._engines[path] = engine = KvTarget(
                 self.blocks.memory, f"{self.name}.{path}", self.epoch, FINGERPRINT, SECRET, settings, host=HOST,
                 generation_of=self.blocks.held.generation, on_commit=self._on_commit, on_failed=self._on_failed,
-                on_released=self._on_released, transports=table,
+                on_released=self._on_released, transports=table, lease_s=LEASE_S,
             )  # fmt: skip
-            engine.tamper = self._tamper
             await engine.start()
 
     def on_grant(self, order: dict[str, Any]) -> dict[str, Any]:

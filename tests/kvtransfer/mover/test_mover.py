@@ -9,11 +9,11 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover import mover
 from kvrelay.kvtransfer.mover.mover import Receipt, move, xxh3_chunks, xxh3_regions
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
-from kvrelay.kvtransfer.transports.base import TransportError
-from kvrelay.kvtransfer.transports.copying import place_of
+from kvrelay.kvtransfer.transports.memory import place_of
 
 WAYS = ["native", "python"]
 

@@ -5,8 +5,9 @@ import dataclasses
 
 import pytest
 
-from kvrelay.kvtransfer.transports.base import Transport, TransportError
-from kvrelay.kvtransfer.transports.loopback import LOOPBACK, LoopbackReader
+from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
 from kvrelay.prefill.source_link import TargetAddress
 
 
@@ -44,8 +45,8 @@ async def test_a_pair_serves_requests_over_the_path_that_was_chosen(kv):
 
 async def test_a_path_that_corrupts_or_fails_shows_in_the_report_and_is_not_chosen(kv):
     class Lying(LoopbackReader):
-        def _copy(self, landed, copies):
-            super()._copy(None, copies)
+        def copy(self, copies, landed=None):
+            super().copy(copies)
             self._bytes[copies.target_offset] ^= 1
             if landed is not None:
                 landed(copies.total_bytes)
@@ -73,8 +74,8 @@ async def test_a_stuck_probe_keeps_its_blocks_until_it_has_ended(kv, monkeypatch
             reads.append(asyncio.get_running_loop().create_future())
             return reads[-1]
 
-    monkeypatch.setattr("kvrelay.kvtransfer.reads.probes._PATIENCE_S", 0.05)
-    monkeypatch.setattr("kvrelay.kvtransfer.reads.probes._GRACE_S", 0.05)
+    monkeypatch.setattr("kvrelay.kvtransfer.paths.probes._PATIENCE_S", 0.05)
+    monkeypatch.setattr("kvrelay.kvtransfer.paths.probes._GRACE_S", 0.05)
     table = {"loopback": Transport("loopback", LOOPBACK.make_exporter, Stuck, LOOPBACK.why_not)}
     source = await kv.source(transports=table, probe_buffers=kv.lib.FreeBlocks(1, 2, 3, 4))
     target = await kv.target(transports=table, probe_buffers=kv.lib.FreeBlocks(60, 61, 62, 63))

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.kvtransfer.mover.verification import SAMPLED_SHARE, chosen_regions
 from kvrelay.kvtransfer.paths.path_ranking import CLEARLY_FASTER, MAX_BACKOFF_S, MIN_BACKOFF_S, PathTable, untried
-from kvrelay.kvtransfer.protocol.checksums import chosen_regions
 
 pytestmark = pytest.mark.pure
 
@@ -91,17 +91,17 @@ def test_small_reads_do_not_count_as_bandwidth():
 # ---- samples
 
 
-@given(st.binary(min_size=16, max_size=16), st.integers(1, 8), st.integers(0, 40), st.floats(0.01, 1.0))
-def test_both_ends_draw_the_same_sample_and_no_block_goes_unchecked(nonce, layers, blocks, share):
-    chosen = chosen_regions(nonce, layers, blocks, share)
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 8), st.integers(0, 40))
+def test_both_ends_draw_the_same_sample_and_no_block_goes_unchecked(nonce, layers, blocks):
+    chosen = chosen_regions(nonce, layers, blocks)
     assert chosen.shape == (layers, blocks)
-    assert np.array_equal(chosen, chosen_regions(nonce, layers, blocks, share))
+    assert np.array_equal(chosen, chosen_regions(nonce, layers, blocks))
     assert chosen.any(axis=0).all()
 
 
-def test_a_sample_has_about_the_share_that_was_asked_for():
-    assert chosen_regions(b"n" * 16, 100, 400, 0.1).mean() == pytest.approx(0.1, abs=0.02)
+def test_a_sample_has_about_its_share():
+    assert chosen_regions(b"n" * 16, 100, 400).mean() == pytest.approx(SAMPLED_SHARE, abs=0.02)
 
 
 def test_another_ticket_draws_another_sample():
-    assert not np.array_equal(chosen_regions(b"a" * 16, 20, 20, 0.2), chosen_regions(b"b" * 16, 20, 20, 0.2))
+    assert not np.array_equal(chosen_regions(b"a" * 16, 20, 20), chosen_regions(b"b" * 16, 20, 20))

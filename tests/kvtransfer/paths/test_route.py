@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route
-from kvrelay.kvtransfer.transports.base import TransportError
 
 pytestmark = pytest.mark.pure
 

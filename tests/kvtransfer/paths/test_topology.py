@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvrelay.kvtransfer.paths.discovery import discover, fabrics_of, this_machine
-from kvrelay.kvtransfer.paths.topology import (
+from kvrelay.kvtransfer.transports.discovery import discover, fabrics_of, this_machine
+from kvrelay.kvtransfer.transports.topology import (
     Affinity,
     Gpu,
     Near,

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.errors import LayoutMismatch
+from kvrelay.errors import LayoutMismatch, TransportError
 from kvrelay.kvtransfer.plans.copy_plan import cut
-from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
-from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 from kvrelay.types import KvLayout
-from tests.kvtransfer.copies import plan_copies, region_offsets
+from tests.kvtransfer.copies import carry_out, plan_copies, region_offsets
 
 pytestmark = pytest.mark.pure
 
@@ -42,8 +40,8 @@ def test_carrying_out_a_plan_moves_those_regions_and_no_other_byte(pairs, layers
     source_blocks, target_blocks = pairs
     source, target = pools()
     copies = plan_copies(SOURCE, TARGET, source_blocks, target_blocks, layers)
-    check_bounds(copies, len(source), len(target))
-    copy_all(place_of(source), place_of(target), copies)
+    copies.check_bounds(len(source), len(target))
+    carry_out(source, target, copies)
     expected = np.zeros_like(target).reshape(3, 20, -1)
     expected[layers.start : layers.stop, target_blocks] = source.reshape(3, 12, -1)[
         layers.start : layers.stop, source_blocks
@@ -59,7 +57,7 @@ def test_an_expanded_plan_is_the_same_plan(pairs, layers):
     assert len(sources) == len(targets) == len(sizes) == copies.num_copies
     assert int(sizes.sum()) == copies.total_bytes
     one, other = pools()
-    copy_all(place_of(one), place_of(other), copies)
+    carry_out(one, other, copies)
     again = np.zeros_like(other)
     for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
         again[target : target + size] = one[source : source + size]
@@ -87,7 +85,7 @@ def test_unequal_regions_or_lists_are_refused():
 def test_a_copy_outside_a_pool_is_refused(source_block, target_block, layer):
     copies = plan_copies(SOURCE, TARGET, [source_block], [target_block], range(layer, layer + 1))
     with pytest.raises(TransportError):
-        check_bounds(copies, SOURCE.num_bytes, TARGET.num_bytes)
+        copies.check_bounds(SOURCE.num_bytes, TARGET.num_bytes)
 
 
 @given(st.integers(1, 40), LAYERS, st.integers(1, 2_000))

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kvrelay.errors import LayoutMismatch
 from kvrelay.kvtransfer.plans.copy_plan import Pairing, pair
 from kvrelay.kvtransfer.plans.shards import shard, sources_of
-from kvrelay.kvtransfer.transports.base import check_bounds
-from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 from kvrelay.types import KvLayout
+from tests.kvtransfer.copies import carry_out
 
 pytestmark = pytest.mark.pure
 
@@ -118,8 +117,8 @@ def carry(case, plan=plan_of):
         rows = None
         for index in sources_of(target, case.sources, turn):
             source, (both, _, _, copies) = case.sources[index], plan(case, case.sources[index], target)
-            check_bounds(copies, source.num_bytes, target.num_bytes)
-            copy_all(place_of(pools[index]), place_of(landed), copies)
+            copies.check_bounds(source.num_bytes, target.num_bytes)
+            carry_out(pools[index], landed, copies)
             count = both.num_chunks(case.end - case.held) * both.overlap.chunk_tokens
             tokens = range(case.held, case.held + count)
             rows = rows or rows_of(target, case.target_blocks, case.held, tokens)
@@ -166,7 +165,7 @@ def test_both_ends_read_an_chunks_bytes_in_the_same_order_and_they_land_in_it(ca
     index = sources_of(target, case.sources)[0]
     both, begins, lands, copies = plan_of(case, case.sources[index], target)
     pool, landed = random_pool(case.sources[index], 5), np.zeros(target.num_bytes, np.uint8)
-    copy_all(place_of(pool), place_of(landed), copies)
+    carry_out(pool, landed, copies)
     span = np.arange(both.piece_bytes)
     sent = pool[np.add.outer(both.source.pieces_of(begins, both.overlap.layers), span)]
     arrived = landed[np.add.outer(both.target.pieces_of(lands, both.overlap.layers), span)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvrelay.errors import ChecksumMismatch, TransferRefused
-from kvrelay.kvtransfer.protocol.tickets import Reason, reason_of
+from kvrelay.kvtransfer.protocol.messages import Reason, reason_of
 from kvrelay.prefill.source_link import TargetAddress
 
 TRANSPORTS = ["loopback", "shm", "tcp", "nixl"]
@@ -122,8 +122,9 @@ async def test_only_what_the_target_lacks_travels_in_chunks_too(kv, sent, landed
 
 
 @pytest.mark.parametrize("checks", ["full", "sampled"])
-async def test_a_flipped_bit_is_found_wherever_its_chunk_lies(kv, checks):
-    source, target = await unequal(kv, layout(kv, 32, "HND"), layout(kv, 16, "NHD"), checks=checks, sampled_share=1.0)
+async def test_a_flipped_bit_is_found_wherever_its_chunk_lies(kv, checks, monkeypatch):
+    monkeypatch.setattr("kvrelay.kvtransfer.mover.verification.SAMPLED_SHARE", 1.0)
+    source, target = await unequal(kv, layout(kv, 32, "HND"), layout(kv, 16, "NHD"), checks=checks)
     seen = []
 
     def flip(memory, offset, size):
@@ -131,7 +132,7 @@ async def test_a_flipped_bit_is_found_wherever_its_chunk_lies(kv, checks):
         if len(seen) == 500:
             memory.view[offset + size // 2] ^= 1
 
-    target.tamper = flip
+    kv.tamper(flip)
     with pytest.raises(ChecksumMismatch):
         await carry(kv, source, target)
 
@@ -158,7 +159,7 @@ async def test_a_flipped_bit_is_found_before_the_cast(kv):
     def flip(memory, offset, size):
         memory.view[offset] ^= 1  # the lowest bit of a float32: after the cast to bfloat16 nobody could tell
 
-    target.tamper = flip
+    kv.tamper(flip)
     with pytest.raises(ChecksumMismatch):
         await carry(kv, source, target)
     await target.event("released", "r1")
@@ -181,7 +182,7 @@ async def test_blocks_are_not_released_while_a_cast_still_writes_them(kv, monkey
     target.revoke("r1")
     with pytest.raises(TransferRefused):
         await commit
-    assert target.quarantined_blocks() > 0 and "released" not in target.kinds("r1")
+    assert target.stats().quarantined_blocks > 0 and "released" not in target.kinds("r1")
     casts[0].set_result(None)
     await target.event("released", "r1")
 

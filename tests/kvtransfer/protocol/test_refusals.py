@@ -9,8 +9,18 @@ import msgspec
 import pytest
 
 from kvrelay.errors import BackendUnavailable, ConnectionLost, LeaseExpired, PeerLost, TransferRefused, TransferTimeout
-from kvrelay.kvtransfer.protocol.messages import Announce, Commit, Open, Rejected, decode_to_source, encode
-from kvrelay.kvtransfer.protocol.tickets import Reason, open_ticket, reason_of, seal
+from kvrelay.kvtransfer.protocol.messages import (
+    Announce,
+    Commit,
+    Open,
+    Reason,
+    Rejected,
+    decode_to_source,
+    encode,
+    open_ticket,
+    reason_of,
+    seal,
+)
 from kvrelay.plane import connection as plane
 
 
@@ -80,7 +90,7 @@ async def test_a_second_source_cannot_take_over_an_open_transfer(kv):
     mine = source.open("r1", ticket)
     mine.announce(0, [1], range(1))
     seen = asyncio.Event()
-    target.tamper = lambda *_: seen.set()
+    kv.tamper(lambda *_: seen.set())
     await seen.wait()
     assert reason_of(await refusal_of(thief.open("r1", ticket))) is Reason.USED
     mine.announce(0, [1], range(1, 4))
@@ -132,7 +142,7 @@ async def test_a_target_block_that_was_reused_since_the_grant_is_refused(kv):
 async def test_a_block_that_was_reused_meanwhile_is_not_written_any_more(kv):
     source, target = await kv.pair()
     is_begun = asyncio.Event()
-    target.tamper = lambda *_: is_begun.set()
+    kv.tamper(lambda *_: is_begun.set())
     transfer = kv.send(source, target, "r1", [1, 2], [7, 8], layer_groups=[range(2)])
     await is_begun.wait()
     target.generations[8] = 1
@@ -268,7 +278,7 @@ async def test_malformed_messages_end_their_connection_and_nothing_else(kv, fram
 async def test_a_malformed_message_after_the_handshake_fails_that_sources_transfers(kv):
     source, target = await kv.pair()
     seen = asyncio.Event()
-    target.tamper = lambda *_: seen.set()
+    kv.tamper(lambda *_: seen.set())
     transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(1)])
     await seen.wait()
     transfer._link._connection.send_nowait(msgspec.msgpack.encode({"type": "announce", "nonce": b"x"}))

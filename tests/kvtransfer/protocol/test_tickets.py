@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import TransferRefused
-from kvrelay.kvtransfer.protocol.tickets import Reason, Ticket, open_ticket, reason_of, refusal, seal
+from kvrelay.kvtransfer.protocol import messages
+from kvrelay.kvtransfer.protocol.messages import Reason, Ticket, open_ticket, reason_of, refusal, seal
 from kvrelay.types import Fingerprint, KvLayout
 
 pytestmark = pytest.mark.pure
@@ -74,9 +75,8 @@ def test_a_sealed_ticket_without_a_field_is_refused(missing):
     """CVE-2026-94622's case: incomplete parameters must not reach anything that indexes with them."""
     fields = {key: value for key, value in msgspec.to_builtins(ticket()).items() if key != missing}
     body = msgspec.msgpack.encode(fields)
-    from kvrelay.kvtransfer.protocol import tickets
 
-    assert reason(tickets._mac(body, SECRET) + body) is Reason.BAD_MAC
+    assert reason(messages._mac(body, SECRET) + body) is Reason.BAD_MAC
 
 
 @pytest.mark.parametrize(

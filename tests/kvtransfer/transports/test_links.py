@@ -20,7 +20,7 @@ async def linked(kv, *, transport="loopback", **options):
     """(source, target, proxy on the control connection, a transfer half announced over it)."""
     source, target = await kv.pair(transport, lease_s=0.6)
     proxy = await kv.proxy(target.port, **options)
-    target._port = proxy.port  # what it writes into its tickets
+    target.port = proxy.port  # what it writes into its tickets
     transfer = source.open("r1", target.grant("r1", 0, LANDING, len(LANDING)))
     transfer.announce(0, BLOCKS, range(2))
     return source, target, proxy, transfer
@@ -29,7 +29,7 @@ async def linked(kv, *, transport="loopback", **options):
 async def both_freed(source, target, *, within_s):
     async with asyncio.timeout(within_s):
         await target.event("released", "r1")
-    assert (target.stats().open_transfers, target.quarantined_blocks(), source.stats().open_transfers) == (0, 0, 0)
+    assert target.stats().open_transfers == source.stats().open_transfers == target.stats().quarantined_blocks == 0
 
 
 @pytest.mark.parametrize("mode", ["delay", "slow"])
@@ -118,7 +118,7 @@ async def test_a_slow_data_link_costs_time_only(kv, monkeypatch, mode, streams):
 async def test_a_data_link_that_is_cut_is_opened_again_in_mid_transfer(kv, monkeypatch, streams):
     source, target, proxy = await over_a_bad_data_link(kv, monkeypatch, streams=streams)
     seen = asyncio.Event()
-    target.tamper = lambda *_: seen.set()
+    kv.tamper(lambda *_: seen.set())
     layers = [range(layer, layer + 1) for layer in kv.lib.ALL_LAYERS]
     transfer = kv.send(source, target, "r1", MANY, MANY_LANDING, layer_groups=layers[:2])
     await seen.wait()

@@ -30,9 +30,9 @@ async def soon(target, event):
         raise AssertionError(f"it did not happen; the grants: {target.ends}") from None
 
 
-async def first_region(target):
+async def first_region(kv, target):
     seen = asyncio.Event()
-    target.tamper = lambda *_: seen.set()
+    kv.tamper(lambda *_: seen.set())
     await soon(target, seen)
 
 
@@ -63,30 +63,14 @@ def refuse(*_):
     raise PermissionError("not here")
 
 
-def refuse_shm(monkeypatch):
-    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
-    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._receive_from_source", refuse)
-
-
 async def test_auto_goes_over_tcp_when_the_pool_cannot_be_mapped(kv, monkeypatch):
-    """As between containers that share a host, but neither its PID namespace nor its network namespace."""
-    refuse_shm(monkeypatch)
+    """As between containers that share a host, but not its network namespace."""
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.memory.ShmReader._receive", refuse)
     peer = await kv.process("source", transport="auto")
     target = await kv.target("auto")
     await begin(kv, target, peer, "r1", BLOCKS)
     peer.tell("commit", request_id="r1")
     assert (await target.event("commit", "r1"))[1].transport == "tcp"
-    peer.tell("digest", blocks=BLOCKS)
-    assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
-
-
-async def test_the_pool_comes_over_a_unix_socket_when_proc_is_refused(kv, monkeypatch):
-    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
-    peer = await kv.process("source", transport="shm")
-    target = await kv.target("shm")
-    await begin(kv, target, peer, "r1", BLOCKS)
-    peer.tell("commit", request_id="r1")
-    await target.event("commit", "r1")
     peer.tell("digest", blocks=BLOCKS)
     assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
 
@@ -111,7 +95,7 @@ async def test_a_source_killed_during_a_read_fails_and_releases_within_two_secon
     peer = await kv.process("source", transport=transport)
     target = await kv.target(transport)
     await begin(kv, target, peer, "r1", BLOCKS, layers=(0, 2))
-    await first_region(target)
+    await first_region(kv, target)
     is_frozen = freeze_when_reading(monkeypatch, target, peer)
     await begin(kv, target, peer, "r2", list(range(32, 60)))
     await soon(target, is_frozen)
@@ -120,7 +104,7 @@ async def test_a_source_killed_during_a_read_fails_and_releases_within_two_secon
         for request_id in ("r1", "r2"):
             assert isinstance(await target.event("failed", request_id), PeerLost)
             await target.event("released", request_id)
-    assert target.quarantined_blocks() == 0
+    assert target.stats().quarantined_blocks == 0
 
 
 @pytest.mark.parametrize("transport", ["tcp", "tcp x3", "tcp+tls"])
@@ -202,13 +186,13 @@ async def test_a_nixl_read_of_a_frozen_source_stays_in_quarantine_until_it_lands
     await begin(kv, target, peer, "r1", blocks)
     await soon(target, is_frozen)
     assert isinstance(await target.event("failed", "r1"), TransferTimeout)
-    assert target.quarantined_blocks() == len(blocks)
+    assert target.stats().quarantined_blocks == len(blocks)
     assert target.kinds("r1") == ["failed"]
     before = kv.lib.regions(target.memory)[:, blocks].copy()
     peer.signal(signal.SIGCONT)
     await target.event("released", "r1")
     after = kv.lib.regions(target.memory)[:, blocks]
-    assert target.quarantined_blocks() == 0
+    assert target.stats().quarantined_blocks == 0
     assert not np.array_equal(before, after)  # the late write did land: only the quarantine kept it harmless
 
 

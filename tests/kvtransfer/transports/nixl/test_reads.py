@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.transports.nixl.reads import FENCE_S, NixlRead, Reads
 
 pytestmark = pytest.mark.alone

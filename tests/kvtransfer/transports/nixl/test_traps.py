@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvrelay.errors import BackendUnavailable, TransferTimeout
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.errors import BackendUnavailable, TransferTimeout, TransportError
 from kvrelay.kvtransfer.transports.nixl.agent import BACKEND, agent_for
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL, ucx
 
@@ -150,17 +149,17 @@ async def test_a_frozen_owner_leaves_a_read_in_flight_our_deadline_ends_the_tran
     over_tcp, kv, monkeypatch
 ):
     source = await kv.process("source", transport="nixl", fill=4)
-    target = await kv.target("nixl", lease_s=60.0, deadline_s=0.5)
+    target = await kv.target("nixl", lease_s=60.0, stall_s=0.5)
     freeze_at_read(monkeypatch, target, source)
     await announce(target, source, "r1", SOME)
     assert isinstance(await target.event("failed", "r1"), TransferTimeout)
-    assert target.quarantined_blocks() == len(SOME)
+    assert target.stats().quarantined_blocks == len(SOME)
     assert target.kinds("r1") == ["failed"]
     with pytest.raises(ValueError, match="earlier grant"):
         target.grant("r1", 0, SOME, len(SOME))
     source.signal(signal.SIGKILL)  # it is replaced: now nothing can come any more
     await target.event("released", "r1")
-    assert target.quarantined_blocks() == 0
+    assert target.stats().quarantined_blocks == 0
 
 
 @pytest.mark.parametrize("end", ["killed", "woken"])
@@ -171,11 +170,11 @@ async def test_a_transfer_cancelled_during_a_read_is_released_when_the_read_has_
     await announce(target, source, "r1", SOME)
     await is_frozen.wait()
     target.revoke("r1")
-    assert target.quarantined_blocks() == len(SOME)
+    assert target.stats().quarantined_blocks == len(SOME)
     assert target.kinds("r1") == []
     source.signal(signal.SIGKILL if end == "killed" else signal.SIGCONT)
     await target.event("released", "r1")
-    assert target.quarantined_blocks() == 0
+    assert target.stats().quarantined_blocks == 0
     fill(target.memory, 7)  # the blocks are re-used
     if end == "woken":
         await announce(target, source, "r2", [40])

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.transports.tcp import channels
 from kvrelay.kvtransfer.transports.tcp import exporter as stream_exporter
 from kvrelay.kvtransfer.transports.tcp import protocol as streams
 from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, greet_source
-from kvrelay.kvtransfer.transports.tcp.transport import tcp
+from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.plane.tls import ClusterTls
 from tests.kvtransfer.copies import plan_copies
 

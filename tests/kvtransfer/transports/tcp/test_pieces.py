@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.errors import CorruptRead, TransportError
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
-from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
-from kvrelay.kvtransfer.transports.tcp.progress import ReadProgress
+from kvrelay.kvtransfer.transports.tcp.connection import ReadProgress
 from kvrelay.kvtransfer.transports.tcp.protocol import (
     MAX_ROWS,
     PIECE_BYTES,

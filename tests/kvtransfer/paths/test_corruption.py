@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.errors import ChecksumMismatch
 from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.kvtransfer.transports.loopback import LOOPBACK, LoopbackReader
+from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
 
 BLOCKS, LANDING = list(range(8, 16)), list(range(40, 48))
 NUM_TRIALS = 100
@@ -86,7 +86,7 @@ def table():
     class Corrupt(LoopbackReader):
         how = None
 
-        def _copy(self, landed, copies):
+        def copy(self, copies, landed=None):
             source = (ctypes.c_uint8 * self._source.num_bytes).from_address(self._source.address)
             type(self).how(np.frombuffer(source, dtype=np.uint8), self._bytes, copies)
             if landed is not None:
@@ -102,7 +102,7 @@ async def outcomes(kv, kind, *, num_trials=NUM_TRIALS, **settings):
     refused = wrong = 0
     for trial in range(num_trials):
         reader.how = Corruptor(kind, trial)
-        for link in target.links():
+        for link in target.links:
             link.route.table["loopback"].backs_off_until_s = 0.0
         kv.lib.regions(target.memory)[:, LANDING] = 0
         try:
@@ -132,8 +132,9 @@ async def test_without_checks_all_of_it_gets_through(kv, kind):
     assert (refused, wrong) == (0, 20)
 
 
-async def test_sampled_checks_find_about_their_share_of_single_flips_and_refuse_nothing_right(kv):
-    refused, wrong = await outcomes(kv, "bit_flip", checks="sampled", sampled_share=0.5)
+async def test_sampled_checks_find_about_their_share_of_single_flips_and_refuse_nothing_right(kv, monkeypatch):
+    monkeypatch.setattr("kvrelay.kvtransfer.mover.verification.SAMPLED_SHARE", 0.5)
+    refused, wrong = await outcomes(kv, "bit_flip", checks="sampled")
     assert refused + wrong == NUM_TRIALS
     assert NUM_TRIALS // 3 < refused < NUM_TRIALS
-    assert await outcomes(kv, "nothing", checks="sampled", sampled_share=0.5) == (0, 0)
+    assert await outcomes(kv, "nothing", checks="sampled") == (0, 0)

@@ -18,8 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvrelay.kvtransfer.paths.topology import Gpu, Nic, Topology
 from kvrelay.kvtransfer.transports.base import host_id
+from kvrelay.kvtransfer.transports.topology import Gpu, Nic, Topology
 from kvrelay.machine import UNKNOWN_NODE, entries, node_cpus, node_folders, text
 
 logger = logging.getLogger(__name__)

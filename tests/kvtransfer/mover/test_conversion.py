@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay import fp8
 from kvrelay.errors import LayoutMismatch
+from kvrelay.kvtransfer.mover.conversion import convert
 from kvrelay.kvtransfer.plans.copy_plan import overlap
-from kvrelay.kvtransfer.reads.conversion import convert, where_to_convert
 from kvrelay.types import KvLayout, KvMemory
 
 LAYOUT = KvLayout(num_layers=2, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=3, dtype="float32")
@@ -126,18 +126,3 @@ def test_only_the_heads_in_common_are_written():
 def test_pools_of_two_models_are_refused():
     with pytest.raises(LayoutMismatch, match="head_dim"):
         convert(pool(LAYOUT), np.arange(1), pool(dataclasses.replace(LAYOUT, head_dim=2)), np.arange(1), range(1))
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "at_source", "at_target"),
-    [
-        ("bfloat16", "bfloat16", None, None),
-        ("float32", "bfloat16", "source", "target"),
-        ("bfloat16", "fp8_e4m3", "source", "target"),
-        ("bfloat16", "float32", "target", "target"),
-        ("bfloat16", "float16", "target", "target"),
-    ],
-)
-def test_the_wire_carries_the_narrower_dtype_where_the_source_can_make_it(source, target, at_source, at_target):
-    assert where_to_convert(source, target, can_source_convert=True) == at_source
-    assert where_to_convert(source, target, can_source_convert=False) == at_target

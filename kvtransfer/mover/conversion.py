@@ -1,11 +1,11 @@
 """Conversion: chunks that arrived in a staging pool of another dtype, cast into the pool that they are for.
 
-The wire carries the narrower of the two dtypes where that can be. Where to convert is pure; torch is imported when
-something is converted. Rounding is to nearest, ties to even; widening is exact. fp8 gets a new scale for each vector.
+The target casts: the wire carries the source's dtype. torch is imported when something is converted. Rounding is to
+nearest, ties to even; widening is exact. fp8 gets a new scale for each vector.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,21 +15,8 @@ from kvrelay.types import ITEM_BYTES, SCALE_BYTES, KvMemory
 if TYPE_CHECKING:
     from torch import Tensor
 
-Where = Literal["source", "target"]
 _LARGEST = {"float16": 65504.0}  # of dtypes with a smaller range than the others
 _WORDS = {4: "int32", 2: "int16", 1: "uint8"}
-
-
-def where_to_convert(source: str, target: str, *, can_source_convert: bool) -> Where | None:
-    """At which end dtype `source` becomes `target`, so that fewest bytes travel; None: they are equal.
-
-    Narrowing happens at the source if it can do so. Equal widths are the target's business: a source converts into a
-    staging pool of its own, which is worth it only when that saves bytes.
-    """
-    if source == target:
-        return None
-    is_narrowing = ITEM_BYTES[target] < ITEM_BYTES[source]
-    return "source" if is_narrowing and can_source_convert else "target"
 
 
 def convert(

@@ -9,15 +9,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
+from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums, ReceivePlan, unpack
 from kvrelay.kvtransfer.paths.path_ranking import Route
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
-from kvrelay.kvtransfer.protocol.checksums import Checksums, unpack
-from kvrelay.kvtransfer.protocol.tickets import ProbeBuffers
-from kvrelay.kvtransfer.reads.receive_plan import ArrivingRead, ReceivePlan
-from kvrelay.kvtransfer.transports.base import Reader, TransportError
+from kvrelay.kvtransfer.transports.base import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,16 @@ _LATENCY_ROUNDS = 3
 _BANDWIDTH_ROUNDS = 2  # the first touches fresh mappings and buffers: 0.65x as fast
 _PATIENCE_S = 2.0  # for one read
 _GRACE_S = 1.0  # for an abandoned one
+
+
+class ProbeBuffers(Protocol):
+    """The worker's source of pool blocks for probe transfers."""
+
+    async def take(self, count: int) -> list[int]:
+        """Up to `count` blocks that nothing else holds; none while the pool is busy."""
+
+    def put_back(self, blocks: Sequence[int]) -> None:
+        """These may be re-used."""
 
 
 class PathProbe:
@@ -82,11 +92,11 @@ class PathProbe:
     async def _read(self, reader: Reader, targets: Offsets, layers: range) -> float:
         """Seconds. Raises TransportError, CorruptRead included."""
         plan, checksums = self._plan, self._checksums
-        planned = plan.read(self._sources[: len(targets)], targets, layers)
+        copies, pieces = plan.read(self._sources[: len(targets)], targets, layers)
         expected = None if checksums is None else checksums[: len(layers), : len(targets)].ravel()
-        arrival = ArrivingRead(plan.memory, planned.pieces, plan.pairing.piece_bytes, expected)
+        arrival = ArrivingRead(plan.memory, pieces, plan.pairing.piece_bytes, expected)
         began = time.perf_counter()
-        read = reader.read(planned.copies, arrival)
+        read = reader.read(copies, arrival)
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
         await asyncio.wait({read}, timeout=_PATIENCE_S)

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvrelay.errors import ChecksumMismatch, PeerLost, TransferTimeout
-from kvrelay.kvtransfer.transports.base import Transport, TransportError
-from kvrelay.kvtransfer.transports.loopback import LOOPBACK, LoopbackReader
+from kvrelay.errors import ChecksumMismatch, PeerLost, TransferTimeout, TransportError
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
 
 BLOCKS = [5, 2, 9, 63, 0, 31, 30, 29]
 
@@ -26,7 +26,7 @@ class Fickle(LoopbackReader):
         if kind.mood == "fails":
             self.pending.set_exception(TransportError("the cable is out"))
         elif kind.mood == "lies":
-            self._copy(None, copies)
+            self.copy(copies)
             self._bytes[copies.target_offset[0]] ^= 1
             try:
                 landed(copies.total_bytes)
@@ -86,7 +86,7 @@ async def test_a_path_that_failed_rests_and_is_taken_again_afterwards(kv, two):
     first.mood = "well"
     assert (await kv.send(source, target, "r2", BLOCKS, BLOCKS).commit(b"")).transport == "second"
     assert first.num_reads == 1
-    (link,) = target.links()
+    (link,) = target.links
     link.route.table["first"].backs_off_until_s = 0.0  # its rest is over
     assert (await kv.send(source, target, "r3", BLOCKS, BLOCKS).commit(b"")).transport == "first"
     assert link.route.table["first"].problem == ""
@@ -98,7 +98,7 @@ async def test_a_read_that_cannot_be_stopped_is_not_repeated_over_another_path(k
     first.mood = "hopeless"
     transfer = kv.send(source, target, "r1", BLOCKS, BLOCKS)
     assert isinstance(await target.event("failed", "r1"), TransferTimeout)
-    assert target.quarantined_blocks() == len(BLOCKS)
+    assert target.stats().quarantined_blocks == len(BLOCKS)
     assert second.num_reads == 0
     with pytest.raises(TransferTimeout):
         await transfer.commit(b"")
@@ -130,7 +130,7 @@ async def test_shared_memory_that_breaks_is_replaced_by_a_socket_in_mid_transfer
     target = await kv.target("auto")
     ticket = target.grant("r1", 0, BLOCKS, len(BLOCKS))
     seen = asyncio.Event()
-    target.tamper = lambda *_: seen.set()
+    kv.tamper(lambda *_: seen.set())
     peer.tell("open", request_id="r1", ticket=ticket.hex())
     peer.tell("announce", request_id="r1", blocks=BLOCKS, layers=(0, 2))
     await seen.wait()
@@ -138,7 +138,7 @@ async def test_shared_memory_that_breaks_is_replaced_by_a_socket_in_mid_transfer
     def broken(*_):
         raise OSError("bus error")
 
-    monkeypatch.setattr("kvrelay.kvtransfer.transports.copying.copy_all", broken)
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.memory.move", broken)
     peer.tell("announce", request_id="r1", blocks=BLOCKS, layers=(2, 4))
     peer.tell("commit", request_id="r1")
     await target.event("commit", "r1")

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvrelay.kvtransfer.protocol.checksums import weighted_checksums  # noqa: E402
+from kvrelay.kvtransfer.mover.verification import weighted_checksums  # noqa: E402
 
 
 def pool():

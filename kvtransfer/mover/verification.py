@@ -1,0 +1,320 @@
+"""What a read brings, where that lands, and the checksums that prove that it arrived as it left.
+
+Host memory: xxh3-64 (mover.py). CUDA memory: a position-weighted 64-bit sum computed on the device, so that no KV
+crosses PCIe for it (not verified on hardware yet). Both ends must use the same kind; the kind follows from where the
+pool lies and is compared when they connect. A chunk may lie in several pieces: both ends hash the same bytes in the
+same order. On a GPU a chunk of one piece is summed where it lies; chunks of several pieces are gathered first, a few
+hundred KiB at a time.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.errors import CorruptRead
+from kvrelay.kvtransfer.mover.conversion import convert
+from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, MoverThread, NativeMove, Receipt, hash_in_place, xxh3_chunks
+from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets, Pairing, cut, pair, wire_layout
+from kvrelay.types import KvLayout, KvMemory
+
+Checksums = NDArray[np.uint64]
+Chosen = NDArray[np.bool_]
+MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
+SAMPLED_SHARE = 0.1  # of the regions that `transfer.checks: sampled` verifies; equal at both ends
+_STAGING_BYTES = 2 << 20
+_BATCH_BYTES = 512 << 10
+_MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+
+
+# ---- checksums
+
+
+def weighted_checksums(words: Any, layers: list[int], blocks: list[int]) -> Checksums:
+    """Position-weighted sum of each region's 64-bit words, wrapping at 2**64.
+
+    Args:
+        words: torch int64 tensor [num_layers, num_blocks, words of a region], any device.
+        layers, blocks: one of each per region.
+
+    Every weight is odd, so a single changed bit always changes the sum.
+    """
+    import torch
+
+    weights = torch.arange(words.shape[2], device=words.device, dtype=torch.int64) * 2 + 1
+    of_layers = torch.tensor(layers, device=words.device, dtype=torch.int64)
+    of_blocks = torch.tensor(blocks, device=words.device, dtype=torch.int64)
+    totals = ((words[of_layers, of_blocks] ^ _MIX) * weights).sum(-1)
+    values: Checksums = totals.cpu().numpy().view(np.uint64)
+    return values
+
+
+def kind_of(memory: KvMemory, checks: str) -> str:
+    """Which checksums this pool makes under `settings.checks`: "xxh3", "sum64" or "off"."""
+    if checks == "off":
+        return "off"
+    return "sum64" if memory.view is None else "xxh3"
+
+
+def device_checksums(memory: KvMemory, offsets: Offsets) -> Checksums:
+    """One checksum for each region of this CUDA pool that begins at `offsets`, bytes from its base."""
+    import torch
+
+    layout = memory.layout
+    if not isinstance(memory.owner, torch.Tensor):
+        raise TypeError("a CUDA pool's owner must be its tensor")
+    words = memory.owner.reshape(-1).view(torch.int64)
+    layers, rest = np.divmod(offsets, layout.layer_bytes)
+    blocks = rest // layout.region_bytes
+    words = words.view(layout.num_layers, layout.num_blocks, layout.region_bytes // 8)
+    return weighted_checksums(words, layers.tolist(), blocks.tolist())
+
+
+def unpack(data: bytes) -> Checksums:
+    """Little-endian u64 of a message. Raises ValueError when `data` is no whole number of them."""
+    return np.frombuffer(data, dtype="<u8")
+
+
+def checksums_of(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:
+    """One checksum per chunk.
+
+    Args:
+        pieces: [num_chunks, pieces_per_chunk] where each piece begins, bytes from the pool's base.
+    """
+    if memory.view is not None:
+        return xxh3_chunks(memory.view, pieces, piece_bytes)
+    num_chunks, each = pieces.shape
+    if each == 1 and piece_bytes == memory.layout.region_bytes:
+        return device_checksums(memory, pieces[:, 0])
+    step = max(_BATCH_BYTES // (each * piece_bytes), 1)
+    batches = [_device_batch(memory, pieces[first : first + step], piece_bytes) for first in range(0, num_chunks, step)]
+    return np.concatenate(batches) if batches else np.empty(0, dtype=np.uint64)
+
+
+def _device_batch(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:
+    """Unverified on a GPU. Pieces must be whole 32-bit words and chunks whole 64-bit ones, as those of 4 or more
+    numbers are.
+    """
+    import torch
+
+    assert isinstance(memory.owner, torch.Tensor)
+    width = 8 if piece_bytes % 8 == 0 else 4  # a vector with its scale is no whole number of 64-bit words
+    words = memory.owner.reshape(-1).view(torch.int64 if width == 8 else torch.int32)
+    begins = torch.from_numpy(pieces // width).to(words.device)
+    index = begins[:, :, None] + torch.arange(piece_bytes // width, device=words.device)
+    gathered = words[index].reshape(1, len(pieces), -1).view(torch.int64)
+    return weighted_checksums(gathered, [0] * len(pieces), list(range(len(pieces))))
+
+
+class PoolChecksums:
+    """Checksums of one pool, off the loop where they take long. Used on one loop."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory, self._mover = memory, MoverThread()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-checksums")  # where there is no mover
+        self.seconds = 0.0  # spent so far
+
+    async def packed(self, pieces: Offsets, piece_bytes: int) -> bytes:
+        """Of chunks whose pieces begin at `pieces`, [num_chunks, pieces_per_chunk]; as `unpack` reads them."""
+        began = time.perf_counter()
+        if pieces.size * piece_bytes <= INLINE_BYTES and self._memory.view is not None:
+            values = checksums_of(self._memory, pieces, piece_bytes)
+        else:
+            values = await self._on_thread(pieces, piece_bytes)
+        self.seconds += time.perf_counter() - began
+        return values.astype("<u8", copy=False).tobytes()
+
+    async def _on_thread(self, pieces: Offsets, piece_bytes: int) -> Checksums:
+        loop = asyncio.get_running_loop()
+        if self._memory.view is None:
+            return await loop.run_in_executor(self._thread, checksums_of, self._memory, pieces, piece_bytes)
+        receipt = Receipt(pieces, piece_bytes)
+        hashing = hash_in_place(self._memory.view, receipt)
+        if isinstance(hashing, NativeMove) and MoverThread.can_be():
+            await self._mover.submit(hashing)
+        else:
+            await loop.run_in_executor(self._thread, hashing.run)
+        return receipt.found
+
+    async def aclose(self) -> None:
+        await self._mover.aclose()
+        self._thread.shutdown(wait=False)
+
+
+def chosen_regions(nonce: bytes, num_layers: int, num_blocks: int) -> Chosen:
+    """[num_layers, num_blocks]: about SAMPLED_SHARE of all regions, and at least one in every block.
+
+    Drawn from the ticket's nonce, so that no region is the one that is never looked at.
+    """
+    random = np.random.Generator(np.random.PCG64(int.from_bytes(nonce, "little")))
+    chosen = random.random((num_layers, num_blocks)) < SAMPLED_SHARE
+    chosen[random.integers(0, num_layers, num_blocks), np.arange(num_blocks)] = True
+    return chosen
+
+
+# ---- where a source's chunks land
+
+
+class ReceivePlan:
+    """How one source's chunks come into `pool`. Made once for each connection. Raises LayoutMismatch.
+
+    Equal dtypes: reads go straight into the pool. Unequal ones: into a staging buffer of the source's dtype, one layer
+    at a time, and are cast from there once they have been verified.
+    """
+
+    def __init__(self, source: KvLayout, pool: KvMemory) -> None:
+        self.source, self.pool = source, pool
+        self._wire = wire_layout(pool.layout, source.dtype)
+        self.pairing: Pairing = pair(source, self._wire)
+        self.staging: KvMemory | None = None
+        # the source never casts: it would need a staging pool of its own, which every transport exports
+        if source.dtype != pool.layout.dtype:
+            self.staging = _staging_memory(pool, self._staged(self.layers.start))
+
+    @property
+    def layers(self) -> range:
+        """The model's layers that both pools hold."""
+        return self.pairing.overlap.layers
+
+    @property
+    def memory(self) -> KvMemory:
+        """What reads write: the pool, or the staging buffer."""
+        return self.pool if self.staging is None else self.staging
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of one layer that the staging buffer holds."""
+        return max(_STAGING_BYTES // self.pairing.chunk_bytes, 1)
+
+    def _staged(self, layer: int) -> KvLayout:
+        """The staging buffer as the pool of this one layer."""
+        num_blocks = -(-self.max_chunks // self.pairing.target.chunks_per_block)
+        return dataclasses.replace(
+            self._wire, num_blocks=num_blocks, num_layers=1, first_layer=layer, total_layers=self._wire.model_layers
+        )
+
+    def units(self, num_chunks: int, layers: range) -> Iterator[tuple[slice, range]]:
+        """Chunks x layers in pieces for one read each."""
+        if self.staging is None:
+            yield from cut(num_chunks, layers, self.pairing.chunk_bytes, MAX_UNIT_BYTES)
+            return
+        for layer in layers:
+            limit = self.max_chunks * self.pairing.chunk_bytes
+            yield from cut(num_chunks, range(layer, layer + 1), self.pairing.chunk_bytes, limit)
+
+    def read(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> tuple[CopyList, Offsets]:
+        """The read that brings these chunks, by their numbers: into their places, or into the staging buffer's first.
+
+        Returns the copies, and [num_chunks, pieces_per_chunk] where each piece lands, in the order of the copies.
+        """
+        pairing = self.pairing
+        if self.staging is not None:
+            assert len(layers) == 1
+            pairing = pair(self.source, self._staged(layers.start))
+            target_chunks = np.arange(len(source_chunks), dtype=np.int64)
+        begins, lands = pairing.source.offsets(source_chunks), pairing.target.offsets(target_chunks)
+        pieces = pairing.target.pieces_of(lands, layers).reshape(-1, pairing.pieces_per_chunk)
+        return pairing.copies(begins, lands, layers), pieces
+
+    def settle(self, target_chunks: Offsets, layers: range) -> None:
+        """Cast what lies in the staging buffer into its places. On a thread."""
+        assert self.staging is not None
+        staging = dataclasses.replace(self.staging, layout=self._staged(layers.start))
+        staged, chunk_tokens = np.arange(len(target_chunks), dtype=np.int64), self.pairing.overlap.chunk_tokens
+        convert(staging, staged, self.pool, target_chunks, layers, chunk_tokens=chunk_tokens)
+
+
+def _staging_memory(pool: KvMemory, layout: KvLayout) -> KvMemory:
+    """Room for `layout` on the pool's device."""
+    import torch
+
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=pool.device)
+    view = None if pool.view is None else buffer.numpy().data
+    return KvMemory(layout, buffer.data_ptr(), pool.device, None, view, buffer)
+
+
+# ---- what arrives
+
+
+class ArrivingRead:
+    """Verifies a read on the thread that reads, while the bytes are in its caches: call it with the bytes that are in
+    place so far, or let a mover fill in its receipt and settle that.
+
+    Chunks are in the order in which the read copies them.
+
+    Args:
+        memory: what the read writes.
+        pieces: [num_chunks, pieces_per_chunk] where each piece lands, bytes from the memory's base.
+        expected: [num_chunks] what they must hash to; None: nothing is verified.
+        is_checked: [num_chunks] which of them to verify; None: all.
+    """
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        pieces: Offsets,
+        piece_bytes: int,
+        expected: Checksums | None,
+        is_checked: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.memory, self.pieces, self.piece_bytes = memory, pieces, piece_bytes
+        self._expected, self._is_checked = expected, is_checked
+        self._num_done = self._num_landed = 0
+        self._check_s = 0.0
+        self._receipt: Receipt | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        return int(self.pieces.shape[1]) * self.piece_bytes
+
+    @property
+    def num_landed(self) -> int:
+        """Bytes so far: a slow read makes progress, a stuck one does not."""
+        return self._num_landed if self._receipt is None else self._receipt.num_landed
+
+    @property
+    def check_s(self) -> float:
+        """Seconds spent verifying."""
+        return self._check_s if self._receipt is None else self._receipt.hash_s
+
+    def receipt(self) -> Receipt | None:
+        """What a mover is to fill in; None where it must be called instead: the memory is a GPU's."""
+        if self.memory.view is None:
+            return None
+        if self._expected is None:
+            self._receipt = Receipt()
+        else:
+            self._receipt = Receipt(self.pieces, self.piece_bytes, self._is_checked)
+        return self._receipt
+
+    def settle(self, receipt: Receipt) -> None:
+        """The read that filled in `receipt` is over. Raises CorruptRead, naming the first wrong chunk."""
+        if self._expected is None or bytes(receipt.hashes) == self._expected.tobytes():
+            return
+        is_wrong = receipt.found != self._expected
+        if self._is_checked is not None:
+            is_wrong &= self._is_checked
+        self.refuse(np.flatnonzero(is_wrong))
+
+    def __call__(self, num_bytes: int) -> None:
+        """Raises CorruptRead, naming the first wrong chunk by its index."""
+        first, stop = self._num_done, num_bytes // self.chunk_bytes
+        self._num_landed, self._num_done = num_bytes, stop
+        if self._expected is None or stop <= first:
+            return
+        began = time.perf_counter()
+        index = np.arange(first, stop)
+        if self._is_checked is not None:
+            index = index[self._is_checked[index]]
+        self.refuse(index[checksums_of(self.memory, self.pieces[index], self.piece_bytes) != self._expected[index]])
+        self._check_s += time.perf_counter() - began
+
+    def refuse(self, wrong: NDArray[np.intp]) -> None:
+        """These chunks have other checksums than expected. Raises CorruptRead when there are any."""
+        if len(wrong):
+            raise CorruptRead(len(wrong), int(wrong[0]))
