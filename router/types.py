@@ -74,10 +74,6 @@ class Candidate(NamedTuple):
     score: float
     parts: tuple[float, ...]
 
-    @property
-    def path(self) -> Path:
-        return "prefill_only" if self.decode is None else "local" if self.prefill is None else "disaggregated"
-
 
 class CandidateScore(NamedTuple):
     """One candidate with its workers and score; lower is better."""
@@ -101,19 +97,6 @@ class Ranking(NamedTuple):
     prefills: tuple[str, ...]
     decodes: tuple[str, ...]
     term_names: tuple[str, ...]
-
-    def workers(self, candidate: Candidate) -> tuple[str | None, str | None]:
-        """(prefill worker, decode worker)."""
-        return (
-            None if candidate.prefill is None else self.prefills[candidate.prefill],
-            None if candidate.decode is None else self.decodes[candidate.decode],
-        )
-
-    def scores(self) -> tuple[CandidateScore, ...]:
-        return tuple(
-            CandidateScore(*self.workers(candidate), candidate.path, candidate.score, self.term_names, candidate.parts)
-            for candidate in self.candidates
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +122,7 @@ class Decision:
     """The chosen workers, and why. The request counts as their load until `Router.on_end`.
 
     `prefill` is None for the local path, `decode` is None for prefill_only. `terms` are of the common cost, whatever
-    the policy; `score` and `policy_terms` are the policy's own, as are the `candidates` that it ranked, best first.
+    the policy; `score` and `policy_terms` are the policy's own, as is the `ranking`.
     """
 
     request_id: str
@@ -163,10 +146,6 @@ class Decision:
     """Target for the mean time between two tokens: prefill chunks beside the request are sized to keep it."""
     ttft_target_s: float | None = None
     """Soft TTFT target, from now on. A request past its target yields to requests that can still meet theirs."""
-
-    @property
-    def candidates(self) -> tuple[CandidateScore, ...]:
-        return self.ranking.scores()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.deferral import Deferral, OverduePlacement
-from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker
+from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.compatibility import IncompatiblePairs
 from kvrelay.router.fleet.ledger import Assignment, Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
@@ -187,7 +187,7 @@ class Router:
         """The decision with its prediction, or the refusal of a request whose SLO would be missed."""
         request = snapshot.request
         decisions: dict[int, Decision] = {}
-        pairs = [ranking.workers(candidate) for candidate in ranking.candidates]
+        pairs = [workers_of(ranking, candidate) for candidate in ranking.candidates]
 
         def decision_at(index: int) -> Decision:
             if index not in decisions:

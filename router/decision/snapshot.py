@@ -33,9 +33,11 @@ from kvrelay.router.types import (
     TERM_NAMES,
     TTFT_TERMS,
     Candidate,
+    CandidateScore,
     Decision,
     IncompatiblePair,
     IndexState,
+    Path,
     Ranking,
     RefusalReason,
     Regret,
@@ -45,6 +47,27 @@ from kvrelay.router.types import (
 from kvrelay.types import Role
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+
+
+def workers_of(ranking: Ranking, candidate: Candidate) -> tuple[str | None, str | None]:
+    """(prefill worker, decode worker)."""
+    return (
+        None if candidate.prefill is None else ranking.prefills[candidate.prefill],
+        None if candidate.decode is None else ranking.decodes[candidate.decode],
+    )
+
+
+def _path(candidate: Candidate) -> Path:
+    return "prefill_only" if candidate.decode is None else "local" if candidate.prefill is None else "disaggregated"
+
+
+def candidate_scores(decision: Decision, most: int = MAX_CANDIDATES) -> list[CandidateScore]:
+    """The candidates that the policy ranked, best first."""
+    ranking = decision.ranking
+    return [
+        CandidateScore(*workers_of(ranking, one), _path(one), one.score, ranking.term_names, one.parts)
+        for one in ranking.candidates[:most]
+    ]
 
 
 @dataclass(frozen=True)
@@ -86,8 +109,7 @@ class RoutingSnapshot:
     def decision(self, ranking: Ranking, index: int = 0) -> Decision:
         """The decision for one of the candidates."""
         candidate, request = ranking.candidates[index], self.request
-        prefill = None if candidate.prefill is None else ranking.prefills[candidate.prefill]
-        decode = None if candidate.decode is None else ranking.decodes[candidate.decode]
+        prefill, decode = workers_of(ranking, candidate)
         common = self._common_terms(candidate)
         compute, row = (
             (self.prefills, candidate.prefill) if candidate.prefill is not None else (self.decodes, candidate.decode)
@@ -99,7 +121,7 @@ class RoutingSnapshot:
             request_id=request.request_id,
             prefill=prefill,
             decode=decode,
-            path="prefill_only" if decode is None else "local" if prefill is None else "disaggregated",
+            path=_path(candidate),
             predicted_ttft_s=sum(common[name] for name in TTFT_TERMS),
             cached_tokens_prefill=cached,
             loaded_tokens_prefill=loaded,

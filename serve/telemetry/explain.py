@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrelay.plane.messages import TokenOutput, Transferred
+from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.objectives import Prediction, RejectedCandidate, SloRequirement, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import CandidateScore, Decision, Regret, RoutingRefusal
@@ -94,7 +95,7 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     fields["regret"] = _regret_fields(decision.regret)
     if decision.forecast is not None:
         fields["forecast"] = _forecast_fields(decision.forecast)
-    fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
+    fields["candidates"] = [_candidate_fields(candidate) for candidate in candidate_scores(decision, MAX_CANDIDATES)]
     if decision.verdict is not None and decision.verdict.rejected_candidates:
         fields["rejected_candidates"] = [
             _rejected_fields(rejected) for rejected in decision.verdict.rejected_candidates

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvrelay.errors import KvrelayError
 from kvrelay.plane import messages as wire
+from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.objectives import SloVerdict
 from kvrelay.router.types import Decision, RoutingRefusal
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
@@ -289,7 +290,7 @@ class RequestObserver:
             why={name: value for name, value in decision.policy_terms.items() if value},
             candidates=[
                 {"path": other.path, "prefill": other.prefill, "decode": other.decode, "score_s": other.score}
-                for other in decision.candidates[:CANDIDATES_KEPT]
+                for other in candidate_scores(decision, CANDIDATES_KEPT)
             ],
         )
         if self._explain is not None:

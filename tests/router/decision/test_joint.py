@@ -9,7 +9,7 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity
+from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity, candidate_scores
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.policies.base import CostModel, RoutingContext
@@ -232,7 +232,7 @@ def test_the_router_knows_how_fast_siblings_come(gap_s, is_hot):
         request = ask(f"r{i}", tokens=1600, hashes=chain("shared", 60) + chain(f"own{i}", 40), force="remote")
         choice = decided(router.select_and_reserve(request, gap_s * i))
         router.on_end(f"r{i}")
-    others = next(candidate for candidate in choice.candidates if candidate.prefill == "p2")
+    others = next(candidate for candidate in candidate_scores(choice) if candidate.prefill == "p2")
     assert (others.terms["replica"] < -0.01) == is_hot
 
 
@@ -334,7 +334,7 @@ def test_every_term_is_shown_and_the_score_is_their_sum():
     load(router, "p1", queued_tokens=9000, waiting=3)
     choice = decided(router.select_and_reserve(ask(), 0.0))
     assert tuple(choice.policy_terms) == TERM_NAMES + OWN_TERMS
-    for candidate in choice.candidates:
+    for candidate in candidate_scores(choice):
         assert candidate.score == pytest.approx(sum(candidate.terms.values()))
 
 

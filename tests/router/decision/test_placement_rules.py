@@ -4,6 +4,7 @@ import pytest
 
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, RouteRequest, RoutingRefusal
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
@@ -183,11 +184,17 @@ def test_a_prefix_that_is_about_to_be_computed_counts_as_cached_there():
     shared = chain("shared", 60)
     assert decided(router.select_and_reserve(ask("r1", hashes=shared + chain("x", 2)), 0.0)).prefill == "p1"
     request = ask("r2", hashes=shared + chain("y", 2))
-    work = {c.prefill: c.terms["prefill_compute"] for c in decided(router.select_and_reserve(request, 0.0)).candidates}
+    work = {
+        c.prefill: c.terms["prefill_compute"]
+        for c in candidate_scores(decided(router.select_and_reserve(request, 0.0)))
+    }
     assert (work["p1"], work["p2"]) == (0.02, 0.5)  # 40 and 1000 tokens at 2000 tokens/s
     router.on_end("r2")
     router.on_end("r1")
-    work = {c.prefill: c.terms["prefill_compute"] for c in decided(router.select_and_reserve(request, 1.0)).candidates}
+    work = {
+        c.prefill: c.terms["prefill_compute"]
+        for c in candidate_scores(decided(router.select_and_reserve(request, 1.0)))
+    }
     assert (work["p1"], work["p2"]) == (0.5, 0.5)
 
 
@@ -381,16 +388,16 @@ def test_the_terms_are_all_named_and_add_up():
     assert tuple(choice.terms) == TERM_NAMES
     assert choice.score == pytest.approx(sum(choice.policy_terms.values()))
     assert choice.predicted_ttft_s == pytest.approx(sum(choice.terms[name] for name in TTFT_TERMS))
-    for candidate in choice.candidates:
+    for candidate in candidate_scores(choice):
         assert candidate.score == pytest.approx(sum(candidate.terms.values()))
 
 
 def test_the_choice_is_the_best_candidate_and_every_way_is_listed():
     router = cluster(["p1", "p2"], ["d1", "d2"])
     choice = decided(router.select_and_reserve(ask(), 0.0))
-    candidates = {(c.prefill, c.decode) for c in choice.candidates}
+    candidates = {(c.prefill, c.decode) for c in candidate_scores(choice)}
     assert candidates == {("p1", "d1"), ("p1", "d2"), ("p2", "d1"), ("p2", "d2"), (None, "d1"), (None, "d2")}
-    assert choice.score == min(c.score for c in choice.candidates)
+    assert choice.score == min(c.score for c in candidate_scores(choice))
 
 
 def test_many_workers_give_a_bounded_list_that_holds_the_best():
@@ -400,7 +407,7 @@ def test_many_workers_give_a_bounded_list_that_holds_the_best():
         load(router, f"d{i:03}", running=(i * 53) % 100)
     choice = decided(router.select_and_reserve(ask(), 0.0))
     assert (choice.prefill, choice.decode) == ("p000", "d000")
-    assert len(choice.candidates) <= 16
+    assert len(candidate_scores(choice)) <= 16
 
 
 def test_the_prediction_error_follows_what_is_observed():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport
 from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.fleet.compatibility import compatible_sets
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable, cheapest, whole_units
 from kvrelay.router.policies.joint import Joint
@@ -214,7 +215,7 @@ def test_any_policys_way_becomes_a_decision_with_the_common_terms():
     assert tuple(choice.terms) == TERM_NAMES and choice.terms == pytest.approx(expected.terms)
     assert choice.predicted_ttft_s == pytest.approx(expected.predicted_ttft_s)
     assert choice.cached_tokens_prefill == expected.cached_tokens_prefill == 800
-    assert [(c.prefill, c.decode, c.terms) for c in choice.candidates] == [("p1", "d1", {"only": 7.0})]
+    assert [(c.prefill, c.decode, c.terms) for c in candidate_scores(choice)] == [("p1", "d1", {"only": 7.0})]
 
 
 @pytest.mark.parametrize("way", [Candidate(0, None, 1.0, (1.0,)), Candidate(None, 0, 1.0, (1.0,))])

@@ -4,6 +4,7 @@ import pytest
 
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.fleet.compatibility import unpaired_workers
 from kvrelay.router.policies.joint import SHORTLIST
 from kvrelay.router.types import Decision, IncompatiblePair, RouteRequest, RoutingRefusal
@@ -42,7 +43,7 @@ def test_a_pair_that_misfits_is_not_chosen_and_shows_among_the_reasons():
         assert isinstance(choice, Decision) and choice.path == "disaggregated"
         assert (choice.prefill, choice.decode) in {("p1", "d2"), ("p2", "d1")}
         assert IncompatiblePair("p1", "d1", "p1 -> d1: dtype") in choice.incompatible_pairs
-        assert all((c.prefill, c.decode) not in {("p1", "d1"), ("p2", "d2")} for c in choice.candidates)
+        assert all((c.prefill, c.decode) not in {("p1", "d1"), ("p2", "d2")} for c in candidate_scores(choice))
 
 
 def test_without_misfits_nothing_is_left_out():

@@ -3,6 +3,7 @@
 import pytest
 
 from kvrelay.plane.messages import KvSnapshot
+from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.admission import MAX_TRIED, choose_candidate
 from kvrelay.router.types import Decision, RoutingRefusal
@@ -136,7 +137,7 @@ def test_a_request_goes_to_the_decode_worker_where_it_keeps_to_its_slo(is_slow):
         cluster.load(other, decode_step_s=0.012, running=2, used_blocks=2)
     choice = cluster.send(cluster.ask(16, slo=wants(tpot_s=0.03)))
     assert isinstance(choice, Decision) and verdict(choice) == "admitted"
-    assert choice.decode == (other if is_slow else choice.candidates[0].decode)
+    assert choice.decode == (other if is_slow else candidate_scores(choice)[0].decode)
     told = Explain(0.0)
     told.decisions.append(choice)
     rejected_candidates = told.report().get("rejected_candidates", [])
