@@ -161,6 +161,7 @@ def _sentencepiece(meta: Metadata, tokens: list[str]) -> tuple[Any, bool]:
     the instruction marks are special tokens (Mistral v0.3): its chat template spells those spaces.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers.tokenization_utils_base import generate_merges
 
     types = _token_types(meta, tokens)
     # files have user-defined runs of spaces as real spaces; merges use the visible one
@@ -169,9 +170,12 @@ def _sentencepiece(meta: Metadata, tokens: list[str]) -> tuple[Any, bool]:
     spelled = [runs[token] if token in runs and runs[token] not in known else token for token in tokens]
     vocab = _vocab(meta, spelled)
     unknown = meta.token("unknown")
+    # control, byte and unused tokens are neither parts nor results of merges
+    no_text = [token for token, kind in zip(spelled, types, strict=True) if kind not in (_NORMAL, _USER_DEFINED)]
+    scores = dict(zip(spelled, _ranks(meta, spelled), strict=True))
     model = models.BPE(
         vocab=vocab,
-        merges=derive_merges(spelled, types, _ranks(meta, spelled)),
+        merges=generate_merges(vocab, scores, no_text),
         unk_token=None if unknown is None else spelled[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -200,25 +204,6 @@ def _ranks(meta: Metadata, tokens: list[str]) -> list[float]:
     if scores is None or len(scores) != len(tokens):
         raise CheckpointCorrupt(meta.source, "a SentencePiece vocabulary without a score for every token")
     return [float(score) for score in scores]
-
-
-def derive_merges(tokens: list[str], types: list[int], ranks: list[float]) -> list[tuple[str, str]]:
-    """Every merge of two tokens into one, best rank first; among equals, longer left parts first.
-
-    Only text tokens take part: control, byte and unused tokens are never the result of a merge.
-    """
-    is_text = {token: kind in (_NORMAL, _USER_DEFINED) for token, kind in zip(tokens, types, strict=True)}
-    index = {token: at for at, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, int, int, str, str]] = []
-    for token, rank in zip(tokens, ranks, strict=True):
-        if not is_text[token]:
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if is_text.get(left) and is_text.get(right):
-                found.append((-rank, -cut, cut - len(token), index[left], index[right], left, right))
-    found.sort()
-    return [(entry[5], entry[6]) for entry in found]
 
 
 def _add_special_tokens(tokenizer: Any, meta: Metadata, tokens: list[str]) -> None:

@@ -1,12 +1,9 @@
 """Makes tokenizer.json for folders with older tokenizer files only: tokenizer.model, or vocab.json with merges.txt.
 
-Reads a few fields of SentencePiece's protobuf message, then builds the tokenizer as for a GGUF with the same
-vocabulary. Imports no torch.
+Builds the tokenizer as for a GGUF with the same vocabulary.
 """
 
 import hashlib
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from kvrelay.engine.checkpoints.gguf_tokenizer import write_tokenizer
 from kvrelay.engine.models.spec import ModelSpec, read_json
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 
-_CONTROL, _USER_DEFINED, _UNUSED, _BPE = 3, 4, 5, 2
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _GGUF_NAMES = {"gemma3_text": "gemma3", "mistral": "llama"}  # where it differs from the architecture's name
 _ID_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _USUAL_NAMES = {"bos": ("<bos>", "<s>"), "eos": ("<eos>", "</s>"), "unknown": ("<unk>",), "padding": ("<pad>",)}
@@ -125,63 +122,27 @@ def _byte_level_values(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _sentencepiece_values(path: Path) -> dict[str, Any]:
-    """Pieces, scores and types; only BPE without normalisation, as in the supported families.
+    """Pieces, scores and types; only BPE without normalisation, as in the supported families."""
+    from google.protobuf.message import DecodeError
+    from transformers.utils.sentencepiece_model_pb2_new import ModelProto
 
-    Source of the field numbers: google/sentencepiece, sentencepiece_model.proto.
-    """
     try:
-        model = list(_fields(path.read_bytes()))
-        pieces = [dict(_fields(value)) for number, value in model if number == 1]
-        trainer, normalizer = (_last(model, number) for number in (2, 3))
-        tokens = [bytes(piece[1]).decode() for piece in pieces]
-        scores = [struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0 for piece in pieces]
-        types = [int(piece.get(3, 1)) for piece in pieces]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+        model = ModelProto.FromString(path.read_bytes())
+        if not model.pieces:
+            raise DecodeError("no pieces")
+    except (OSError, DecodeError) as error:
         raise CheckpointCorrupt(
             str(path), f"not a SentencePiece model ({error}); use the folder form with tokenizer.json"
         ) from error
-    if trainer.get(3, 1) != _BPE:
+    if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise UnsupportedModel(str(path), "a SentencePiece model that is not BPE")
-    if normalizer.get(2) or normalizer.get(4, 1):  # precompiled_charsmap, remove_extra_whitespaces
+    normalizer = model.normalizer_spec
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise UnsupportedModel(str(path), "a SentencePiece model that normalises text")
     return {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+        "tokenizer.ggml.tokens": [piece.piece for piece in model.pieces],
+        "tokenizer.ggml.scores": [piece.score for piece in model.pieces],
+        "tokenizer.ggml.token_type": [piece.type for piece in model.pieces],
+        "tokenizer.ggml.add_space_prefix": normalizer.add_dummy_prefix,
     }
-
-
-def _last(model: list[tuple[int, Any]], number: int) -> dict[int, Any]:
-    return dict(_fields([value for at, value in model if at == number][-1]))
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a protobuf message: int for varints, bytes for all else."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if kind == 2:
-            size, at = _varint(data, at)
-        else:
-            size = {1: 8, 5: 4}[kind]
-        if at + size > len(data):
-            raise ValueError("cut off")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at

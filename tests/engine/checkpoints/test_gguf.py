@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
-from kvrelay.engine.checkpoints.gguf_convert import hf_name
-from kvrelay.engine.checkpoints.gguf_file import GgufFile
+from kvrelay.engine.checkpoints.gguf_convert import GgufFile, tensor_names
 from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import CheckpointCorrupt, ModelError, UnsupportedModel
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.oracle.reference import ReferenceBackend
@@ -363,8 +363,8 @@ def test_wide_and_narrow_types_keep_their_bits(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with GgufFile(tmp_path / "t.gguf") as file:
-        read = {name: torch.from_numpy(file.rows(file.tensors[name], slice(1, 3))) for name in kinds}
+    file = GgufFile(tmp_path / "t.gguf")
+    read = {name: torch.tensor(file.rows(name, slice(1, 3))) for name in kinds}
     rows = torch.from_numpy(values[1:3])
     assert torch.equal(read["F32"], rows)
     assert torch.equal(read["F16"], rows.half().float())
@@ -531,8 +531,13 @@ def test_random_bytes_never_give_anything_but_a_model_error(tmp_path: Path) -> N
 
 
 def test_every_known_tensor_name_maps_to_one_that_the_decoder_has() -> None:
-    assert hf_name("blk.3.ffn_norm.weight", "llama") == "model.layers.3.post_attention_layernorm.weight"
-    assert hf_name("blk.3.ffn_norm.weight", "gemma3") == "model.layers.3.pre_feedforward_layernorm.weight"
-    assert hf_name("output.weight", "qwen2") == "lm_head.weight"
-    assert hf_name("blk.0.ffn_gate_exps.weight", "llama") is None
-    assert hf_name("blk.0.ffn_gate_exps.weight", "qwen3moe") == "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    def names(case: str) -> dict[str, tuple[str, ...]]:
+        arch, config = CASES[case]
+        return tensor_names(ModelSpec.from_config(config(300).to_dict()), arch)
+
+    assert names("llama")["blk.1.ffn_norm.weight"] == ("model.layers.1.post_attention_layernorm.weight",)
+    assert names("gemma3")["blk.3.ffn_norm.weight"] == ("model.layers.3.pre_feedforward_layernorm.weight",)
+    assert names("llama")["output.weight"] == ("lm_head.weight",) and "output.weight" not in names("qwen2")
+    assert "blk.0.ffn_gate_exps.weight" not in names("llama")
+    experts = tuple(f"model.layers.0.mlp.experts.{index}.gate_proj.weight" for index in range(6))
+    assert names("qwen3moe")["blk.0.ffn_gate_exps.weight"] == experts
