@@ -24,6 +24,7 @@ INTERRUPTED = 130
 
 _LAZY = {  # command -> module with its `command` function, and its summary
     "verify": ("kvrelay.cluster.verify.cli", "Compare the tokens of every serving path with Hugging Face generate."),
+    "models": ("kvrelay.cluster.commands.models", "List the cache of converted models, or clear it."),
     "kv": ("kvrelay.cluster.commands.kv", "Write a prompt's KV to a file, or continue from such a file."),
     "profile": ("kvrelay.cluster.commands.profile", "Measure engine steps: time outside kernels, or a speed profile."),
     "trace": ("kvrelay.cluster.commands.trace", "Write a workload as a trace file, or summarise it."),

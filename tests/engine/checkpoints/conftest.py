@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrelay.engine.checkpoints import checkpoint
+from kvrelay.engine.checkpoints import conversions
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(conversions, "cache_dir", lambda: tmp_path / "cache")

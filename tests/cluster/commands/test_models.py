@@ -1,0 +1,55 @@
+"""`kvrelay models`: the cache of converted models, listed and cleared."""
+
+import io
+import os
+
+import pytest
+
+from kvrelay.cluster.commands.cli import _add_lazy_commands, run
+from kvrelay.engine.checkpoints.conversions import cached, conversions
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Two conversions, `old` used before `new`."""
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    _add_lazy_commands(["models"])
+    for name, used_s in (("old", 1e9), ("new", 2e9)):
+        folder = cached("m", name, lambda work, target, report: tiny_checkpoint("llama", target), lambda *what: None)
+        os.utime(folder, (used_s, used_s))
+    return tmp_path
+
+
+def test_the_list_has_names_sizes_and_the_last_use(cache, capsys):
+    assert run(["models"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("new") < text.index("old") and str(cache) in text
+    assert "2033-05" in text and "2001-09" in text and "GB" in text
+    assert [one.num_bytes > 100_000 for one in conversions()] == [True, True]
+
+
+def test_use_moves_a_conversion_to_the_front(cache):
+    cached("m", "old", None, lambda *what: None)
+    os.utime(cache / "checkpoints" / "new", (1e9, 1e9))
+    assert [one.name for one in conversions()] == ["old", "new"]
+
+
+def test_one_is_removed_by_name_and_all_without_one(cache, capsys):
+    assert run(["models", "clear", "old", "--yes"]) == 0
+    assert [one.name for one in conversions()] == ["new"] and "removed old, 0.0" in capsys.readouterr().out
+    assert run(["models", "clear", "--yes"]) == 0
+    assert conversions() == [] and "1 converted models" in capsys.readouterr().out
+    assert run(["models"]) == 0 and "no converted models" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", ["new", "old"]), ("y", [])])
+def test_it_asks_first(cache, monkeypatch, answer, left):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
+    assert (run(["models", "clear"]) == 0) is (answer == "y")
+    assert [one.name for one in conversions()] == left
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are(cache, capsys):
+    assert run(["models", "clear", "odl", "--yes"]) == 2
+    assert "no converted model odl" in (text := capsys.readouterr().err) and "new, old" in text
