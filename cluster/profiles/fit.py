@@ -58,7 +58,7 @@ def step_clock_of(engine: Engine) -> Callable[[], float]:
 
     Other load of the machine then does not make its steps seem longer.
     """
-    computes_alone = engine.backend.device.type == "cpu" and torch.get_num_threads() == 1
+    computes_alone = engine.backend.asynchronous is None and torch.get_num_threads() == 1
     return time.thread_time if computes_alone else time.perf_counter
 
 

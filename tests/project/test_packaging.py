@@ -51,6 +51,7 @@ CARRIED = {
     "jinja2": "torch",
     "huggingface_hub": "transformers",
     "opentelemetry": "ray",
+    "google": "ray",  # protobuf
     "nixl": "nixl-cu13",
     "nixl_cu12": "nixl-cu13",
 }
