@@ -36,7 +36,7 @@ from kvrelay.cluster.verify.steering import (
 )
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.models.spec_mla import LatentSpec
+from kvrelay.engine.models.spec_parts import LatentSpec
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.engine import Engine

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.models.spec import ModelSpec, read_json
-from kvrelay.engine.models.spec_experts import ExpertSpec
-from kvrelay.engine.models.spec_mla import LatentSpec
+from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound
 
 _PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")

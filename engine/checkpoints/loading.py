@@ -15,8 +15,7 @@ from kvrelay.engine.checkpoints.files import locate_tensors, shared_name
 from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, Layer, Mlp
 from kvrelay.engine.models.mla import LatentAttention, halves_of_pairs
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.models.spec_experts import ExpertSpec
-from kvrelay.engine.models.spec_mla import LatentSpec
+from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec
 from kvrelay.errors import CheckpointCorrupt
 from kvrelay.kernels.backend import Backend, HeadLinears, KvOrder, Linear
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError

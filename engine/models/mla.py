@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.models.spec_mla import LATENT_NORM_EPS, LatentSpec
+from kvrelay.engine.models.spec_parts import LATENT_NORM_EPS, LatentSpec
 from kvrelay.kernels.backend import Backend, HeadLinears, Linear
 
 

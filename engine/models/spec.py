@@ -7,23 +7,19 @@ rope_scaling (transformers 4) and rope_parameters (transformers 5), nested text_
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvrelay.engine.models.spec_experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertSpec, expert_spec
-from kvrelay.engine.models.spec_mla import DEEPSEEK_V2, DEEPSEEK_V3, LatentSpec, latent_query_scale, latent_spec
+from kvrelay.engine.models.families import ALIASES, ARCHITECTURES, FAMILIES, ConfigText, Family, Json
+from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec, expert_spec, latent_query_scale, latent_spec
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
 
 ActivationName = Literal["silu", "gelu_tanh"]
-Json = Mapping[str, Any]
 
 _ACTIVATIONS: dict[str, ActivationName] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -124,144 +120,6 @@ class ModelSpec:
         return cls.from_config(config, read_json(generation) if generation.exists() else None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a model_type fixes, and Hugging Face's defaults for keys that its configs omit."""
-
-    name: str
-    defaults: Json
-    qkv_bias: bool | None = None  # None: as the config's attention_bias (for o_proj, too)
-    qk_norm: bool = False
-    norm_offset: bool = False
-    sandwich: bool = False
-    scale_embeddings: bool = False
-    window: Literal["none", "all", "asked", "upper", "alternate", "pattern"] = "none"
-    has_mlp_bias: bool = False
-    is_latent: bool = False
-    attention_softcap: bool = False  # Gemma 3 has the key, but neither it nor Hugging Face applies it
-
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "rope_theta": 10_000.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
-_MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
-_GEMMA = {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-_GEMMA1 = {
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "query_pre_attn_scalar": None,
-    "sliding_window": None,
-}
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "sliding_window_pattern": 6,
-}
-_GEMMA_PARTS: dict[str, Any] = {"norm_offset": True, "scale_embeddings": True}
-
-FAMILIES: dict[str, _Family] = {
-    family.name: family
-    for family in (
-        _Family("llama", _COMMON | _LLAMA_IDS, has_mlp_bias=True),
-        _Family("mistral", _COMMON | _LLAMA_IDS | _MISTRAL | {"sliding_window": 4096}, qkv_bias=False, window="all"),
-        _Family("qwen2", _COMMON | _QWEN, qkv_bias=True, window="upper"),
-        _Family("qwen3", _COMMON | _QWEN | {"head_dim": 128}, qk_norm=True, window="upper"),
-        _Family("qwen2_moe", _COMMON | _QWEN | QWEN2_MOE, qkv_bias=True),
-        _Family("qwen3_moe", _COMMON | _QWEN | QWEN3_MOE, qk_norm=True, window="asked"),
-        _Family("mixtral", _COMMON | _LLAMA_IDS | MIXTRAL, qkv_bias=False, window="all"),
-        _Family("gemma", _COMMON | _GEMMA | _GEMMA1, **_GEMMA_PARTS),
-        _Family(
-            "gemma2",
-            _COMMON | _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-            sandwich=True,
-            window="alternate",
-            attention_softcap=True,
-            **_GEMMA_PARTS,
-        ),
-        _Family(
-            "gemma3_text", _COMMON | _GEMMA | _GEMMA3, sandwich=True, qk_norm=True, window="pattern", **_GEMMA_PARTS
-        ),
-        _Family("deepseek_v2", _COMMON | DEEPSEEK_V2, is_latent=True, has_mlp_bias=True),
-        _Family("deepseek_v3", _COMMON | DEEPSEEK_V2 | DEEPSEEK_V3, is_latent=True),
-    )
-}
-_ALIASES = {"gemma3": "gemma3_text"}
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
-    "GemmaForCausalLM": "gemma",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-}
-
-
-@dataclass(slots=True)
-class _Text:
-    """The decoder's own config: its keys, then the family's defaults."""
-
-    family: _Family
-    raw: Json
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = self.family.name
-
-    def get(self, key: str) -> Any:
-        return self.raw[key] if key in self.raw else self.family.defaults.get(key)
-
-    def size(self, key: str) -> int:
-        value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise CheckpointCorrupt("config.json", f"{key} is {value!r}, not a positive integer")
-        return value
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises ModelNotFound or CheckpointCorrupt naming the file."""
     try:
@@ -275,33 +133,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _family_of(raw: Json) -> _Family:
+def _family_of(raw: Json) -> Family:
     """By `architectures` first (which names the head), else by model_type."""
     named = [str(name) for name in raw.get("architectures") or ()]
     model_type = str(raw.get("model_type", ""))
     if named:
-        known = next((_ARCHITECTURES[name] for name in named if name in _ARCHITECTURES), None)
+        known = next((ARCHITECTURES[name] for name in named if name in ARCHITECTURES), None)
     else:
-        known = _ALIASES.get(model_type, model_type)
+        known = ALIASES.get(model_type, model_type)
     if known not in FAMILIES:
         what = ", ".join(named) or model_type or "no architecture named"
-        raise UnsupportedModel(what, f"supported architectures are {', '.join(_ARCHITECTURES)}")
+        raise UnsupportedModel(what, f"supported architectures are {', '.join(ARCHITECTURES)}")
     return FAMILIES[known]
 
 
-def _text_config(raw: Json, family: _Family) -> _Text:
+def _text_config(raw: Json, family: Family) -> ConfigText:
     """The decoder's part of the config; ids that only the outer config has are copied into it."""
     nested = raw.get("text_config")
     if nested is None:
-        return _Text(family, raw)
+        return ConfigText(family, raw)
     inner: Json = nested if isinstance(nested, Mapping) else nested.to_dict()
     outer = {
         key: raw[key] for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings") if raw.get(key) is not None
     }
-    return _Text(family, {**inner, **outer})
+    return ConfigText(family, {**inner, **outer})
 
 
-def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int | None) -> ModelSpec:
+def _build(family: Family, text: ConfigText, eos_ids: tuple[int, ...], bos_id: int | None) -> ModelSpec:
     if text.get("use_bidirectional_attention"):
         raise UnsupportedModel(family.name, "bidirectional attention (an encoder) cannot be served as a decoder")
     num_layers, num_heads, hidden = (
@@ -346,18 +204,18 @@ def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int |
     return _with_latent(spec, text) if family.is_latent else spec
 
 
-def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
+def _with_latent(spec: ModelSpec, text: ConfigText) -> ModelSpec:
     """The spec with latent attention."""
     if not text.get("num_key_value_heads"):
-        text = _Text(text.family, {**text.raw, "num_key_value_heads": spec.num_heads})
+        text = ConfigText(text.family, {**text.raw, "num_key_value_heads": spec.num_heads})
     if text.name == "deepseek_v2":  # which has no such key
-        text = _Text(text.family, {**text.raw, "rope_interleave": True})
+        text = ConfigText(text.family, {**text.raw, "rope_interleave": True})
     latent, rope = latent_spec(text), spec.ropes[0]
     scale = latent_query_scale(latent, rope_kind=rope.kind, factor=rope.factor, mscale_all_dim=rope.mscale_all_dim)
     return replace(spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, has_qkv_bias=False)
 
 
-def _activation(text: _Text) -> ActivationName:
+def _activation(text: ConfigText) -> ActivationName:
     gemma = text.family.norm_offset
     name = (text.raw.get("hidden_activation") if gemma else None) or text.get("hidden_act")
     if gemma and name == "gelu":  # an error in Gemma's first configs, which mean the tanh form
@@ -367,7 +225,7 @@ def _activation(text: _Text) -> ActivationName:
     return _ACTIVATIONS[name]
 
 
-def _sliding_layers(text: _Text, num_layers: int) -> tuple[bool, ...]:
+def _sliding_layers(text: ConfigText, num_layers: int) -> tuple[bool, ...]:
     """Per layer, whether attention is limited to the sliding window."""
     kind, window = text.family.window, text.get("sliding_window")
     if kind == "none" or window is None:
@@ -387,7 +245,7 @@ def _sliding_layers(text: _Text, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool((layer + 1) % every) for layer in range(num_layers))
 
 
-def _from_layer_types(text: _Text, types: list[str], num_layers: int) -> tuple[bool, ...]:
+def _from_layer_types(text: ConfigText, types: list[str], num_layers: int) -> tuple[bool, ...]:
     unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
     if unknown:
         raise UnsupportedModel(text.name, f"layer type {unknown[0]!r}; known: full_attention, sliding_attention")
@@ -396,7 +254,7 @@ def _from_layer_types(text: _Text, types: list[str], num_layers: int) -> tuple[b
     return tuple(kind == "sliding_attention" for kind in types)
 
 
-def _ropes(text: _Text) -> tuple[RopeSpec, ...]:
+def _ropes(text: ConfigText) -> tuple[RopeSpec, ...]:
     """(full,) or, if sliding layers have their own rope, (full, sliding)."""
     parameters = text.get("rope_parameters")
     per_type = text.family.window == "pattern"
@@ -412,7 +270,7 @@ def _ropes(text: _Text) -> tuple[RopeSpec, ...]:
     return tuple(kinds)
 
 
-def _rope(text: _Text, values: Json, theta: float) -> RopeSpec:
+def _rope(text: ConfigText, values: Json, theta: float) -> RopeSpec:
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise UnsupportedModel(text.name, f"rope type {kind!r}; known: {', '.join(_ROPE_KINDS)}")
@@ -433,18 +291,12 @@ def _rope(text: _Text, values: Json, theta: float) -> RopeSpec:
 
 
 _ROPE_FLOATS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
+    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
     "mscale_all_dim",
-)
+)  # fmt: skip
 
 
-def _eos_ids(text: _Text, generation: Json | None) -> tuple[int, ...]:
+def _eos_ids(text: ConfigText, generation: Json | None) -> tuple[int, ...]:
     """Every EOS id, the config's first, without repeats."""
     ids: list[int] = []
     for value in (text.get("eos_token_id"), (generation or {}).get("eos_token_id")):
@@ -452,7 +304,7 @@ def _eos_ids(text: _Text, generation: Json | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(value) for value in ids))
 
 
-def _bos_id(text: _Text, generation: Json | None) -> int | None:
+def _bos_id(text: ConfigText, generation: Json | None) -> int | None:
     value = text.get("bos_token_id")
     if value is None:
         value = (generation or {}).get("bos_token_id")

@@ -1,53 +1,71 @@
-"""Mixture of experts (MoE) as data, read from the configs of DeepSeek, Qwen and Mixtral.
+"""Parts of a ModelSpec that some families have: DeepSeek's latent attention (MLA), and mixture of experts (MoE).
 
 Pure, like spec.py, which reads configs with this file's help: imports no torch and no transformers.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from kvrelay.engine.models.spec_mla import ConfigText
+from kvrelay.engine.models.families import ConfigText
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 
-# Hugging Face's defaults
-QWEN2_MOE: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "qkv_bias": True,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": False,
-    "sliding_window": 4096,
-}
-QWEN3_MOE: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-    "sliding_window": 4096,
-}
-MIXTRAL: dict[str, Any] = {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+LATENT_NORM_EPS = 1e-6  # of the norms on latents, as in the published code; the config's value is for other norms
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention. Sizes are elements.
+
+    A token's cache entry is one vector of `width` numbers for all heads: its normed latent (`kv_rank`), then its key's
+    rotary part (`rope_dim`). Keys are `nope_dim` numbers made of the latent and the rotary part, values `value_dim`.
+    query_rank: size of the queries' own latent; None: they have none.
+    is_interleaved: the checkpoint has rotary pairs side by side, not half a vector apart.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int | None
+    is_interleaved: bool
+    has_bias: bool
+
+    @property
+    def width(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+def latent_spec(text: ConfigText) -> LatentSpec:
+    """Raises CheckpointCorrupt, UnsupportedModel."""
+    if text.size("num_key_value_heads") != text.size("num_attention_heads"):
+        raise UnsupportedModel(text.name, "latent attention whose num_key_value_heads is not num_attention_heads")
+    spec = LatentSpec(
+        kv_rank=text.size("kv_lora_rank"),
+        rope_dim=text.size("qk_rope_head_dim"),
+        nope_dim=text.size("qk_nope_head_dim"),
+        value_dim=text.size("v_head_dim"),
+        query_rank=None if text.get("q_lora_rank") is None else text.size("q_lora_rank"),
+        is_interleaved=bool(text.get("rope_interleave")),
+        has_bias=bool(text.get("attention_bias")),
+    )
+    if spec.rope_dim % 2:
+        raise CheckpointCorrupt("config.json", f"qk_rope_head_dim {spec.rope_dim} is odd")
+    return spec
+
+
+def latent_query_scale(spec: LatentSpec, *, rope_kind: str, factor: float, mscale_all_dim: float | None) -> float:
+    """The factor of q·k; a stretched context makes it larger. Source: DeepSeek-V2 (2024), YaRN (2023)."""
+    scale = float(spec.query_dim**-0.5)
+    if rope_kind == "default" or not mscale_all_dim or factor <= 1:
+        return scale
+    return scale * (0.1 * mscale_all_dim * math.log(factor) + 1.0) ** 2
 
 
 @dataclass(frozen=True, slots=True)
