@@ -14,7 +14,7 @@ from kvrelay.environment import cache_dir
 from kvrelay.errors import ConfigError
 
 
-class Action(enum.StrEnum):
+class CacheAction(enum.StrEnum):
     """What to do with the cache."""
 
     LIST = "list"
@@ -22,13 +22,15 @@ class Action(enum.StrEnum):
 
 
 def command(
-    action: Annotated[Action, typer.Argument(help="list, or clear: remove what is in the cache")] = Action.LIST,
+    action: Annotated[
+        CacheAction, typer.Argument(help="list, or clear: remove what is in the cache")
+    ] = CacheAction.LIST,
     name: Annotated[str | None, typer.Argument(help="clear: this one only")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="clear: do not ask")] = False,
 ) -> None:
     """List the converted models with their size and last use, or remove them; they are converted again when needed."""
     console, found = Console(), conversions()
-    if action is Action.LIST:
+    if action is CacheAction.LIST:
         _show(console, found)
         return
     chosen = [one for one in found if name in (None, one.name)]
