@@ -11,7 +11,8 @@ import torch
 
 from bench.engine.inprocess import random_prompt
 from bench.gpu.section import FA3_IS_BUILT, Context
-from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.step.build import make_engine
 from kvrelay.engine.step.config import EngineConfig, StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.hashing import block_hashes
@@ -29,7 +30,11 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
         block_size=BLOCK_SIZE, kv_memory_bytes=kv_bytes, token_budget=token_budget, max_running=max_running,
         max_waiting=4 * max_running, prefix_caching=False,
     )  # fmt: skip
-    engine = load_engine(folder, backend, torch.bfloat16, config)
+    model = load_model(
+        folder, backend, torch.bfloat16, block_size=BLOCK_SIZE, kv_layout="NHD", kv_dtype=torch.bfloat16,
+        quantization=None,
+    )  # fmt: skip
+    engine = make_engine(model, backend, config)  # load_engine would choose kernels and capture every graph
     if (context.scratch / FA3_IS_BUILT).exists():
         engine.runner.choose_kernels()
     engine.cache.storage.tensor.uniform_(-1.0, 1.0)  # noise in place of a computed context

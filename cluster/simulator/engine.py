@@ -109,7 +109,7 @@ class SimulatedEngine:
         """Do what is due before a step is planned; returns the sequences whose reservation is granted."""
         self.pool.tick(now_s)
         if self.tiers is not None:
-            self.tiers.lower.poll()
+            self.tiers.lower.controller.poll()
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.reserving:
             scheduler.reject_overdue(now_s)
@@ -221,7 +221,7 @@ class SimulatedEngine:
 
     def next_deadline_s(self) -> float | None:
         """When the first queued request stops waiting for a store, if any waits."""
-        return None if self.tiers is None else self.tiers.lower.next_deadline_s()
+        return None if self.tiers is None else self.tiers.lower.controller.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         """A load report with the worker's own fields."""

@@ -276,13 +276,13 @@ def _last_token_wrong(draft: Any, vocab_size: int) -> Any:
 @during
 async def accepting_every_draft(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """Every draft is taken to be right."""
-    sampling: Any = engine_of(cluster).sampling
-    take_drafted = sampling.take_drafted
+    executor: Any = engine_of(cluster).executor
+    take_drafted = executor.take_drafted
 
     def take(item: Any, tokens: Any, logprobs: Any, outputs: Any) -> None:
         take_drafted(item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    with mock.patch.object(sampling, "take_drafted", take):
+    with mock.patch.object(executor, "take_drafted", take):
         yield
 
 

@@ -7,7 +7,6 @@ not known yet, and collected later; otherwise they are drawn when the step is co
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,13 +29,12 @@ logger = logging.getLogger(__name__)
 _PROMPT_LOGPROB_ROWS = 64  # logits of a whole chunk at once would be 100 MB at vocabularies of 50k and 512 tokens
 
 
-class LayerHook(Protocol):
-    """Called on the engine's thread when blocks of a held sequence are final for some layers.
+LayerHook = Callable[[str, int, list[BlockId], range], None]
+"""(request, first index, blocks, layers): these blocks of a held sequence are final for these layers.
 
-    On a device that computes asynchronously: they will be final when it has done what was launched so far.
-    """
-
-    def __call__(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None: ...
+Called on the engine's thread. On a device that computes asynchronously, they will be final when it has done what was
+launched so far.
+"""
 
 
 class LayerEvents:
@@ -54,10 +52,15 @@ class LayerEvents:
 
     def on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         """What is to be called when a layer of this step is done; None: no held sequence is in it."""
-        ready = [(item.seq.request_id, *completed_blocks(item)) for item in plan.work if item.seq.hold]
-        ready += [_loaded(item.seq) for item in plan.work if item.seq.hold and item.seq.load is not None]
-        ready = [entry for entry in ready if entry[2]]
-        if not ready:
+        ready: list[tuple[str, int, list[BlockId]]] = []
+        for item in plan.work:
+            if (seq := item.seq).hold:
+                ready.append((seq.request_id, *completed_blocks(item)))
+                if seq.load is not None:  # its blocks become final layer by layer
+                    end = seq.num_cached // seq.block_size
+                    first = end - seq.num_loaded_blocks
+                    ready.append((seq.request_id, first, _block_ids(seq, first, end)))
+        if not (ready := [entry for entry in ready if entry[2]]):
             return None
         hook, last_layer, step = self._hook, self._num_layers - 1, self._step
 
@@ -75,13 +78,6 @@ def completed_blocks(item: Scheduled) -> tuple[int, list[BlockId]]:
     first = item.start // seq.block_size
     last = seq.blocks_for(end) if end == seq.num_tokens else end // seq.block_size
     return first, _block_ids(seq, first, last)
-
-
-def _loaded(seq: Sequence) -> tuple[str, int, list[BlockId]]:
-    """(request, first index, blocks) of blocks loaded from a lower tier, which become final layer by layer."""
-    end = seq.num_cached // seq.block_size
-    first = end - seq.num_loaded_blocks
-    return seq.request_id, first, _block_ids(seq, first, end)
 
 
 def _block_ids(seq: Sequence, first: int, end: int) -> list[BlockId]:
@@ -118,7 +114,7 @@ class StepLoads:
         self._scheduler.rewind(seq)
         if load is not None and not isinstance(load, SwapLoad):
             assert self._tiers is not None
-            self._tiers.give_up(load)
+            self._tiers.controller.discard_load(load)
 
     def wait_for(self, seq: Sequence) -> bool:
         """Wait until all blocks of `seq` are loaded. False: they are corrupt, and `seq` is computed again."""
@@ -155,41 +151,67 @@ class StepLoads:
                     item.seq.end_load()
 
 
-class StepSampling:
-    """Draws the tokens of steps. device: None: calls return when they are computed.
+class StepExecutor:
+    """Launches the steps of one engine, and collects their outputs.
 
-    note_draft: called with a drafted item and how many of its tokens were right.
+    note_draft: called with a drafted item and how many of its tokens were right. device: None: calls return when they
+    are computed.
     """
 
     def __init__(
-        self, runner: Runner, sampler: Sampler, outputs: OutputProcessor, groups: GroupSteps,
-        note_draft: Callable[[Scheduled, int], None], scheduler: Scheduler, device: AsyncDevice | None,
-        clock: Callable[[], float],
+        self, scheduler: Scheduler, runner: Runner, storage: KvStorage, loads: StepLoads, sampler: Sampler,
+        outputs: OutputProcessor, groups: GroupSteps, note_draft: Callable[[Scheduled, int], None],
+        layer_events: LayerEvents | None, device: AsyncDevice | None, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._runner, self.sampler, self._outputs, self._groups = runner, sampler, outputs, groups
-        self._note_draft, self._scheduler, self._device, self._clock = note_draft, scheduler, device, clock
+        self._scheduler, self._runner, self._storage, self._loads = scheduler, runner, storage, loads
+        self.sampler, self._outputs, self._groups, self._note_draft = sampler, outputs, groups, note_draft
+        self._layer_events, self._device, self._clock = layer_events, device, clock
         self.waited_s = 0.0  # for the device, since the last `collect`
 
     # ---- at launch
 
-    def launched(self, step: InFlightStep, hidden: Tensor) -> None:
-        """Draw the step's tokens now where that is possible; else keep `hidden` until it is collected."""
-        if self._device is not None and not step.wants_prompt_logprobs and self._draws_alone(step):
-            step.pending = self._device.pending(self._draw(step, hidden))
-        else:
+    def launch(self, plan: StepPlan, now_s: float, before: InFlightStep | None) -> InFlightStep:
+        """Have a plan computed. before: the step in flight, whose tokens this one may read on the device."""
+        begun = [item for item in plan.work if not item.seq.plain_until]
+        for item in begun:
+            seq = item.seq
+            seq.num_chunks += 1
+            if seq.scheduled_s is None:
+                seq.scheduled_s = now_s
+                if self._layer_events is not None:
+                    self._layer_events.announce_cached(item)
+        step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.aside)
+        try:
+            self._copy_blocks(step)
+            drawn = before.drawn() if before is not None else None
+            on_layer = None if self._layer_events is None else self._layer_events.on_layer(plan)
+            hidden = self._runner.run(plan, on_layer, self._loads.before_layer(plan), drawn)
+            self._loads.settle(plan)
+            step.wants_prompt_logprobs = any(item.seq.request.sampling.prompt_logprobs is not None for item in begun)
+            self._draw_or_keep(step, hidden)
+        except BaseException:
+            step.release_kept()
+            raise
+        return step
+
+    def _copy_blocks(self, step: InFlightStep) -> None:
+        if copies := step.plan.copies:
+            for copy in copies:
+                self._runner.forget(copy.seq)  # its row of the block table names the shared block
+            step.keep_blocks(copy.source for copy in copies)
+            self._storage.copy_blocks([(copy.source, copy.target) for copy in copies])
+        self._scheduler.copied()
+
+    def _draw_or_keep(self, step: InFlightStep, hidden: Tensor) -> None:
+        """Draw the step's tokens now if they follow from its logits alone; else keep `hidden` until it is collected."""
+        must_wait = step.wants_prompt_logprobs or step.plan.num_drafted or self._scheduler.groups.by_id
+        if self._device is None or must_wait or not self.sampler.wants_tokens_alone(step.seqs):
             step.hidden = hidden
-
-    def _draws_alone(self, step: InFlightStep) -> bool:
-        """Whether its tokens are drawn from its logits alone, and nothing else is asked of them."""
-        if step.plan.num_drafted or self._scheduler.groups.by_id:
-            return False
-        return self.sampler.wants_tokens_alone(step.seqs)
-
-    def _draw(self, step: InFlightStep, hidden: Tensor) -> Tensor:
-        """One token for each of its rows, [R] int64 on the device."""
-        if not step.rows:
-            return _none_drawn(hidden)
-        return self.sampler.draw(self._runner.logits(hidden, step.rows), step.seqs)
+        elif step.rows:
+            logits = self._runner.logits(hidden, step.rows)
+            step.pending = self._device.pending(self.sampler.draw(logits, step.seqs))
+        else:
+            step.pending = self._device.pending(_none_drawn(hidden))
 
     # ---- when the step is collected
 
@@ -198,26 +220,26 @@ class StepSampling:
         self.waited_s, outputs = 0.0, list[TokenOutput]()
         try:
             if step.pending is None:
-                self._sample(step, outputs)
+                self.sample(step, outputs)
             else:
-                self._take(step, self._wait(step.pending), outputs)
+                self.take(step, self.wait(step.pending), outputs)
         finally:
             step.release_kept()
         return outputs
 
-    def _wait(self, pending: PendingTokens) -> list[int]:
+    def wait(self, pending: PendingTokens) -> list[int]:
         begin_s = self._clock()
         tokens = pending.wait()
         self.waited_s += self._clock() - begin_s
         return tokens
 
-    def _take(self, step: InFlightStep, tokens: list[int], outputs: list[TokenOutput]) -> None:
+    def take(self, step: InFlightStep, tokens: list[int], outputs: list[TokenOutput]) -> None:
         """Append tokens that were drawn at launch, but not to sequences that have ended meanwhile."""
         drawn = [pair for pair in zip(step.seqs, tokens, strict=True) if pair[0].state is State.RUNNING]
         seqs = [seq for seq, _ in drawn]
         self._outputs.append_all(seqs, [token for _, token in drawn], [None] * len(seqs), outputs)
 
-    def _sample(self, step: InFlightStep, outputs: list[TokenOutput]) -> None:
+    def sample(self, step: InFlightStep, outputs: list[TokenOutput]) -> None:
         """Draw the tokens of a step that has waited for what came before it."""
         plan, rows, seqs, hidden = step.plan, step.rows, step.seqs, step.hidden
         assert hidden is not None
@@ -228,7 +250,7 @@ class StepSampling:
             rows, seqs = [row for row, _ in pairs], [seq for _, seq in pairs]
         if not rows:
             if self._device is not None:  # whatever the step uses may be reused next
-                self._wait(self._device.pending(_none_drawn(hidden)))
+                self.wait(self._device.pending(_none_drawn(hidden)))
             return
         logits = self._runner.logits(hidden, rows)
         if plan.num_drafted:
@@ -258,10 +280,8 @@ class StepSampling:
         self._groups.settle(leaders)
 
     def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
-        """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its
-        sequence's step.
-
-        So the tokens are those of plain steps, one by one: see `uniform`.
+        """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its sequence's
+        step. So the tokens are those of plain steps, one by one: see `uniform`.
         """
         items = [item for item in plan.work if item.samples]
         ahead = [index for item in items for index in range(1 + len(item.drafts))]
@@ -314,46 +334,3 @@ class StepSampling:
 
 def _none_drawn(hidden: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=hidden.device)
-
-
-class StepLauncher:
-    """Launches the steps of one engine."""
-
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, storage: KvStorage, loads: StepLoads, sampling: StepSampling,
-        layer_events: LayerEvents | None,
-    ) -> None:  # fmt: skip
-        self._scheduler, self._runner, self._storage = scheduler, runner, storage
-        self._loads, self._sampling, self._layer_events = loads, sampling, layer_events
-
-    def launch(self, plan: StepPlan, now_s: float, before: InFlightStep | None) -> InFlightStep:
-        """Have a plan computed. before: the step in flight, whose tokens this one may read on the device."""
-        begun = [item for item in plan.work if not item.seq.plain_until]
-        for item in begun:
-            seq = item.seq
-            seq.num_chunks += 1
-            if seq.scheduled_s is None:
-                seq.scheduled_s = now_s
-                if self._layer_events is not None:
-                    self._layer_events.announce_cached(item)
-        step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.aside)
-        try:
-            self._copy_blocks(step)
-            drawn = before.drawn() if before is not None else None
-            on_layer = None if self._layer_events is None else self._layer_events.on_layer(plan)
-            hidden = self._runner.run(plan, on_layer, self._loads.before_layer(plan), drawn)
-            self._loads.settle(plan)
-            step.wants_prompt_logprobs = any(item.seq.request.sampling.prompt_logprobs is not None for item in begun)
-            self._sampling.launched(step, hidden)
-        except BaseException:
-            step.release_kept()
-            raise
-        return step
-
-    def _copy_blocks(self, step: InFlightStep) -> None:
-        if copies := step.plan.copies:
-            for copy in copies:
-                self._runner.forget(copy.seq)  # its row of the block table names the shared block
-            step.keep_blocks(copy.source for copy in copies)
-            self._storage.copy_blocks([(copy.source, copy.target) for copy in copies])
-        self._scheduler.copied()

@@ -126,16 +126,9 @@ class Runner:
     """One model on one device, with the block tables of the sequences that it is running."""
 
     def __init__(
-        self,
-        model: DecoderModel,
-        backend: Backend,
-        kv_layers: Rows[Tensor],
-        *,
-        block_size: int,
-        max_running: int,
-        max_blocks: int,
-        max_tokens: int = 512,
-    ) -> None:
+        self, model: DecoderModel, backend: Backend, kv_layers: Rows[Tensor], *, block_size: int, max_running: int,
+        max_blocks: int, max_tokens: int = 512,
+    ) -> None:  # fmt: skip
         self._model, self._backend, self._kv_layers = model, backend, kv_layers
         self._device = backend.asynchronous
         self._block_size = block_size
@@ -248,12 +241,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self,
-        plan: StepPlan,
-        on_layer: Callable[[int], None] | None = None,
-        before_layer: Callable[[int], None] | None = None,
-        drawn: DrawnTokens | None = None,
-    ) -> Tensor:
+        self, plan: StepPlan, on_layer: Callable[[int], None] | None = None,
+        before_layer: Callable[[int], None] | None = None, drawn: DrawnTokens | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. drawn: tokens not known here.
 
         `before_layer` may wait for KV of that layer that is still on its way, `on_layer` hears when a layer is done.

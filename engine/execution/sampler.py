@@ -76,15 +76,11 @@ def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=np.array([p.seed & _MASK64 for p in params if p.temperature > 0], dtype=np.uint64),
         random=[row for row, p in enumerate(params) if p.temperature > 0],
-        changed=[row for row, p in enumerate(params) if _changes_every_row(p)],
+        changed=[row for row, p in enumerate(params) if p.has_penalties or p.logit_bias],
         short=[(row, _ends(p, eos_ids)) for row, p in enumerate(params) if p.min_tokens > 0],
         logprobs=[row for row, p in enumerate(params) if p.logprobs is not None],
         tokens_alone=not any(p.logprobs is not None or p.has_penalties for p in params),
     )
-
-
-def _changes_every_row(p: Sampling) -> bool:
-    return p.has_penalties or bool(p.logit_bias)
 
 
 def _ends(p: Sampling, eos_ids: tuple[int, ...]) -> np.ndarray:
@@ -145,7 +141,8 @@ class Sampler:
 
     def _bans(self, seqs: Rows[Sequence]) -> list[tuple[int, np.ndarray]]:
         """What rows must not draw yet."""
-        return [(row, ids) for row, ids in self._last.short if self._needs_mask(seqs[row])]
+        last = self._last
+        return [(row, ids) for row, ids in last.short if seqs[row].num_output < last.params[row].min_tokens]
 
     def _draw_without(self, bans: list[tuple[int, np.ndarray]], logits: Tensor, batch: SamplingBatch) -> Tensor:
         """The draw with a few places of the logits banned meanwhile: a copy of all rows would take longer than it."""
@@ -179,9 +176,6 @@ class Sampler:
             return draws
         draws.numpy()[last.random] = uniforms(last.seeds, np.array(positions, dtype=np.uint64))
         return draws
-
-    def _needs_mask(self, seq: Sequence) -> bool:
-        return seq.num_output < seq.request.sampling.min_tokens
 
     def _note_changes(self, changes: LogitChanges, row: int, seq: Sequence) -> None:
         p = seq.request.sampling
@@ -291,15 +285,10 @@ class OutputProcessor:
             self._set_plain_until(seq)
         wanted = request.sampling.max_tokens > 0
         output = TokenOutput(
-            request_id=seq.stream_id,
-            choice=seq.choice,
-            num_left=_num_left(seq),
-            position=position,
-            token_ids=[token] if wanted else [],
-            logprobs=[logprob] if logprob is not None and wanted else [],
-            finish_reason=reason,
-            stop_token=token if reason is FinishReason.STOP else None,
-        )
+            request_id=seq.stream_id, choice=seq.choice, num_left=_num_left(seq), position=position,
+            token_ids=[token] if wanted else [], logprobs=[logprob] if logprob is not None and wanted else [],
+            finish_reason=reason, stop_token=token if reason is FinishReason.STOP else None,
+        )  # fmt: skip
         return with_first_token_facts(output, seq, now_s) if is_first else output
 
     def end_too_long(self, seqs: Iterable[Sequence]) -> None:
@@ -315,13 +304,9 @@ class OutputProcessor:
             return None
         self._end(seq, reason)
         return TokenOutput(
-            request_id=seq.stream_id,
-            position=seq.num_output,
-            token_ids=[],
-            finish_reason=reason,
-            choice=seq.choice,
+            request_id=seq.stream_id, position=seq.num_output, token_ids=[], finish_reason=reason, choice=seq.choice,
             num_left=_num_left(seq),
-        )
+        )  # fmt: skip
 
     def is_last(self, seq: Sequence) -> bool:
         """Whether a sequence ends with the token that comes next, whatever it is."""

@@ -228,18 +228,18 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     seams: list[tuple[Any, str, str]] = [
         (engine, "step", REST),
         (engine, "drain_events", EVENTS),
-        (engine, "_advance", OUTPUTS),
-        (engine.sampling, "_sample", OUTPUTS),
-        (engine.sampling, "_take", OUTPUTS),
-        (engine.sampling, "_wait", SAMPLING),
+        (engine, "advance", OUTPUTS),
+        (engine.executor, "sample", OUTPUTS),
+        (engine.executor, "take", OUTPUTS),
+        (engine.executor, "wait", SAMPLING),
         (scheduler, "reject_overdue", SCHEDULING),
         (scheduler, "grant_reservations", SCHEDULING),
         (scheduler, "schedule", SCHEDULING),
         (runner, "run", MODEL),
         (runner, "batch", METADATA),
         (runner, "logits", LOGITS),
-        (engine.sampling.sampler, "sample", SAMPLING),
-        (engine.sampling.sampler, "draw", SAMPLING),
+        (engine.executor.sampler, "sample", SAMPLING),
+        (engine.executor.sampler, "draw", SAMPLING),
     ]
 
     changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]

@@ -130,11 +130,11 @@ class BlocksAside:
         for blocks in self.quarantined.values():
             holders.update(blocks)
         if self._tiers is not None:
-            holders.update(self._tiers.held_blocks())
+            holders.update(self._tiers.controller.held_blocks())
         return holders
 
     def __bool__(self) -> bool:
-        return bool(self.quarantined or self.probe_blocks or (self._tiers is not None and self._tiers.held_blocks()))
+        return bool(self.holders())
 
 
 class PrefixRegistration:
@@ -145,27 +145,15 @@ class PrefixRegistration:
         self.pinning = pinning
 
     def register(self, seq: Sequence) -> None:
-        """Other sequences may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked
-        to.
-        """
-        full = seq.num_computed // seq.block_size
-        if full > seq.num_hashed_blocks:
-            self.register_full(seq, full)
-        if not seq.is_pinned:
-            self.pin(seq)
-
-    def register_full(self, seq: Sequence, full: int) -> None:
-        """Register its first `full` blocks."""
-        if (hints := seq.request.hints).keep:
-            first, size = seq.num_hashed_blocks, seq.block_size
+        """Others may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked to."""
+        hints, size, first = seq.request.hints, seq.block_size, seq.num_hashed_blocks
+        full = seq.num_computed // size
+        if full > first and hints.keep:
             tokens = pack_tokens(seq.token_ids, first * size, full * size)
             self._pool.insert(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
             if self._tiers is not None:
                 self._tiers.filled(seq, first, full)
-        seq.num_hashed_blocks = full
-
-    def pin(self, seq: Sequence) -> None:
-        """Keep the prompt of `seq` for as long as its request asks, once it is computed."""
+        seq.num_hashed_blocks = max(first, full)
         if not seq.is_pinned and seq.num_computed >= seq.request.num_prompt_tokens:
             self.pinning.pin_prompt(seq)
 

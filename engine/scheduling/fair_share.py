@@ -86,9 +86,7 @@ class FairShare:
         return self._counters.get(tenant, 0.0)
 
     def turn(self, tenant: str) -> float:
-        """The order of tenants, least first: counters in steps, so that tenants served about alike are first come
-        first served.
-        """
+        """The order of tenants, least first: counters in steps, so that those served alike come as they arrive."""
         quantum = self.rules.credit_tokens / TURNS_IN_CREDIT
         return self.counter(tenant) // quantum if quantum else self.counter(tenant)
 

@@ -204,9 +204,7 @@ class GroupSteps:
         self._groups.fork(group, members)
 
     def take_over(self, leader: Sequence, token_ids: list[int]) -> list[Sequence]:
-        """A prefill worker has computed the prompt and drawn each live choice's first token; the members, which have
-        parted.
-        """
+        """A prefill worker has computed the prompt and drawn each live choice's first token; returns the members."""
         group = leader.group
         assert group is not None
         members = self._members(group, leader)
@@ -283,9 +281,9 @@ class GroupSteps:
                 request_id=request.request_id,
                 position=0,
                 token_ids=list(one.token_ids),
+                choice=choice,
                 finish_reason=FinishReason.STOP if one.is_ended else FinishReason.LENGTH,
                 stop_token=one.token_ids[-1] if one.is_ended else None,
-                choice=choice,
                 num_left=len(best) - choice - 1,
             )
             for choice, one in enumerate(best)

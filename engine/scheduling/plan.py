@@ -107,10 +107,7 @@ class StepPlanner:
     # ---- running sequences
 
     def _schedule_decodes(self, running: list[Sequence], draft: _Draft) -> list[Sequence]:
-        """Schedule sequences that lack one token, as far as the budget goes; returns the others.
-
-        Runs for every sequence in every step: short of a block's end it calls nothing.
-        """
+        """Schedule sequences that lack one token, as far as the budget goes; returns the others. A hot loop."""
         is_running, work, singles, budget = State.RUNNING, Scheduled, draft.singles, draft.budget
         others: list[Sequence] = []
         for seq in running:
@@ -203,10 +200,7 @@ class StepPlanner:
             self._join(seq, draft)
 
     def _admit(self, draft: _Draft, before: Sequence | None = None) -> None:
-        """Begin queued sequences while there is room;
-
-        `before`: only those that go before this prompt, which has begun.
-        """
+        """Begin queued sequences while there is room. before: only those that go before this begun prompt."""
         while draft.budget > 0 and (seq := self._admission.admit_waiting(draft.chunks, before)) is not None:
             self._join(seq, draft)
 

@@ -41,8 +41,7 @@ class Preemption:
         return all(one is not seq for one in gone)
 
     def _preempt(self, loser: Sequence) -> list[Sequence]:
-        """Preempt all members of a group at once, unless it runs alone: then one, which continues when the others
-        have ended.
+        """Preempt all members of a group at once, unless it runs alone: then one, to go on when the others have ended.
 
         Beams are not swapped but merged: they move in step, and some might not come back while others hold blocks.
         """
@@ -59,10 +58,7 @@ class Preemption:
         return gone
 
     def _runs_alone(self, group: SequenceGroup) -> bool:
-        """Whether no other sequence's end will make room for it.
-
-        Beams were admitted because all of them fit at once.
-        """
+        """Whether no other sequence's end will make room for it. Beams were admitted because all fit at once."""
         queues = self._queues
         return group.search is None and not queues.receiving and all(seq.group is group for seq in queues.running)
 

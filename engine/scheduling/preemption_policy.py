@@ -5,7 +5,8 @@ engine from all other sequences. All speeds are measured ones and arguments; no 
 """
 
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
@@ -21,9 +22,6 @@ class PreemptionMode(enum.StrEnum):
     SWAP = "swap"  # to host memory, and back later
     RECOMPUTE = "recompute"  # dropped; what no cache holds is computed again
     RETURN_TO_PREFILL = "return-to-prefill"  # dropped; a prefill worker computes it and sends it again
-
-
-PREEMPTION_MODES = tuple(PreemptionMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,88 +44,55 @@ class VictimGroup:
     can_return: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionRates:
-    """Measured speeds; 0: not measured. Latencies: of a swap or a KV transfer, however little it moves."""
+@dataclass(slots=True)
+class MeasuredSpeeds:
+    """Speeds that the engine, its swap area and its transfers have measured; 0: not yet.
 
-    save_bytes_per_s: float = 0.0
-    load_bytes_per_s: float = 0.0
+    Latencies: of a swap or a KV transfer, however little it moves.
+    """
+
     compute_tokens_per_s: float = 0.0
-    remote_tokens_per_s: float = 0.0
     transfer_bytes_per_s: float = 0.0
     transfer_latency_s: float = 0.0
+    remote_tokens_per_s: float = 0.0
+    save_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
     swap_latency_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """delay_s: the group is back later by so much. stall_s: of it, the engine does nothing for others."""
-
-    delay_s: float
-    stall_s: float
-
-    def total_s(self, num_others: int) -> float:
-        return self.delay_s + (num_others * self.stall_s if num_others else 0.0)  # infinity times none is none
 
 
 def _over(amount: float, speed: float) -> float:
     """Seconds; infinite when the speed was not measured."""
     if amount <= 0:
         return 0.0
-    return amount / speed if speed > 0 else float("inf")
+    return amount / speed if speed > 0 else math.inf
 
 
-def swap_cost(victims: VictimGroup, rates: PreemptionRates) -> Cost:
-    """Out and back again; a step waits for either."""
-    seconds = _over(victims.swap_bytes, rates.save_bytes_per_s) + _over(victims.swap_bytes, rates.load_bytes_per_s)
-    seconds += rates.swap_latency_s
-    return Cost(seconds, seconds)
-
-
-def recompute_cost(victims: VictimGroup, rates: PreemptionRates) -> Cost:
-    """What no cache holds is computed among the others' steps, what the host tier holds is brought up."""
-    compute_s = _over(victims.num_tokens - victims.shared_tokens - victims.tier_tokens, rates.compute_tokens_per_s)
-    seconds = compute_s + _over(victims.tier_bytes, rates.load_bytes_per_s or rates.save_bytes_per_s)
-    return Cost(seconds, seconds)
-
-
-def return_cost(victims: VictimGroup, rates: PreemptionRates) -> Cost:
-    """Another worker computes everything; this one reads it beside its steps."""
-    prefill_s = _over(victims.num_tokens, rates.remote_tokens_per_s)
-    transfer_s = rates.transfer_latency_s + _over(victims.transfer_bytes, rates.transfer_bytes_per_s)
-    return Cost(prefill_s + transfer_s, 0.0)
-
-
-def costs(victims: VictimGroup, rates: PreemptionRates) -> dict[PreemptionMode, Cost]:
-    """Of the ways that can be gone; recomputing always can."""
-    found = {PreemptionMode.RECOMPUTE: recompute_cost(victims, rates)}
-    if victims.can_swap:
-        found[PreemptionMode.SWAP] = swap_cost(victims, rates)
-    if victims.can_return:
-        found[PreemptionMode.RETURN_TO_PREFILL] = return_cost(victims, rates)
+def costs(victims: VictimGroup, speeds: MeasuredSpeeds) -> dict[PreemptionMode, float]:
+    """Seconds of each possible mode; recomputing always is."""
+    num_lost = victims.num_tokens - victims.shared_tokens - victims.tier_tokens
+    recompute_s = _over(num_lost, speeds.compute_tokens_per_s)
+    recompute_s += _over(victims.tier_bytes, speeds.load_bytes_per_s or speeds.save_bytes_per_s)
+    num_delayed = 1 + victims.num_others  # the engine computes, or waits for copies, for all of them
+    found = {PreemptionMode.RECOMPUTE: num_delayed * recompute_s}
+    if victims.can_swap:  # out and back again
+        swap_s = _over(victims.swap_bytes, speeds.save_bytes_per_s) + _over(victims.swap_bytes, speeds.load_bytes_per_s)
+        found[PreemptionMode.SWAP] = num_delayed * (swap_s + speeds.swap_latency_s)
+    if victims.can_return:  # another worker computes, and the KV is read beside this one's steps
+        transfer_s = speeds.transfer_latency_s + _over(victims.transfer_bytes, speeds.transfer_bytes_per_s)
+        found[PreemptionMode.RETURN_TO_PREFILL] = _over(victims.num_tokens, speeds.remote_tokens_per_s) + transfer_s
     return found
 
 
-def choose(victims: VictimGroup, rates: PreemptionRates, *, only: PreemptionMode | None = None) -> PreemptionMode:
-    """The way that costs all sequences the least. only: that one, where it can be gone.
+def choose(victims: VictimGroup, speeds: MeasuredSpeeds, *, only: PreemptionMode | None = None) -> PreemptionMode:
+    """The mode that costs all sequences the least. only: that one, where it is possible.
 
     Of equal costs, and where nothing was measured, swap comes first, then recompute: neither asks anything of another
     worker.
     """
-    found = costs(victims, rates)
+    found = costs(victims, speeds)
     if only is not None:
         return only if only in found else PreemptionMode.RECOMPUTE
-    order = [way for way in PREEMPTION_MODES if way in found]
-    return min(order, key=lambda way: (found[way].total_s(victims.num_others), order.index(way)))
-
-
-@dataclass(slots=True)
-class MeasuredSpeeds:
-    """Speeds that the engine and its transfers have measured; 0: not yet."""
-
-    compute_tokens_per_s: float = 0.0
-    transfer_bytes_per_s: float = 0.0
-    transfer_latency_s: float = 0.0
+    return min((mode for mode in PreemptionMode if mode in found), key=lambda mode: found[mode])
 
 
 class PreemptionChoice:
@@ -164,31 +129,22 @@ class PreemptionChoice:
             shared += num_shared_blocks * block_size
             lower += num_lower
             copied += num_computed - num_shared_blocks
-        block_bytes = self._token_bytes * block_size
-        area = self._area
+        block_bytes, area = self._token_bytes * block_size, self._area
         return VictimGroup(
-            num_tokens=tokens,
-            shared_tokens=shared,
-            tier_tokens=lower * block_size,
-            tier_bytes=int(lower * block_bytes),
-            swap_bytes=int(copied * block_bytes),
-            transfer_bytes=int(tokens * self._token_bytes),
-            num_others=num_others,
+            num_tokens=tokens, shared_tokens=shared, tier_tokens=lower * block_size,
+            tier_bytes=int(lower * block_bytes), swap_bytes=int(copied * block_bytes),
+            transfer_bytes=int(tokens * self._token_bytes), num_others=num_others,
             can_swap=area is not None and copied <= area.num_free and all(_may_swap(seq) for seq in group),
             can_return=all(_may_return(seq) for seq in group),
-        )
+        )  # fmt: skip
 
-    def _rates(self, remote_tokens_per_s: float) -> PreemptionRates:
-        area, speeds = self._area, self._speeds
-        return PreemptionRates(
-            save_bytes_per_s=area.save_bytes_per_s if area is not None else 0.0,
-            load_bytes_per_s=area.load_bytes_per_s if area is not None else 0.0,
-            compute_tokens_per_s=speeds.compute_tokens_per_s,
-            remote_tokens_per_s=remote_tokens_per_s,
-            transfer_bytes_per_s=speeds.transfer_bytes_per_s,
-            transfer_latency_s=speeds.transfer_latency_s,
-            swap_latency_s=area.latency_s if area is not None else 0.0,
-        )
+    def _rates(self, remote_tokens_per_s: float) -> MeasuredSpeeds:
+        if (area := self._area) is None:
+            return replace(self._speeds, remote_tokens_per_s=remote_tokens_per_s)
+        return replace(
+            self._speeds, remote_tokens_per_s=remote_tokens_per_s, save_bytes_per_s=area.save_bytes_per_s,
+            load_bytes_per_s=area.load_bytes_per_s, swap_latency_s=area.latency_s,
+        )  # fmt: skip
 
 
 def num_shared(pool: BlockPool, seq: Sequence) -> int:

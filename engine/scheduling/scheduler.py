@@ -5,7 +5,7 @@ Its parts, each a class of its own: waiting_queue.py (where sequences are), admi
 release).
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ class Arrivals:
         num_tokens, pool = len(request.token_ids), self._pool
         if request.request_id in self._queues.sequences or request.request_id in self._groups.by_id:
             return "duplicate", f"{request.request_id} is already here"
-        if not request.token_ids or not 0 < request.num_prompt_tokens <= num_tokens:
+        if not 0 < request.num_prompt_tokens <= num_tokens:
             return "invalid", "no prompt tokens, or more of them than tokens"
         if num_tokens + (request.sampling.max_tokens > 1) > pool.num_blocks * pool.block_size:
             return "too_long", f"{num_tokens} tokens do not fit {pool.num_blocks} blocks of {pool.block_size}"
@@ -83,14 +83,9 @@ class Arrivals:
         return self._queues.num_queued >= self._config.max_waiting
 
     def _displaceable(self, tenant: str) -> Sequence | None:
-        """The sequence that a newcomer of this tenant displaces from a full queue.
-
-        It is the last one of the tenant that takes the most places, if that takes far more than the newcomer's tenant.
-        """
+        """The last one of the tenant that takes the most places, if those are far more than the newcomer's tenant's."""
         largest = self._fair_share.most_waiting(tenant)
-        if largest is None:
-            return None
-        return last_of(largest, self._queues.waiting, self._queues.reserving)
+        return None if largest is None else last_of(largest, self._queues.waiting, self._queues.reserving)
 
     def queue(
         self, request: SequenceRequest, now_s: float, queue: WaitingQueue, *, hold: bool, output_limit: int | None
@@ -131,6 +126,8 @@ class Arrivals:
 class Scheduler:
     """Queues and transitions of all sequences of one engine: the face of the parts that it is made of.
 
+    Its 19 attributes are those parts, and what is queued where.
+
     Args:
         fair_share: tenants' counters; default: with QueueRules' defaults.
         headroom: what admission leaves free; default: `config.headroom` of what is expected from outputs of this
@@ -150,7 +147,9 @@ class Scheduler:
         headroom = headroom or Headroom(config.headroom, pool.block_size)
         self.pool, self.config, self.fair_share = pool, config, fair_share
         queues, table, copies = Queues(fair_share), GroupTable(eos_ids), CopyOnWrite(pool)
-        self.queues = queues
+        self.queues, self.sequences, self.running = queues, queues.sequences, queues.running
+        self.waiting, self.reserving = queues.waiting, queues.reserving
+        self.receiving, self.held, self.swapped = queues.receiving, queues.held, queues.swapped
         self.aside = BlocksAside(pool, queues, tiers)
         self.registration = PrefixRegistration(pool, Pinning(pool, tiers), tiers)
         self.release = Release(pool, queues, fair_share, table, area, headroom.lengths, tiers)
@@ -274,34 +273,6 @@ class Scheduler:
         return key
 
     # ---- what others may know
-
-    @property
-    def running(self) -> list[Sequence]:
-        return self.queues.running
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self.queues.waiting
-
-    @property
-    def reserving(self) -> WaitingQueue:
-        return self.queues.reserving
-
-    @property
-    def receiving(self) -> dict[str, Sequence]:
-        return self.queues.receiving
-
-    @property
-    def held(self) -> dict[str, Sequence]:
-        return self.queues.held
-
-    @property
-    def swapped(self) -> deque[Sequence]:
-        return self.queues.swapped
-
-    @property
-    def sequences(self) -> dict[str, Sequence]:
-        return self.queues.sequences
 
     @property
     def has_work(self) -> bool:

@@ -224,9 +224,7 @@ def search_of(request: SequenceRequest, eos_ids: tuple[int, ...]) -> BeamSearch 
 
 
 class GroupTable:
-    """A group is in the table from its arrival until its last member has ended. eos_ids: end a beam search's
-    hypotheses.
-    """
+    """Groups, from their arrival until their last members have ended. eos_ids: end a beam search's hypotheses."""
 
     def __init__(self, eos_ids: tuple[int, ...] = ()) -> None:
         self._eos_ids = eos_ids

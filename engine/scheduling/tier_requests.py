@@ -3,12 +3,11 @@
 Between the scheduler, which knows sequences, and `kvcache.tiers`, which knows blocks. Lives on the engine's thread.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.index.pins import PinRecord, PinRecords
-from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvcache.tiers.controller import TierController
@@ -85,21 +84,13 @@ class LowerTiers:
         """Keep its first blocks, which it holds, in the host tier for so long; missing ones are saved."""
         self.controller.pin(self._indexed(seq, 0, count), self.controller.now_s() + ttl_s)
 
-    def pin_hashes(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
-        """Keep these blocks, where they are in the host tier, for so long."""
-        self.controller.pin_cached(hashes, self.controller.now_s() + ttl_s)
-
-    def unpin(self, hashes: Sequence[BlockHash], shared: Container[BlockHash] = ()) -> None:
-        """These may be evicted again. shared: stay pinned in the stores, for other requests."""
-        self.controller.unpin(hashes, shared)
-
     # ---- ahead of a request
 
     def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
         """The number of blocks after those in the pool that the host tier has; they stay there for so long."""
         hashes = seq.full_hashes()
         count = self.controller.match(hashes, num_in_pool)
-        self.pin_hashes(hashes[num_in_pool : num_in_pool + count], ttl_s)
+        self.controller.pin_cached(hashes[num_in_pool : num_in_pool + count], self.controller.now_s() + ttl_s)
         return count
 
     def prefetch(self, seq: Seq, num_here: int, ttl_s: float, on_found: Callable[[int], None]) -> bool:
@@ -111,14 +102,6 @@ class LowerTiers:
 
     # ---- the end
 
-    def held_blocks(self) -> list[BlockId]:
-        """Blocks of the pool that are held while they are saved: each once for every copy."""
-        return self.controller.held_blocks()
-
-    def give_up(self, load: Load) -> None:
-        """What was loaded is corrupt: forget it."""
-        self.controller.discard_load(load)
-
     def gone(self, seq: Seq) -> None:
         """`seq` releases its blocks, or left its queue."""
         seq.end_load()
@@ -126,10 +109,6 @@ class LowerTiers:
         self.controller.end_fetch(seq.request_id)
 
     # ---- for the engine
-
-    def poll(self) -> None:
-        """Take note of copies and fetches that have ended. Before each step."""
-        self.controller.poll()
 
     def end_step(self, pool: BlockPool, prefill_tokens_per_s: float) -> None:
         """Under write-back: save what would be evicted next. prefill_tokens_per_s: measured."""
@@ -144,10 +123,6 @@ class LowerTiers:
             ]
 
         self.controller.write_back(coldest)
-
-    def next_deadline_s(self) -> float | None:
-        """When the next queued sequence stops waiting for a store; None: none waits."""
-        return self.controller.next_deadline_s()
 
 
 _RECORDS_PER_BLOCK = 4  # hashes that records may have, for each block of the pool
@@ -195,11 +170,11 @@ class Pinning:
         for record in ended:
             self._pool.unpin(_chain(record), len(record))
             if tiers is not None:
-                tiers.unpin(record.hashes(), shared)
+                tiers.controller.unpin(record.hashes(), shared)
         for record in others:
             self._pool.pin(_chain(record), len(record), record.until_s - now_s)
             if tiers is not None:
-                tiers.pin_hashes(record.hashes(), record.until_s - now_s)
+                tiers.controller.pin_cached(record.hashes(), tiers.controller.now_s() + record.until_s - now_s)
 
     def _record(self, seq: Seq, count: int, ttl_s: float) -> None:
         now_s, chain = self._pool.now_s, seq.block_chain()

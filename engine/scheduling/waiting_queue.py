@@ -218,9 +218,7 @@ class WaitingQueue:
         return None
 
     def mark_overdue(self, seq: Sequence, num_uncached: int) -> None:
-        """It misses its TTFT target: sequences of its tenant and class that can still meet theirs go before it from
-        now on.
-        """
+        """It misses its TTFT target: from now on those of its tenant and class that can meet theirs go before it."""
         self._places[id(seq)].is_live = False
         seq.overdue_tokens = max(1, num_uncached)
         self._stand(seq)

@@ -33,9 +33,7 @@ class Shadow:
 
     @property
     def num_behind(self) -> int:
-        """Tokens to compute before there is a draft: at least the last one, even if it was computed as part of a draft
-        that was cut off.
-        """
+        """Tokens to compute before there is a draft: at least the last one, even if a draft that was cut off had it."""
         return max(1, len(self.of.token_ids) - min(self.seq.num_computed, self.num_right()))
 
     @property

@@ -64,40 +64,25 @@ class DraftModel:
     """Drafts for one engine's sequences."""
 
     def __init__(
-        self,
-        model: DecoderModel,
-        backend: Backend,
-        config: DraftConfig,
-        *,
-        name: str = "",
+        self, model: DecoderModel, backend: Backend, config: DraftConfig, *, name: str = "",
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ConfigError when the KV memory holds fewer than two blocks."""
         shape, spec = model.attention_shape, model.spec
         dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
         layout = KvLayout(
-            spec.num_layers,
-            1,
-            config.block_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            dtype,
-            order=shape.kv_layout,
+            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=shape.kv_layout,
             is_latent=shape.latent_dim is not None,
-        )
+        )  # fmt: skip
         num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
         self.share, self._name = config.share, name
         self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len)
         self._clock, self._vocab_size = clock, config.vocab_size
         self._storage = KvStorage(replace(layout, num_blocks=num_blocks), backend.device)
         self._runner = Runner(
-            model,
-            backend,
-            self._storage.layers,
-            block_size=config.block_size,
-            max_running=config.max_running,
+            model, backend, self._storage.layers, block_size=config.block_size, max_running=config.max_running,
             max_blocks=-(-self.max_model_len // config.block_size) + 1,
-        )
+        )  # fmt: skip
         self._sampler = Sampler(backend, ())
         self.num_blocks = num_blocks
         pool = BlockPool(num_blocks, block_size=config.block_size)
@@ -119,9 +104,7 @@ class DraftModel:
         )
 
     def most_for(self, seq: Sequence) -> int:
-        """Tokens that its context length allows to draft; 0: the sequence is too long, or has tokens outside its
-        vocabulary.
-        """
+        """Tokens that its context length allows to draft; 0: none, or the text has tokens outside its vocabulary."""
         return 0 if self.cache.is_foreign(seq) else max(0, self.max_model_len - seq.num_tokens)
 
     def num_behind(self, seq: Sequence) -> int:
@@ -152,9 +135,7 @@ class DraftModel:
         return drafted
 
     def _catch_up(self, wanted: Rows[tuple[Sequence, int]], chunk: int, drafted: Drafted) -> list[tuple[Shadow, int]]:
-        """Compute missing text, nearest sequences first. Returns (shadow, tokens wanted) of those that have a first
-        draft now.
-        """
+        """Compute missing text, nearest first; returns (shadow, tokens wanted) of those that have a first draft now."""
         needed = {seq.request_id for seq, _ in wanted}
         work: list[Scheduled] = []
         ready: list[tuple[Shadow, int]] = []

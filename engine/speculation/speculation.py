@@ -20,11 +20,10 @@ from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.engine.speculation.draft_choice import MARGIN, TRY_TOKENS, DraftCandidate, DraftModelChoice
 from kvrelay.engine.speculation.draft_model import DraftModel
-from kvrelay.engine.speculation.prompt_lookup import PromptLookup
+from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 
-# plain steps whose median counts: with drafts in most steps they are rare, and a slow one would count for long
-_RECENT_STEPS = 5
+_RECENT_STEPS = 5  # plain ones, whose median counts: among drafted ones they are rare, and a slow one counts for long
 _ENOUGH_PLAIN = 3
 _FORGET = 0.97  # weight of older steps in the fit
 _RECENT = 0.9  # weight of older drafts in a sequence's acceptance rate
@@ -65,28 +64,23 @@ class SpeculationTimes:
     _seen: set[tuple[int, int]] = field(default_factory=set)
     _moments: dict[int, list[float]] = field(default_factory=dict)  # weight, k, k², seconds, k · seconds
 
-    @staticmethod
-    def _class(num_sequences: int) -> int:
-        return num_sequences.bit_length()
-
     def plain(self, num_sequences: int) -> float | None:
         """Seconds of a step without drafts; None: not measured."""
-        return self.plain_s.get(self._class(num_sequences))
+        return self.plain_s.get(num_sequences.bit_length())
 
     def is_known(self, num_sequences: int) -> bool:
         """Whether there were enough plain steps: the first of a size is slow (recording, first touch of memory)."""
-        return len(self._recent_s.get(self._class(num_sequences), ())) >= _ENOUGH_PLAIN
+        return len(self._recent_s.get(num_sequences.bit_length(), ())) >= _ENOUGH_PLAIN
 
     def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        size = num_sequences.bit_length()
         if not num_drafted:
-            size = self._class(num_sequences)
             recent_s = self._recent_s.setdefault(size, deque(maxlen=_RECENT_STEPS))
             recent_s.append(seconds)
             self.plain_s[size] = sorted(recent_s)[(len(recent_s) - 1) // 2]
             return
         if (plain := self.plain(num_sequences)) is None:
             return
-        size = self._class(num_sequences)
         kind = (size, num_drafted if num_sequences == 1 else 0)
         if kind not in self._seen:  # slow: recording, first touch of memory
             self._seen.add(kind)
@@ -98,7 +92,7 @@ class SpeculationTimes:
 
     def extra(self, num_sequences: int) -> tuple[float, float] | None:
         """(seconds that any draft adds, seconds per drafted token) to such a step; None: not measured yet."""
-        weight, k, k2, seconds, ks = self._moments.get(self._class(num_sequences), [0.0] * 5)
+        weight, k, k2, seconds, ks = self._moments.get(num_sequences.bit_length(), [0.0] * 5)
         if weight < _FEW:
             return None
         spread = weight * k2 - k * k
@@ -147,19 +141,13 @@ class Speculation(DraftSource):
         return True
 
     def begins(self, num_sequences: int) -> bool:
-        """Count a step of this many sequences. False: no drafts, to measure it, or because not even a sure draft would
-        pay.
-        """
+        """Count a step of this many sequences. False: no drafts, to measure it, or since not even a sure one pays."""
         self._num_steps += 1
         plain_s = self.times.plain(num_sequences)
         if plain_s is None or not self.times.is_known(num_sequences) or self._num_steps % _PLAIN_EVERY == 0:
             return False
-        extra = self.times.extra(num_sequences)
-        return extra is None or self._is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING
-
-    @property
-    def _is_try(self) -> bool:
-        return self._num_steps % _TRY_EVERY == 0
+        extra, is_try = self.times.extra(num_sequences), self._num_steps % _TRY_EVERY == 0
+        return extra is None or is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING
 
     def lengths(self, num_sequences: int, drafters: Rows[Acceptance]) -> list[int]:
         """Tokens worth drafting for each of `drafters`, sequences of a step of `num_sequences` that `begins`."""
@@ -169,13 +157,13 @@ class Speculation(DraftSource):
         if (extra := self.times.extra(num_sequences)) is None:
             return self._try(drafters, self.most)
         fixed_s, token_s = extra
-        rates = [self.rate(acceptance) for acceptance in drafters]
+        rates = list(map(self.rate, drafters))
         tokens_per_s = num_sequences / plain_s  # without drafts
         found = [self._length(rate, MARGIN * token_s * tokens_per_s) for rate in rates]
         gain = sum(expected(rate, length) for rate, length in zip(rates, found, strict=True))
         cost_s = fixed_s + token_s * sum(found)
         if gain <= MARGIN * tokens_per_s * cost_s:
-            return self._try(drafters, min(TRY_TOKENS, self.most) * self._is_try)
+            return self._try(drafters, min(TRY_TOKENS, self.most) * (self._num_steps % _TRY_EVERY == 0))
         return found
 
     def worth(self, num_sequences: int, acceptance: Acceptance, length: int) -> float:
@@ -205,18 +193,54 @@ def expected(rate: float, length: int) -> float:
     return sum(rate**index for index in range(1, length + 1))
 
 
+LONGEST, SHORTEST = 4, 2  # tokens that must match; longer matches are tried first
+_ITEM = 4  # bytes of a packed token
+
+
+class PromptLookup:
+    """One sequence's text, packed so that finding a few tokens is one search for bytes."""
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+
+    def draft(self, token_ids: Rows[int], most: int) -> list[int]:
+        """Up to `most` tokens that may follow; empty: no earlier occurrence. `token_ids` only ever grows."""
+        self._packed += pack_tokens(token_ids, len(self._packed) // _ITEM)
+        if most <= 0:
+            return []
+        for size in range(min(LONGEST, len(token_ids) - 1), SHORTEST - 1, -1):
+            if (after := self._after_last(size)) is not None:
+                return self._continued(token_ids, after, most)
+        return []
+
+    def _after_last(self, size: int) -> int | None:
+        """Position after the latest earlier occurrence of the last `size` tokens."""
+        packed = self._packed
+        wanted, end = packed[-size * _ITEM :], len(packed) - 1
+        while (found := packed.rfind(wanted, 0, end)) >= 0:
+            if found % _ITEM == 0:
+                return found // _ITEM + size
+            end = found + len(wanted) - 1
+        return None
+
+    @staticmethod
+    def _continued(token_ids: Rows[int], after: int, most: int) -> list[int]:
+        """Tokens from there on; at the end of the text it wraps around, which continues periodic text."""
+        length = len(token_ids)
+        return [token_ids[after + index % (length - after)] for index in range(most)]
+
+
 _MOST_IN_VAIN = 5  # then every 32nd step is considered, as often as one is plain where drafts pay
 
 
+@dataclass(slots=True)
 class SequenceDrafts:
     """The sources of one sequence's drafts, and their acceptance."""
 
-    __slots__ = ("acceptance", "by_model", "is_by_model", "lookup")
-
-    def __init__(self) -> None:
-        self.lookup: PromptLookup | None = None  # from its first draft on
-        self.acceptance, self.by_model = Acceptance(), Acceptance()
-        self.is_by_model = False  # whether the last draft was the draft model's
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    by_model: Acceptance = field(default_factory=Acceptance)
+    is_by_model: bool = False  # whether the last draft was the draft model's
 
 
 class DraftSteps:
@@ -226,25 +250,16 @@ class DraftSteps:
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        most: int,
-        token_budget: int,
-        max_model_len: int,
-        lookup: bool = True,
-        model: DraftModel | None = None,
-        lengths: OutputLengths | None = None,
-    ) -> None:
+        self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int, lookup: bool,
+        model: DraftModel | None, lengths: OutputLengths,
+    ) -> None:  # fmt: skip
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
-        self._lookup = lookup
+        self._lookup, self.model, self._lengths = lookup, model, lengths
         self.speculation = Speculation(most)
         self._num_in_vain = 0  # consecutive steps for which no draft was found
         self._num_to_pass = 0  # steps to skip before drafts are considered again
-        self.model = model
         self.by_model = DraftSource(0.7, Acceptance(1.4, 2.0))
         self._choice = DraftModelChoice(model.share if model is not None else 0.0)
-        self._lengths = lengths or OutputLengths()
         self._model_s = 0.0  # of the draft model's passes for the last plan
 
     @property
@@ -279,16 +294,13 @@ class DraftSteps:
         able = [item.seq for item in plan.work if item.samples and _may_draft(item.seq)]
         found = self._from_text(able, count) if self._lookup else {}
         if self.model is not None:
-            self._by_model(able, found, count)
+            self._by_model(self.model, able, found, count)
         drafts = self._fitting(able, found, self._token_budget - plan.num_tokens, num_running=count)
         if not drafts:
             return plan
         singles = [item for item in plan.work if id(item.seq) not in drafts]
-        wide = [
-            Scheduled(item.seq, item.start, 1 + len(drafts[id(item.seq)]), drafts[id(item.seq)])
-            for item in plan.work
-            if id(item.seq) in drafts
-        ]
+        drafted = [(item, drafts[id(item.seq)]) for item in plan.work if id(item.seq) in drafts]
+        wide = [Scheduled(item.seq, item.start, 1 + len(draft), draft) for item, draft in drafted]
         return StepPlan((*singles, *wide), len(singles), plan.preempted, plan.copies, count - len(singles))
 
     def _most_for(self, seq: Sequence) -> int:
@@ -301,19 +313,15 @@ class DraftSteps:
         lengths = self.speculation.lengths(num_running, [drafter.acceptance for drafter in drafters])
         found: dict[int, list[int]] = {}
         for seq, drafter, length in zip(able, drafters, lengths, strict=True):
-            if not length:
-                continue
-            drafter.lookup = drafter.lookup or PromptLookup()
-            if draft := drafter.lookup.draft(seq.token_ids, min(length, self._most_for(seq))):
+            if length and (draft := drafter.lookup.draft(seq.token_ids, min(length, self._most_for(seq)))):
                 found[id(seq)] = draft
                 drafter.is_by_model = False
         return found
 
-    def _by_model(self, able: list[Sequence], found: dict[int, list[int]], num_running: int) -> None:
+    def _by_model(self, model: DraftModel, able: list[Sequence], found: dict[int, list[int]], num_running: int) -> None:
         """Replace or add the draft model's drafts, for sequences where they are expected to pay more."""
-        assert self.model is not None
-        able = [seq for seq in able if self.model.most_for(seq)]
-        candidates = self._candidates(able, found, num_running)
+        able = [seq for seq in able if model.most_for(seq)]
+        candidates = self._candidates(model, able, found, num_running)
         times, most = self.speculation.times, self.speculation.most
         plain_s = times.plain(num_running)
         lengths = self._choice.lengths(
@@ -323,7 +331,7 @@ class DraftSteps:
         wanted = [(seq, length) for seq, length in zip(able, lengths, strict=True) if length]
         if not wanted:
             return
-        drafted = self.model.draft(wanted, chunk=self._token_budget)
+        drafted = model.draft(wanted, chunk=self._token_budget)
         self._model_s = sum(one.seconds for one in drafted.passes)
         if plain_s is not None:
             self._choice.observe_passes(drafted.passes, plain_s)
@@ -332,24 +340,24 @@ class DraftSteps:
                 found[id(seq)] = drafted.tokens[id(seq)]
                 _drafts_of(seq).is_by_model = True
 
-    def _candidates(self, able: list[Sequence], found: dict[int, list[int]], num_running: int) -> list[DraftCandidate]:
-        assert self.model is not None
+    def _candidates(
+        self, model: DraftModel, able: list[Sequence], found: dict[int, list[int]], num_running: int
+    ) -> list[DraftCandidate]:
         so_far = np.fromiter((seq.num_output for seq in able), np.float64, len(able))
         most = np.fromiter((seq.max_output for seq in able), np.float64, len(able))
         left = self._lengths.remaining(so_far, most).tolist()
-        candidates: list[DraftCandidate] = []
-        for seq, num_left in zip(able, left, strict=True):
+
+        def candidate(seq: Sequence, num_left: float) -> DraftCandidate:
             drafter, from_text = _drafts_of(seq), len(found.get(id(seq), ()))
-            candidates.append(
-                DraftCandidate(
-                    rate=self.by_model.rate(drafter.by_model),
-                    most=min(self.speculation.most, self._most_for(seq), self.model.most_for(seq)),
-                    num_behind=self.model.num_behind(seq),
-                    num_left=num_left,
-                    instead=self.speculation.worth(num_running, drafter.acceptance, from_text) if from_text else 0.0,
-                )
+            return DraftCandidate(
+                rate=self.by_model.rate(drafter.by_model),
+                most=min(self.speculation.most, self._most_for(seq), model.most_for(seq)),
+                num_behind=model.num_behind(seq),
+                num_left=num_left,
+                instead=self.speculation.worth(num_running, drafter.acceptance, from_text) if from_text else 0.0,
             )
-        return candidates
+
+        return list(map(candidate, able, left))
 
     def _fitting(
         self, able: list[Sequence], found: dict[int, list[int]], budget: int, *, num_running: int
@@ -400,16 +408,14 @@ class DraftSteps:
 
     def load(self) -> dict[str, Any]:
         """LoadReport's fields."""
-        drafted, accepted = self.speculation.num_drafted, self.speculation.num_accepted
-        if self.model is None:
-            return {"drafted_tokens": drafted, "accepted_tokens": accepted}
+        by_text, by_model, model = self.speculation, self.by_model, self.model
         return {
-            "drafted_tokens": drafted + self.by_model.num_drafted,
-            "accepted_tokens": accepted + self.by_model.num_accepted,
-            "model_drafted_tokens": self.by_model.num_drafted,
-            "model_accepted_tokens": self.by_model.num_accepted,
-            "draft_used_blocks": self.model.num_used_blocks,
-            "draft_total_blocks": self.model.num_blocks,
+            "drafted_tokens": by_text.num_drafted + by_model.num_drafted,
+            "accepted_tokens": by_text.num_accepted + by_model.num_accepted,
+            "model_drafted_tokens": by_model.num_drafted,
+            "model_accepted_tokens": by_model.num_accepted,
+            "draft_used_blocks": model.num_used_blocks if model is not None else 0,
+            "draft_total_blocks": model.num_blocks if model is not None else 0,
         }
 
 
@@ -423,10 +429,6 @@ def _drafts_of(seq: Sequence) -> SequenceDrafts:
 def _may_draft(seq: Sequence) -> bool:
     """Not with penalties, before `min_tokens`, in a group, or while KV is being loaded or transferred."""
     params = seq.request.sampling
-    return not (
-        params.has_penalties
-        or seq.group is not None
-        or seq.load is not None
-        or seq.hold
-        or seq.num_output < params.min_tokens
-    )
+    if params.has_penalties or seq.group is not None or seq.num_output < params.min_tokens:
+        return False
+    return seq.load is None and not seq.hold

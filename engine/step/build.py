@@ -12,7 +12,7 @@ from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.preflight import num_blocks_for
-from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepLauncher, StepLoads, StepSampling
+from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepExecutor, StepLoads
 from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.execution.sampler import OutputProcessor, Sampler
 from kvrelay.engine.models.decoder import DecoderModel
@@ -107,8 +107,13 @@ def make_engine(
     max_model_len = min(spec.max_position, cache.pool.num_blocks * config.block_size, config.max_model_len or 1 << 62)
     max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
     headroom, speeds = Headroom(config.headroom, config.block_size), MeasuredSpeeds()
+    limits = SchedulerConfig(
+        config.token_budget, max_running, config.max_waiting, config.headroom,
+        preemption=None if config.preemption == "auto" else PreemptionMode(config.preemption),
+        token_bytes=cache.memory.layout.block_bytes / config.block_size,
+    )  # fmt: skip
     scheduler = Scheduler(
-        cache.pool, _scheduler_config(config, cache, max_running), fair_share=FairShare(config.rules),
+        cache.pool, limits, fair_share=FairShare(config.rules),
         headroom=headroom, speeds=speeds, area=area, tiers=tiers, eos_ids=tuple(spec.eos_ids),
     )  # fmt: skip
     backend.share_prefixes(enabled=True)
@@ -124,52 +129,22 @@ def make_engine(
     loads = StepLoads(scheduler, tiers, num_layers=spec.num_layers, may_load=tiers is not None or area is not None)
     outputs = OutputProcessor(batch.end, clock, eos_ids=spec.eos_ids, max_model_len=max_model_len)
     groups = GroupSteps(scheduler.groups, batch.end, runner.forget)
-    sampling = StepSampling(
-        runner,
-        Sampler(backend, tuple(spec.eos_ids)),
-        outputs,
-        groups,
-        drafts.note,
-        scheduler,
-        backend.asynchronous,
-        clock,
+    layer_events = _layer_events(extensions, spec.num_layers)
+    executor = StepExecutor(
+        scheduler, runner, cache.storage, loads, Sampler(backend, tuple(spec.eos_ids)), outputs, groups, drafts.note,
+        layer_events, backend.asynchronous, clock,
+    )  # fmt: skip
+    requests = Requests(
+        scheduler, batch, groups, loads, outputs, speeds, clock, vocab_size=spec.vocab_size, max_model_len=max_model_len
     )
     timing = StepTiming()
     return Engine(
-        config=replace(config, max_running=max_running, max_model_len=max_model_len),
-        model=model,
-        backend=backend,
-        cache=cache,
-        scheduler=scheduler,
-        tiers=tiers,
-        runner=runner,
-        drafts=drafts,
-        requests=Requests(
-            scheduler, batch, groups, loads, outputs, speeds, clock,
-            vocab_size=spec.vocab_size, max_model_len=max_model_len,
-        ),
-        batch=batch,
-        loads=loads,
-        launcher=StepLauncher(
-            scheduler, runner, cache.storage, loads, sampling, _layer_events(extensions, spec.num_layers)
-        ),
-        sampling=sampling,
-        outputs=outputs,
+        config=replace(config, max_running=max_running, max_model_len=max_model_len), model=model, backend=backend,
+        cache=cache, scheduler=scheduler, tiers=tiers, runner=runner, drafts=drafts, requests=requests, batch=batch,
+        loads=loads, executor=executor, outputs=outputs,
         recorder=StepRecorder(timing, speeds, drafts, cache.pool, tiers, clock),
-        reports=EngineMonitor(scheduler, timing, headroom.lengths, drafts, backend, tiers),
-        clock=clock,
+        reports=EngineMonitor(scheduler, timing, headroom.lengths, drafts, backend, tiers), clock=clock,
     )  # fmt: skip
-
-
-def _scheduler_config(config: EngineConfig, cache: KvCache, max_running: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        config.token_budget,
-        max_running,
-        config.max_waiting,
-        config.headroom,
-        preemption=None if config.preemption == "auto" else PreemptionMode(config.preemption),
-        token_bytes=cache.memory.layout.block_bytes / config.block_size,
-    )
 
 
 def _layer_events(extensions: Extensions, num_layers: int) -> LayerEvents | None:
@@ -194,21 +169,11 @@ def make_kv_cache(model: DecoderModel, backend: Backend, config: EngineConfig, d
     num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
     layout = replace(layout, num_blocks=num_blocks)
     fingerprint = Fingerprint(
-        PROTOCOL_VERSION,
-        digest,
-        dtype,
-        config.block_size,
-        layout.model_layers,
-        layout.model_kv_heads,
-        shape.head_dim,
-        HASH_SEED,
-        order=layout.order,
-        tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
-        versions=versions(),
-        compute_dtype=compute_dtype,
-        num_parts=layout.num_parts,
+        PROTOCOL_VERSION, digest, dtype, config.block_size, layout.model_layers, layout.model_kv_heads, shape.head_dim,
+        HASH_SEED, order=layout.order, tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
+        versions=versions(), compute_dtype=compute_dtype, num_parts=layout.num_parts,
         quantization=str(config.quantization or "none"),
-    )
+    )  # fmt: skip
     pool = BlockPool(
         num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching,
         policy=make_policy(config.policy, num_blocks),

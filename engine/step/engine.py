@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
-from kvrelay.engine.execution.launch import StepLauncher, StepLoads, StepSampling
+from kvrelay.engine.execution.launch import StepExecutor, StepLoads
 from kvrelay.engine.execution.runner import InFlightStep, Runner
 from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.models.decoder import DecoderModel
@@ -40,14 +40,13 @@ class Engine:
     def __init__(
         self, *, config: EngineConfig, model: DecoderModel, backend: Backend, cache: KvCache, scheduler: Scheduler,
         tiers: LowerTiers | None, runner: Runner, drafts: DraftSteps, requests: Requests, reports: EngineMonitor,
-        batch: Batch, loads: StepLoads, launcher: StepLauncher, sampling: StepSampling, outputs: OutputProcessor,
+        batch: Batch, loads: StepLoads, executor: StepExecutor, outputs: OutputProcessor,
         recorder: StepRecorder, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.config, self.model, self.backend, self.cache = config, model, backend, cache
         self.scheduler, self.tiers, self.runner, self.drafts = scheduler, tiers, runner, drafts
-        self.requests, self.reports, self.sampling = requests, reports, sampling
-        self.batch, self._loads, self._launcher = batch, loads, launcher
-        self._outputs, self._recorder, self._clock = outputs, recorder, clock
+        self.requests, self.reports, self.executor = requests, reports, executor
+        self.batch, self._loads, self._outputs, self._recorder, self._clock = batch, loads, outputs, recorder, clock
 
     @property
     def pool(self) -> BlockPool:
@@ -76,20 +75,25 @@ class Engine:
 
     def max_wait_s(self) -> float | None:
         """How long nothing need be done unless the engine is called otherwise; None: no limit."""
-        fetched_s = self.tiers.next_deadline_s() if self.tiers is not None else None
+        fetched_s = self.tiers.controller.next_deadline_s() if self.tiers is not None else None
         until_s = min(self.scheduler.queues.next_deadline_s(), math.inf if fetched_s is None else fetched_s)
         return None if until_s == math.inf else max(0.0, until_s - self._clock())
 
-    # ---- requests: see Requests for these and the less frequent ones
+    # ---- requests: see Requests for the less frequent ones
 
     def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
         return self.requests.refusal(request)
 
     def add(self, request: SequenceRequest, *, hold: bool = False, output_limit: int | None = None) -> None:
-        self.requests.add(request, hold=hold, output_limit=output_limit)
+        """Compute this sequence here. The caller has checked `refusal`."""
+        self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
 
     def reserve(self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0) -> None:
-        self.requests.reserve(request, prefill_tokens_per_s=prefill_tokens_per_s)
+        """Queue for blocks; a StepResult brings the Reservation. The caller has checked `refusal`.
+
+        prefill_tokens_per_s: of the worker that will compute it, to which it may be returned; 0: it may not.
+        """
+        self.scheduler.add_reservation(request, self._clock()).prefill_tokens_per_s = prefill_tokens_per_s
 
     def activate(self, request_id: str, token_ids: list[int], candidates: Rows[tuple[int, float]] = ()) -> bool:
         return self.requests.activate(request_id, token_ids, candidates)
@@ -120,7 +124,7 @@ class Engine:
         self._begin(result, now_s, on_reserved)
         with _NOTHING if batch.in_flight is None else batch.in_flight.with_placeholders(self._outputs.is_last):
             plan = self._schedule(result)
-            launched = self._launcher.launch(plan, now_s, batch.in_flight) if plan.work else None
+            launched = self.executor.launch(plan, now_s, batch.in_flight) if plan.work else None
         if batch.in_flight is not None:
             result.ahead_s = self._clock() - now_s
             self._collect(result, launched)
@@ -130,7 +134,7 @@ class Engine:
             scheduler.check_idle()
             return result
         batch.in_flight = launched
-        self._advance(launched)
+        self.advance(launched)
         if launched.pending is None or not launched.is_wanted:
             self._collect(result)
             scheduler.check_idle()
@@ -153,7 +157,7 @@ class Engine:
         """What is due before a step is planned."""
         scheduler = self.scheduler
         if self.tiers is not None:
-            self.tiers.poll()
+            self.tiers.controller.poll()
         scheduler.reject_overdue(now_s)
         result.refused = [
             (seq.request_id, reason, rejection_message(seq, reason, now_s))
@@ -179,7 +183,7 @@ class Engine:
             self.drafts.note_plan(plan)
         return plan
 
-    def _advance(self, step: InFlightStep) -> None:
+    def advance(self, step: InFlightStep) -> None:
         """The KV of a launched step is as good as there: what follows is computed after it.
 
         All its tokens are known by now.
@@ -195,8 +199,8 @@ class Engine:
         """Take the tokens of the step in flight. launched: the one behind it, which is in flight from now on."""
         step, self.batch.in_flight = self.batch.in_flight, launched
         assert step is not None
-        outputs = self.sampling.collect(step)
-        result.waited_s += self.sampling.waited_s
+        outputs = self.executor.collect(step)
+        result.waited_s += self.executor.waited_s
         result.outputs += outputs
         self._recorder.record(step, len(outputs), result)
 
@@ -250,11 +254,5 @@ class Engine:
 
 def _reservation(seq: Sequence, now_s: float) -> Reservation:
     first, count = seq.num_held_blocks, seq.blocks_for(seq.num_tokens)
-    return Reservation(
-        seq.request_id,
-        first,
-        count,
-        tuple(map(BlockId, seq.blocks[first:count])),
-        seq.num_cached,
-        now_s - seq.arrived_s,
-    )
+    blocks = tuple(map(BlockId, seq.blocks[first:count]))
+    return Reservation(seq.request_id, first, count, blocks, seq.num_cached, now_s - seq.arrived_s)

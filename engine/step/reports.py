@@ -61,9 +61,7 @@ class StepTiming:
             self.num_prefill_steps += num_steps
 
     def _observe_prefill(self, num_tokens: int, seconds: float, num_steps: int) -> None:
-        """All late tokens over all late seconds: a prompt's short last chunk, or one far into a long prompt, says
-        little.
-        """
+        """All late tokens over all late seconds: one short last chunk, or one far into a long prompt, says little."""
         if self.num_prefill_steps < FIRST_STEPS:
             rate = _learnt(self.prefill_tokens_per_s, num_tokens / seconds, self.num_prefill_steps, num_steps, max)
             self.prefill_tokens_per_s, self._prefill_tokens = rate, float(num_tokens)
@@ -140,7 +138,7 @@ def load_report(
         prefix_query_tokens=blocks.query_tokens,
         tier_hit_tokens=tiers.hit_tokens if tiers is not None else 0,
         fetching=tiers.controller.num_fetching if tiers is not None else 0,
-        waiting_by_priority=_added(queues.waiting.num_by_priority, queues.reserving.num_by_priority),
+        waiting_by_priority=dict(queues.waiting.num_by_priority + queues.reserving.num_by_priority),
         waiting_tenants=len(scheduler.fair_share.num_waiting),
         deadline_refusals=scheduler.arrivals.num_overdue,
         displaced=scheduler.arrivals.num_displaced,
@@ -157,14 +155,6 @@ def load_report(
         **others,
         **(_swap_load(area) if area is not None else {}),
     )
-
-
-def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    """The sum of both, by key."""
-    counts = dict(one)
-    for key, count in other.items():
-        counts[key] = counts.get(key, 0) + count
-    return counts
 
 
 def _swap_load(area: SwapArea) -> dict[str, Any]:

@@ -146,17 +146,6 @@ class Requests:
         fault = request_fault(request, self._scheduler.pool.block_size, self._vocab_size)
         return ("invalid", fault) if fault is not None else self._scheduler.refusal(request)
 
-    def add(self, request: SequenceRequest, *, hold: bool = False, output_limit: int | None = None) -> None:
-        """Compute this sequence here. The caller has checked `refusal`."""
-        self._scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
-
-    def reserve(self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0) -> None:
-        """Queue for blocks; a StepResult brings the Reservation. The caller has checked `refusal`.
-
-        prefill_tokens_per_s: of the worker that will compute it, to which it may be returned; 0: it may not.
-        """
-        self._scheduler.add_reservation(request, self._clock()).prefill_tokens_per_s = prefill_tokens_per_s
-
     def activate(self, request_id: str, token_ids: list[int], candidates: Rows[tuple[int, float]] = ()) -> bool:
         """The reservation's blocks hold the prompt's KV. False when the sequence is no longer here.
 

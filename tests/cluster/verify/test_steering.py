@@ -37,7 +37,7 @@ class FakeEngine:
         speculation = SimpleNamespace(begins=self.plain, lengths=self.plain, most=3)
         self.drafts = SimpleNamespace(speculation=speculation, by_model=None, model=None)
         self.model = SimpleNamespace(attention_shape=None)
-        self.sampling = SimpleNamespace(take_drafted=self.plain)
+        self.executor = SimpleNamespace(take_drafted=self.plain)
 
     def plain(self, *_):
         """Never called."""
@@ -161,7 +161,7 @@ async def test_every_steered_engine_is_afterwards_as_it_was():
         engine.scheduler.schedule,
         engine.scheduler.grant_reservations,
         engine.backend.compiled_kernels.share,
-        engine.sampling.take_drafted,
+        engine.executor.take_drafted,
         engine.drafts.speculation.begins,
         engine.drafts.speculation.lengths,
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.loading import load_model
-from kvrelay.engine.execution.launch import StepSampling
+from kvrelay.engine.execution.launch import StepExecutor
 from kvrelay.engine.speculation.draft_choice import DraftModelChoice
 from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
 from kvrelay.engine.speculation.speculation import Speculation
@@ -169,12 +169,12 @@ def test_a_text_with_tokens_that_the_draft_model_lacks_is_left_alone(make):
 
 def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatch):
     expected, _ = serve(make(), temperature=0.0)
-    take = StepSampling.take_drafted
+    take = StepExecutor.take_drafted
 
     def believe(self, item, tokens, logprobs, outputs):
         take(self, item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    monkeypatch.setattr(StepSampling, "take_drafted", believe)
+    monkeypatch.setattr(StepExecutor, "take_drafted", believe)
     assert serve(make("another"), temperature=0.0)[0] != expected
 
 
@@ -223,16 +223,22 @@ def test_a_pool_that_is_too_small_for_all_drafts_for_some(make, draft_blocks):
     assert engine.load().model_accepted_tokens > 0
 
 
+def tokens_of_passes(engine):
+    """A list that grows by the tokens of each pass of the draft model."""
+    tokens, draft = [], engine.drafts.model.draft
+
+    def noted(*args, **options):
+        drafted = draft(*args, **options)
+        tokens.extend(one.num_tokens for one in drafted.passes)
+        return drafted
+
+    engine.drafts.model.draft = noted
+    return tokens
+
+
 def test_a_text_is_caught_up_on_in_chunks(make):
     engine = make("itself", budget=16)
-    most = []
-    plain = engine.drafts.model._pass
-
-    def noted(work, drafted):
-        most.append(sum(item.num_tokens for item in work))
-        plain(work, drafted)
-
-    engine.drafts.model._pass = noted
+    most = tokens_of_passes(engine)
     one = request("r", prompts()[3], temperature=0.0)
     assert run(engine, one)[0] == run(make(), one)[0]
     assert max(most) == 16 and engine.load().model_accepted_tokens > 0
@@ -242,12 +248,7 @@ def test_what_begins_alike_is_not_computed_twice(make):
     engine = make("itself")
     prompt = prompts()[3]
     run(engine, request("first", prompt, temperature=0.0, max_tokens=4))
-    tokens = []
-    plain = engine.drafts.model._pass
-    engine.drafts.model._pass = lambda work, drafted: (
-        tokens.append(sum(item.num_tokens for item in work)),
-        plain(work, drafted),
-    )
+    tokens = tokens_of_passes(engine)
     run(engine, request("second", prompt, temperature=0.0, max_tokens=4))
     assert tokens[0] <= BLOCK
 

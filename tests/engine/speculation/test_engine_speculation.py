@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from kvrelay.engine.execution.launch import StepSampling
-from kvrelay.engine.speculation.prompt_lookup import PromptLookup
-from kvrelay.engine.speculation.speculation import Speculation
+from kvrelay.engine.execution.launch import StepExecutor
+from kvrelay.engine.speculation.speculation import PromptLookup, Speculation
 from kvrelay.engine.step.build import Extensions, load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.engine import Engine
@@ -129,12 +128,12 @@ def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatc
     monkeypatch.setattr(
         PromptLookup, "draft", lambda self, tokens, most: [(tokens[-1] + 1 + i) % VOCAB for i in range(most)]
     )
-    append = StepSampling.take_drafted
+    append = StepExecutor.take_drafted
 
     def believe(self, item, tokens, logprobs, outputs):
         append(self, item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    monkeypatch.setattr(StepSampling, "take_drafted", believe)
+    monkeypatch.setattr(StepExecutor, "take_drafted", believe)
     assert serve(make(draft_tokens=4), temperature=0.0)[0] != expected
 
 

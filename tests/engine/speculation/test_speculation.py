@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.speculation.prompt_lookup import PromptLookup
-from kvrelay.engine.speculation.speculation import Acceptance, Speculation, SpeculationTimes, expected
+from kvrelay.engine.speculation.speculation import Acceptance, PromptLookup, Speculation, SpeculationTimes, expected
 
 pytestmark = pytest.mark.pure
 
@@ -37,10 +36,11 @@ def test_what_repeats_goes_on_with_its_period():
     assert PromptLookup().draft([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 5) == [1, 2, 3, 1, 2]
 
 
-def test_longer_matches_come_first_then_later_ones():
+def test_longer_matches_come_first_then_later_ones(monkeypatch):
     text = [1, 2, 3, 8, 9, 2, 3, 7, 1, 2, 3]
     assert PromptLookup().draft(text, 1) == [8]
-    assert PromptLookup(longest=2).draft(text, 1) == [7]
+    monkeypatch.setattr("kvrelay.engine.speculation.speculation.LONGEST", 2)
+    assert PromptLookup().draft(text, 1) == [7]
 
 
 def test_behind_a_wrong_token_nothing_is_learned():

@@ -331,7 +331,7 @@ def test_who_is_taken_off_the_batch_between_steps_has_the_token_that_was_being_d
 @pytest.mark.parametrize("part", ["run", "draw", "wait"])
 def test_a_step_that_fails_leaves_nothing_behind(make, part, monkeypatch):
     engine = running(make)
-    owner = {"run": engine.runner, "draw": engine.sampling.sampler, "wait": LateTokens}[part]
+    owner = {"run": engine.runner, "draw": engine.executor.sampler, "wait": LateTokens}[part]
 
     def fail(*args, **options):
         raise RuntimeError("the device is gone")

@@ -1,6 +1,7 @@
 """What must not kill an engine, hang a client, or burn a core."""
 
 import asyncio
+import inspect
 import math
 
 import pytest
@@ -166,32 +167,36 @@ def test_every_running_sequence_gets_a_token_in_every_step(make):
         assert [seq.num_output for seq in seated] == [count + 1 for count in before]
 
 
-async def test_an_engine_that_can_only_wait_sleeps(make):
+async def until(condition):
+    """Wait until `condition()`, which may be a coroutine function, is true: at most ten seconds."""
+    async with asyncio.timeout(10):
+        while not (await found if inspect.isawaitable(found := condition()) else found):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_can_only_wait_sleeps(make, monkeypatch):
     """The head of the line needs blocks that are lent to a transfer: nothing to do until someone acts."""
+    monkeypatch.setattr(engine_thread, "_IDLE_S", 0.05)
     engine = make(num_blocks=4)
     thread = EngineThread(lambda: engine, on_step=lambda result: None, on_failure=lambda error: None)
     await thread.start()
     try:
         await thread.call(lambda e: e.add(request("held", prompt_of(33), max_tokens=4), hold=True, output_limit=1))
-        async with asyncio.timeout(10):
-            while not await thread.call(lambda e: bool(e.scheduler.held)):
-                await asyncio.sleep(0.01)
-        steps = 0
-        step = engine.step
+        await until(lambda: thread.call(lambda e: bool(e.scheduler.held)))
+        steps, checks = 0, []
+        step, check = engine.step, engine.check
 
         def counted(*on_reserved):
             nonlocal steps
             steps += 1
             return step(*on_reserved)
 
-        engine.step = counted
+        engine.step, engine.check = counted, lambda: (checks.append(steps), check())
         await thread.call(lambda e: e.add(request("next", prompt_of(33, 1), max_tokens=2)))
-        await asyncio.sleep(0.3)
+        await until(lambda: checks and checks[-1])  # the thread has been idle for a while since the last step
         assert steps <= 3
         await thread.call(lambda e: e.abort("held"))
-        async with asyncio.timeout(10):
-            while await thread.call(lambda e: bool(e.scheduler.sequences)):
-                await asyncio.sleep(0.01)
+        await until(lambda: thread.call(lambda e: not e.scheduler.sequences))
     finally:
         await thread.aclose()
 
@@ -223,9 +228,7 @@ async def test_a_reservation_in_line_is_granted_when_the_last_running_sequence_e
                 e.reserve(request("next", prompt_of(40, 1))),
             )
         )
-        async with asyncio.timeout(10):
-            while not granted:
-                await asyncio.sleep(0.01)
+        await until(lambda: granted)
         assert granted == ["next"]
         assert await thread.call(lambda e: e.abort("next"))
         assert await thread.call(lambda e: e.pool.counts().used) == 0
@@ -239,15 +242,15 @@ async def test_an_engine_at_rest_counts_its_blocks_once(make, monkeypatch):
     thread = EngineThread(lambda: engine, on_step=lambda result: None, on_failure=failures.append)
     checks, check = [], engine.check
     engine.check = lambda: (checks.append(1), check())
+    timeouts, sooner = [], engine_thread._sooner
+    monkeypatch.setattr(engine_thread, "_sooner", lambda *each: timeouts.append(sooner(*each)) or timeouts[-1])
     await thread.start()
     try:
         await thread.call(lambda e: e.add(request("a", prompt_of(20))))
-        await asyncio.sleep(0.5)
+        await until(lambda: checks and timeouts[-1] is None)  # it waits for messages alone
         assert thread.is_alive and 1 <= len(checks) <= 3
         await thread.call(lambda e: e.pool.allocate(1))  # a block that nobody owns: leaked
-        async with asyncio.timeout(10):
-            while not failures:
-                await asyncio.sleep(0.01)
+        await until(lambda: failures)
         assert "1 blocks leaked" in str(failures[0]) and not thread.is_alive
     finally:
         await thread.aclose()
