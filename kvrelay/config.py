@@ -5,13 +5,11 @@ stand in a file: KVRELAY_API_KEY and KVRELAY_SECRET.
 """
 
 import difflib
-import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Any, Self
 
 import yaml
 from pydantic import ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
 from kvrelay.environment import environment_api_key, environment_secret
 from kvrelay.errors import ConfigError
@@ -178,56 +176,3 @@ def with_api_key(settings: Settings, api_key: str | None) -> Settings:
     """The settings, with this API key where they have none."""
     serve = settings.serve.model_copy(update={"api_key": settings.serve.api_key or api_key})
     return settings.model_copy(update={"serve": serve})
-
-
-def settings_table() -> str:
-    """Every setting with its default, values, unit and meaning, as the Markdown of docs/configuration.md."""
-    lines: list[str] = []
-    for name, field in Settings.model_fields.items():
-        if name == "decode":  # stands beside `prefill`
-            continue
-        model: Any = field.annotation
-        section = "prefill" if name == "prefill" else name
-        title = "`prefill`, `decode`" if name == "prefill" else f"`{name}`"
-        lines += [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
-        lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
-        for key, one in model.model_fields.items():
-            default = "–" if one.default is None else f"`{one.default}`"
-            lines.append(f"| `{section}.{key}` | {default} | {_values(one)} | {one.description or ''} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _values(field: FieldInfo) -> str:
-    """What a setting may be: its choices, or its kind with bounds and unit."""
-    kinds = _kinds(field.annotation)
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if choices:
-        return ", ".join(f"`{choice}`" for choice in choices)
-    extra = field.json_schema_extra
-    unit = str(extra.get("unit") or "") if isinstance(extra, dict) else ""
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    bounds = [
-        f"{sign} {getattr(one, name):g}" for one in field.metadata for name, sign in signs.items() if hasattr(one, name)
-    ]
-    return " ".join(filter(None, (_kind_word(kinds), ", ".join(bounds), unit)))
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """The types of a union, without annotations and None."""
-    if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return set().union(*map(_kinds, get_args(annotation)))
-    return {annotation} - {types.NoneType}
-
-
-def _kind_word(kinds: set[Any]) -> str:
-    """A word for a type; none for a number, which has bounds or a unit."""
-    if {str, int} <= kinds:
-        return "size or share" if float in kinds else "size"
-    if bool in kinds:
-        return "`True`, `False`"
-    if any(get_origin(kind) is dict for kind in kinds):
-        return "mapping"
-    return "text" if str in kinds else ""

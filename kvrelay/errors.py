@@ -2,33 +2,35 @@
 
 KvrelayError
 ├── ConfigError            an invalid setting
-├── ModelError             a checkpoint that cannot be loaded
-│   ├── ModelNotFound
-│   ├── CheckpointCorrupt
-│   └── UnsupportedModel
 ├── RequestError           the client's fault; carries an HTTP status and the field
 │   ├── InvalidRequest     400 / 404 / 413 / 422
-│   ├── Overloaded         429, with Retry-After
-│   └── DeadlinePassed     429, with Retry-After: it was still queued
-├── WorkerError            a fault of a worker
-│   ├── WorkerLost
-│   └── EngineFailed
+│   └── TryLater           429, with Retry-After
+│       ├── Overloaded
+│       └── DeadlinePassed it was still queued
 ├── PlaneError             a fault of the request plane
 │   ├── AuthenticationFailed
 │   ├── ProtocolError
 │   │   └── TlsMismatch
 │   └── ConnectionLost
-├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
-├── LayoutMismatch         two pools between which no block can travel
 ├── TransportError         one path or read failed; transfers try the next path
 │   └── CorruptRead
-├── StoreError             a place for KV blocks (disk, remote) that cannot be used
-└── TransferError          a fault of the KV plane
-    ├── TransferRefused    stale, foreign, used, expired, incompatible: carries the reason
-    ├── TransferTimeout
-    ├── LeaseExpired
-    ├── ChecksumMismatch
-    └── PeerLost
+└── FaultOf                names what is at fault, and why
+    ├── BackendUnavailable an explicitly chosen kernel backend or transport is missing
+    ├── LayoutMismatch     two pools between which no block can travel
+    ├── StoreError         a place for KV blocks (disk, remote) that cannot be used
+    ├── ModelError         a checkpoint that cannot be loaded
+    │   ├── ModelNotFound
+    │   ├── CheckpointCorrupt
+    │   └── UnsupportedModel
+    ├── WorkerError        a fault of a worker
+    │   ├── WorkerLost
+    │   └── EngineFailed
+    └── TransferError      a fault of the KV plane
+        ├── TransferRefused    stale, foreign, used, expired, incompatible: carries the reason
+        ├── TransferTimeout
+        ├── LeaseExpired
+        ├── ChecksumMismatch
+        └── PeerLost
 """
 
 
@@ -40,48 +42,37 @@ class ConfigError(KvrelayError):
     """An invalid setting; the message names it and the remedy."""
 
 
-class BackendUnavailable(KvrelayError):
+class FaultOf(KvrelayError):
+    """Names what is at fault (`subject`) and the reason (`why`); `text` puts them into a sentence."""
+
+    text = "{}: {}"
+
+    def __init__(self, subject: str, why: str) -> None:
+        super().__init__(subject, why)
+        self.subject, self.why = subject, why
+
+    def __str__(self) -> str:
+        return self.text.format(self.subject, self.why)
+
+
+class BackendUnavailable(FaultOf):
     """An explicitly chosen kernel backend or transport cannot run here."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)
-        self.name, self.why = name, why
-
-    def __str__(self) -> str:
-        return f"{self.name} is not available here: {self.why}"
+    text = "{} is not available here: {}"
 
 
-class LayoutMismatch(KvrelayError):
+class LayoutMismatch(FaultOf):
     """No block can travel between two pools; names the field in which their layouts differ."""
 
-    def __init__(self, field: str, why: str) -> None:
-        super().__init__(field, why)
-        self.field, self.why = field, why
 
-    def __str__(self) -> str:
-        return f"{self.field}: {self.why}"
-
-
-class StoreError(KvrelayError):
+class StoreError(FaultOf):
     """A disk, Redis or object store for KV cannot be used; names the store, the reason and the remedy."""
 
-    def __init__(self, store: str, why: str) -> None:
-        super().__init__(store, why)
-        self.store, self.why = store, why
-
-    def __str__(self) -> str:
-        return f"KV store {self.store}: {self.why}"
+    text = "KV store {}: {}"
 
 
-class ModelError(KvrelayError):
+class ModelError(FaultOf):
     """A checkpoint that cannot be used."""
-
-    def __init__(self, source: str, why: str) -> None:
-        super().__init__(source, why)
-        self.source, self.why = source, why
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.why}"
 
 
 class ModelNotFound(ModelError):
@@ -111,33 +102,32 @@ class InvalidRequest(RequestError):
     """A request that can never succeed as sent."""
 
 
-class Overloaded(RequestError):
-    """The cluster is full; try again after `retry_after_s` seconds."""
+class TryLater(RequestError):
+    """A 429: try again after `retry_after_s` seconds."""
+
+    own_param: str | None = None
+    own_code = "overloaded"
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super(RequestError, self).__init__(message, retry_after_s)
-        self.message, self.param, self.status, self.code = message, None, 429, "overloaded"
+        self.message, self.param, self.status, self.code = message, self.own_param, 429, self.own_code
         self.retry_after_s = retry_after_s
 
 
-class DeadlinePassed(RequestError):
+class Overloaded(TryLater):
+    """The cluster is full."""
+
+
+class DeadlinePassed(TryLater):
     """The request's own deadline for its first token passed before any of it was computed."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super(RequestError, self).__init__(message, retry_after_s)
-        self.message, self.param, self.status, self.code = message, "deadline_s", 429, "deadline_passed"
-        self.retry_after_s = retry_after_s
+    own_param, own_code = "deadline_s", "deadline_passed"
 
 
-class WorkerError(KvrelayError):
+class WorkerError(FaultOf):
     """A fault of a worker; the request may be retried on another."""
 
-    def __init__(self, worker_id: str, why: str) -> None:
-        super().__init__(worker_id, why)
-        self.worker_id, self.why = worker_id, why
-
-    def __str__(self) -> str:
-        return f"worker {self.worker_id}: {self.why}"
+    text = "worker {}: {}"
 
 
 class WorkerLost(WorkerError):
@@ -168,15 +158,10 @@ class ConnectionLost(PlaneError):
     """The peer closed the connection, or the network did."""
 
 
-class TransferError(KvrelayError):
+class TransferError(FaultOf):
     """A fault of the KV plane. The transfer ends; the request is retried or its prompt recomputed."""
 
-    def __init__(self, request_id: str, why: str) -> None:
-        super().__init__(request_id, why)
-        self.request_id, self.why = request_id, why
-
-    def __str__(self) -> str:
-        return f"transfer of {self.request_id}: {self.why}"
+    text = "transfer of {}: {}"
 
 
 class TransferRefused(TransferError):

@@ -111,10 +111,6 @@ class KvLayout:
     def num_bytes(self) -> int:
         return self.num_layers * self.layer_bytes
 
-    def region_offset(self, layer: int, block: int) -> int:
-        """Where one block's part of the pool's `layer`-th layer begins."""
-        return layer * self.layer_bytes + block * self.region_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:

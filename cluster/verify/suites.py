@@ -373,5 +373,5 @@ def _is_refused_by_keys_and_values(layout: KvLayout) -> bool:
     try:
         overlap(layout, other)
     except LayoutMismatch as error:
-        return error.field == "is_latent"
+        return error.subject == "is_latent"
     return False

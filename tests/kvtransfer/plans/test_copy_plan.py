@@ -103,5 +103,5 @@ def test_cutting_covers_everything_once_within_the_limit(num_blocks, layers, lim
 @given(block_pairs(), LAYERS)
 def test_region_offsets_are_the_layouts(pairs, layers):
     blocks = pairs[0]
-    expected = [SOURCE.region_offset(layer, block) for layer in layers for block in blocks]
+    expected = [layer * SOURCE.layer_bytes + block * SOURCE.region_bytes for layer in layers for block in blocks]
     assert region_offsets(SOURCE, blocks, layers).tolist() == expected

@@ -251,7 +251,7 @@ def test_pieces_are_as_long_as_both_ends_allow(source, target, pieces):
 def test_layouts_that_cannot_be_paired_are_refused_by_the_field(change, field):
     with pytest.raises(LayoutMismatch) as caught:
         pair(MODEL, dataclasses.replace(MODEL, **change))
-    assert caught.value.field == field
+    assert caught.value.subject == field
 
 
 def test_shares_without_a_head_or_layer_in_common_are_refused():
