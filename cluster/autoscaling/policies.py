@@ -82,13 +82,13 @@ class PlannerPolicy:
         self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
         self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
         self._retiring = {role: Retiring(self._settings.drain_timeout_s) for role in (PREFILL, DECODE)}
-        self._store = RegistryStateStore()
+        self.store = RegistryStateStore()
         self._loading_s: float | None = None  # when loading the saved state began
-        self._is_loaded = False
-        self._resumed: tuple[PlannerState, float] | None = None  # state for the next planner, and its time
-        self._planner: Planner | None = None
+        self.is_loaded = False
+        self.resumed: tuple[PlannerState, float] | None = None  # state for the next planner, and its time
+        self.planner: Planner | None = None
         self._observed_s = -math.inf
-        self._num_observations = 0
+        self.num_observations = 0
         self._plan: ScalingPlan | None = None
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
@@ -101,19 +101,19 @@ class PlannerPolicy:
         if DECODE not in by_name or PREFILL not in by_name:
             return {}, {}
         now_s = float(by_name[DECODE].current_time)
-        if not self._is_loaded and not self._load(now_s):
+        if not self.is_loaded and not self._load(now_s):
             return {}, {}
         if is_due := now_s - self._observed_s >= INTERVAL_S:
             self._observed_s = now_s
             self._observe(by_name, now_s)
         decided = {}
-        before = self._names()
+        before = self.retiring
         for role in (PREFILL, DECODE):
             context = by_name[role]
             running = _candidates(by_name, role)
             wanted = self._planned(role) or self._staying(context, running)
             decided[context.deployment_id] = self._retiring[role].replicas(wanted, running, now_s)
-        if (names := self._names()) != before:
+        if (names := self.retiring) != before:
             logger.info("kvrelay planner: retiring workers: %s", ", ".join(names) or "none")
         if names:
             self._retire(names)
@@ -123,12 +123,13 @@ class PlannerPolicy:
 
     def _planned(self, role: str) -> int | None:
         """The planner's count; None before its first decision."""
-        if self._planner is None:
+        if self.planner is None:
             return None
-        counts = self._planner.counts
+        counts = self.planner.counts
         return counts.prefill if role == PREFILL else counts.decode
 
-    def _names(self) -> list[str]:
+    @property
+    def retiring(self) -> list[str]:
         """All retiring workers."""
         return [name for retiring in self._retiring.values() for name in retiring.names]
 
@@ -140,13 +141,13 @@ class PlannerPolicy:
     def _load(self, now_s: float) -> bool:
         """Resume from the saved state, if there is one. False: the registry has not answered yet."""
         self._loading_s = now_s if self._loading_s is None else self._loading_s
-        found = self._store.load()
+        found = self.store.load()
         if found is None:
             if now_s - self._loading_s < LOAD_TIMEOUT_S:
                 return False
             logger.warning("kvrelay planner: the registry does not answer; the planner starts without its saved state")
             found = SavedState(None)
-        self._is_loaded = True
+        self.is_loaded = True
         memory = decoded(found.data) if found.data is not None else None
         if memory is not None:
             self._resume(memory, now_s - found.age_s)
@@ -161,12 +162,12 @@ class PlannerPolicy:
             if role in self._retiring:
                 self._retiring[role].resume(state, then_s)
         if memory.planner is not None:
-            self._resumed = memory.planner, then_s
+            self.resumed = memory.planner, then_s
 
     def _save(self, now_s: float) -> None:
         states = {role: retiring.state(now_s) for role, retiring in self._retiring.items()}
-        planner = self._planner.state(now_s) if self._planner is not None else None
-        self._store.save(encoded(PlannerMemory(planner, self._feed.state(now_s), self._learned.state(now_s), states)))
+        planner = self.planner.state(now_s) if self.planner is not None else None
+        self.store.save(encoded(PlannerMemory(planner, self._feed.state(now_s), self._learned.state(now_s), states)))
 
     def _observe(self, by_name: Mapping[str, Any], now_s: float) -> None:
         prefill, decode = by_name[PREFILL], by_name[DECODE]
@@ -183,9 +184,9 @@ class PlannerPolicy:
         before, self._plan = planner.counts, planner.observe(interval)
         if planner.counts != before:
             logger.info("kvrelay planner: %s", "; ".join(self._plan.reasons))
-        self._num_observations += 1
+        self.num_observations += 1
         if (
-            self._num_observations % COMPARE_EVERY == 0
+            self.num_observations % COMPARE_EVERY == 0
             and (found := planner.comparison()) is not None
             and not found.disaggregate
         ):
@@ -209,20 +210,20 @@ class PlannerPolicy:
             max(decode.capacity_adjusted_max_replicas, 1),
             self._settings.max_workers or 1 << 20,
         )
-        if self._planner is None or self._planner.limits != limits:
-            if self._planner is not None:
-                self._resumed = self._planner.state(now_s), now_s
+        if self.planner is None or self.planner.limits != limits:
+            if self.planner is not None:
+                self.resumed = self.planner.state(now_s), now_s
             counts = WorkerCounts(
                 *(
                     self._planned(role) or self._staying(by_name[role], _candidates(by_name, role))
                     for role in (PREFILL, DECODE)
                 )
             )
-            self._planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts)
-            if self._resumed is not None:
-                self._planner.resume(*self._resumed)
-        self._planner.model = model
-        return self._planner
+            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts)
+            if self.resumed is not None:
+                self.planner.resume(*self.resumed)
+        self.planner.model = model
+        return self.planner
 
     def _is_changing(self, *contexts: Any) -> bool:
         retires = any(retiring.names for retiring in self._retiring.values())

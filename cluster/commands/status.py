@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.commands.doctor import chosen
+from kvrelay.cluster.commands.watch import table, tier_rows
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.endpoints import other_clusters
@@ -73,35 +74,14 @@ def render(status: dict[str, Any]) -> RenderableType:
         head.add_row("Serve", Text(serve["error"], "red"))
     workers = status.get("workers", [])
     down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
+    workers = sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True)
     tables = [_workers_table(workers, status.get("pairs", []))]
-    if any(worker.get("load", {}).get("tiers") for worker in workers):
-        tables.append(_tiers_table(workers))
-    stores = status.get("stores", [])
-    if stores:
+    if tiers := list(tier_rows(workers, "stored", "loaded", "rejected", "corrupt")):
+        tables.append(table("worker|tier|blocks|MiB|down|up|refused|wrong", tiers, left=8, frame=box.SIMPLE))
+    if stores := status.get("stores", []):
         tables.append(_stores_table(stores))
     down += [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in stores if not one.get("is_up")]
     return Group(head, *tables, *down)
-
-
-def _tiers_table(workers: list[dict[str, Any]]) -> Table:
-    """The tiers below the workers' pools. Down and up: blocks stored in a tier and loaded from it."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("worker", "tier", "blocks", "in use", "down", "up", "refused", "wrong"):
-        table.add_column(title, no_wrap=True)
-    for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
-        for tier in worker.get("load", {}).get("tiers", []):
-            room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
-            table.add_row(
-                worker["worker_id"],
-                tier["tier"],
-                str(tier["num_blocks"]),
-                f"{tier['num_bytes'] / 2**20:.0f}{room} MiB",
-                str(tier["stored_blocks"]),
-                str(tier["loaded_blocks"]),
-                str(tier["rejected_blocks"]),
-                str(tier["corrupt_blocks"]),
-            )
-    return table
 
 
 def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
@@ -117,52 +97,36 @@ def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
 
 def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> Table:
     """At most 80 columns wide. Blocks: in use, cached (reusable at once), all."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("worker", "pid", "run", "wait", "used/cached/all", "KV over", "moved"):
-        table.add_column(title, no_wrap=True)
-    for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
+
+    def row(worker: dict[str, Any]) -> tuple[object, ...]:
+        name, pid, load = worker["worker_id"], worker["pid"], worker.get("load", {})
         if not worker.get("is_up"):
-            table.add_row(worker["worker_id"], str(worker["pid"]), "[red]down[/red]")
-            continue
-        load, info = worker.get("load", {}), worker.get("info", {})
-        blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
-        over = (
-            _over(worker["worker_id"], pairs)
-            or load.get("transport")
-            or "/".join(t for t in info.get("transports", []) if t != "loopback")
-        )
-        table.add_row(
-            worker["worker_id"],
-            str(worker["pid"]),
-            str(load.get("running", 0)),
-            str(load.get("waiting", 0)),
-            blocks,
-            over,
-            f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB",
-        )
-    return table
+            return name, pid, Text("down", "red")
+        blocks = "/".join(str(load.get(f"{state}_blocks", 0)) for state in ("used", "cached", "total"))
+        own = "/".join(one for one in worker.get("info", {}).get("transports", []) if one != "loopback")
+        over = Text.from_markup(_over(name, pairs)) or load.get("transport") or own
+        moved = f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB"
+        return name, pid, load.get("running", 0), load.get("waiting", 0), blocks, over, moved
+
+    return table("worker|pid|run|wait|used/cached/all|KV over|moved", map(row, workers), left=7, frame=box.SIMPLE)
 
 
 def _stores_table(stores: list[dict[str, Any]]) -> Table:
     """The nodes of the cluster's KV store. Hits: blocks read, of those requested."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("KV store", "pid", "blocks", "used/all", "hits", "to/from disk"):
-        table.add_column(title, no_wrap=True)
-    for store in sorted(stores, key=lambda store: str(store["worker_id"])):
+
+    def row(store: dict[str, Any]) -> tuple[object, ...]:
+        name, pid = store["worker_id"], store["pid"]
         if not store.get("is_up"):
-            table.add_row(store["worker_id"], str(store["pid"]), "[red]down[/red]")
-            continue
-        stats = store["stats"]
-        used = f"{store['used_bytes'] / 2**20:.0f}/{store['capacity_bytes'] / 2**20:.0f} MiB"
-        table.add_row(
-            store["worker_id"],
-            str(store["pid"]),
-            str(store["blocks"]),
-            used,
+            return name, pid, Text("down", "red")
+        stats, used = store["stats"], f"{store['used_bytes'] / 2**20:.0f}/{store['capacity_bytes'] / 2**20:.0f} MiB"
+        hits, moved = (
             f"{stats['leased']}/{stats['leased'] + stats['missed']}",
             f"{stats['to_disk']}/{stats['from_disk']}",
         )
-    return table
+        return name, pid, store["blocks"], used, hits, moved
+
+    rows = map(row, sorted(stores, key=lambda store: str(store["worker_id"])))
+    return table("KV store|pid|blocks|used/all|hits|to/from disk", rows, left=6, frame=box.SIMPLE)
 
 
 def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait: bool) -> None:

@@ -7,9 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from rich.box import Box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -98,8 +99,8 @@ def render(view: View, previous: View | None = None) -> RenderableType:
     old = {worker["worker_id"]: worker.get("load", {}) for worker in before["workers"]}
     workers = sorted(view["workers"], key=lambda worker: (worker["role"] != "prefill", worker["worker_id"]))
     parts: list[RenderableType] = [_head(view, before, seconds), _load_table(workers), _blocks_table(workers, old)]
-    if any(worker.get("load", {}).get("tiers") for worker in workers):
-        parts.append(_tiers_table(workers))
+    if tiers := list(tier_rows(workers, "stored", "loaded", "rejected", "evicted")):
+        parts.append(table("lower tiers|tier|blocks|MiB|in|out|rejected|evicted", tiers, left=2))
     if view["pairs"]:
         parts.append(_transfers_table(view, workers))
     parts += [_events(workers, view["front"]), _requests_table(view["requests"])]
@@ -119,27 +120,27 @@ def _head(view: View, before: View, seconds: float) -> Text:
     return text if view["is_ready"] else text.append("  not ready", "red")
 
 
-def _table(*columns: str, left: int) -> Table:
-    """The first `left` columns are text, the others numbers."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for index, title in enumerate(columns):
-        table.add_column(title, no_wrap=True, justify="left" if index < left else "right")
-    return table
+def table(columns: str, rows: Iterable[Iterable[object]], *, left: int, frame: Box | None = None) -> Table:
+    """columns: titles with `|` between them; the first `left` are text, the others numbers."""
+    made = Table(box=frame, padding=(0, 1, 0, 0), header_style=None if frame else "dim")
+    for index, title in enumerate(columns.split("|")):
+        made.add_column(title, no_wrap=True, justify="left" if index < left else "right")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
+    return made
 
 
 def _load_table(workers: list[View]) -> Table:
     """Queues, in sequences; the last step's sequences and tokens; a step's time; prompt tokens not computed yet."""
-    table = _table("worker", "health", "wait", "recv", "run", "held", "swap", "batch", "tokens", "step", "todo", left=2)
-    for worker in workers:
-        load = worker.get("load")
-        health = Text(worker["health"], _HEALTH.get(worker["health"], ""))
-        if load is None:
-            table.add_row(worker["worker_id"], health)
-            continue
-        queues = [str(load[name]) if name in load else "–" for name in QUEUES]
-        batch = (str(load["batch_sequences"]), str(load["batch_tokens"]), _time(load["step_s"]))
-        table.add_row(worker["worker_id"], health, *queues, *batch, str(load["queued_tokens"]))
-    return table
+
+    def row(worker: View) -> tuple[object, ...]:
+        name, health = worker["worker_id"], Text(worker["health"], _HEALTH.get(worker["health"], ""))
+        if (load := worker.get("load")) is None:
+            return name, health
+        queues, batch = (load.get(queue, "–") for queue in QUEUES), (load["batch_sequences"], load["batch_tokens"])
+        return name, health, *queues, *batch, _time(load["step_s"]), load["queued_tokens"]
+
+    return table("worker|health|wait|recv|run|held|swap|batch|tokens|step|todo", map(row, workers), left=2)
 
 
 def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
@@ -147,85 +148,66 @@ def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
 
     Hits: of all prompt tokens looked up, those cached.
     """
-    table = _table("blocks", "free", "used", "cached", "pinned", "all", "hits", "now", "from tiers", left=1)
-    for worker in workers:
-        if (load := worker.get("load")) is None:
-            continue
+
+    def row(worker: View) -> tuple[object, ...]:
+        name, load = worker["worker_id"], worker["load"]
+        before, hit, query = old.get(name, {}), "prefix_hit_tokens", "prefix_query_tokens"
         free = load["total_blocks"] - load["used_blocks"] - load["cached_blocks"]
-        before = old.get(worker["worker_id"], {})
-        hits, asked = (
-            load[name] - before.get(name, load[name]) for name in ("prefix_hit_tokens", "prefix_query_tokens")
-        )
-        table.add_row(
-            worker["worker_id"],
-            str(free),
-            str(load["used_blocks"]),
-            str(load["cached_blocks"]),
-            str(load["pinned_blocks"]),
-            str(load["total_blocks"]),
-            _share(load["prefix_hit_tokens"], load["prefix_query_tokens"]),
-            _share(hits, asked),
-            _share(load["tier_hit_tokens"], load["prefix_hit_tokens"]),
-        )
-    return table
+        states = (load[f"{state}_blocks"] for state in ("used", "cached", "pinned", "total"))
+        now = _share(load[hit] - before.get(hit, load[hit]), load[query] - before.get(query, load[query]))
+        return name, free, *states, _share(load[hit], load[query]), now, _share(load["tier_hit_tokens"], load[hit])
+
+    rows = (row(worker) for worker in workers if "load" in worker)
+    return table("blocks|free|used|cached|pinned|all|hits|now|from tiers", rows, left=1)
 
 
-def _tiers_table(workers: list[View]) -> Table:
-    table = _table("lower tiers", "tier", "blocks", "MiB", "in", "out", "rejected", "evicted", left=2)
+def tier_rows(workers: list[View], *counts: str) -> Iterator[tuple[object, ...]]:
+    """A row for each tier below a worker's pool, with these counts of blocks."""
     for worker in workers:
         for tier in worker.get("load", {}).get("tiers", []):
             room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
-            counts = (tier[name] for name in ("stored_blocks", "loaded_blocks", "rejected_blocks", "evicted_blocks"))
-            table.add_row(
+            size = f"{tier['num_bytes'] / 2**20:.0f}{room}"
+            yield (
                 worker["worker_id"],
                 tier["tier"],
-                str(tier["num_blocks"]),
-                f"{tier['num_bytes'] / 2**20:.0f}{room}",
-                *map(str, counts),
+                tier["num_blocks"],
+                size,
+                *(tier[f"{name}_blocks"] for name in counts),
             )
-    return table
 
 
 def _transfers_table(view: View, workers: list[View]) -> Table:
     """In flight: of this ingress's requests. Read: all that the decode worker has read, from anyone, by path."""
-    table = _table("KV from → to", "in flight", "over", "read there", left=4)
     loads = {worker["worker_id"]: worker.get("load", {}) for worker in workers}
-    for pair in view["pairs"]:
+
+    def row(pair: View) -> tuple[object, ...]:
         paths = loads.get(pair["target"], {}).get("kv_paths", [])
         moved = ", ".join(f"{path['path']} {path['num_bytes'] / 2**20:.1f} MiB" for path in paths if path["num_bytes"])
         speed = f" {pair['bytes_per_s'] / 1e9:.2f} GB/s" if pair["bytes_per_s"] else ""
         over = f"{pair['path']}{speed}" if pair["verdict"] == "ok" else Text(pair["verdict"], "red")
-        table.add_row(f"{pair['source']} → {pair['target']}", str(pair["in_flight"]), over, moved)
-    return table
+        return f"{pair['source']} → {pair['target']}", pair["in_flight"], over, moved
+
+    return table("KV from → to|in flight|over|read there", map(row, view["pairs"]), left=4)
 
 
 def _events(workers: list[View], front: View) -> Table:
     """Counts since the start: preemptions, refusals and their reasons."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     loads = {worker["worker_id"]: worker["load"] for worker in workers if "load" in worker}
-    preempted = [
-        f"{name} {load['preemptions']}" + (f" ({by})" if (by := _preempted(load)) else "")
-        for name, load in loads.items()
-        if load["preemptions"]
-    ]
-    refused = [
-        f"{name} {reason} {count}" for name, load in loads.items() for reason, count in load["kv_refused"].items()
-    ]
+
+    def each(text_of: Callable[[View], str]) -> str:
+        return ", ".join(f"{name} {text}" for name, load in loads.items() if (text := text_of(load)))
+
     for title, text in (
         ("ended", _counts(front["outcomes"])),
-        ("queued", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _queued(load)))),
-        ("preempted", ", ".join(preempted)),
-        ("swapped out", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _swap(load)))),
-        ("drafted", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _drafted(load)))),
-        (
-            "KV reads saved",
-            ", ".join(
-                f"{name} {text} tokens" for name, load in loads.items() if (text := load.get("cascade_saved_tokens"))
-            ),
-        ),
-        ("by tenant", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _tenants(load)))),
+        ("queued", each(_queued)),
+        ("preempted", each(_preempted)),
+        ("swapped out", each(_swap)),
+        ("drafted", each(_drafted)),
+        ("KV reads saved", each(lambda load: f"{saved} tokens" if (saved := load.get("cascade_saved_tokens")) else "")),
+        ("by tenant", each(_tenants)),
         ("refused", _counts(front["refusals"])),
-        ("transfers refused", ", ".join(refused)),
+        ("transfers refused", each(lambda load: _counts(load["kv_refused"]))),
         ("also", ", ".join(f"{name} {text}" for name, load in loads.items() for text in _others(load))),
     ):
         if text or title in ("ended", "preempted", "refused", "transfers refused"):
@@ -234,8 +216,11 @@ def _events(workers: list[View], front: View) -> Table:
 
 
 def _preempted(load: View) -> str:
+    if not load["preemptions"]:
+        return ""
     tokens = load.get("recomputed_tokens")
-    return _counts(load.get("preempted", {})) + (f"; {tokens} tokens recomputed" if tokens else "")
+    by = _counts(load.get("preempted", {})) + (f"; {tokens} tokens recomputed" if tokens else "")
+    return f"{load['preemptions']}" + (f" ({by})" if by else "")
 
 
 def _drafted(load: View) -> str:
@@ -288,19 +273,20 @@ def _others(load: View) -> list[str]:
     return text
 
 
-def _requests_table(rows: list[View]) -> Table:
-    live = [row for row in rows if row["is_live"]]
-    shown = live[:LIVE_SHOWN] or rows[:LIVE_SHOWN]
-    table = _table(
-        "live request" if live else "last requests", "state", "workers", "in", "out", "first", "total", left=3
-    )
-    for row in shown:
-        way = " → ".join(name.rpartition("-")[2] for name in (row["prefill"], row["decode"]) if name)
-        times = (_time(row["ttft_s"]) if row["ttft_s"] is not None else "–", _time(row["total_s"]))
-        table.add_row(_short(row["id"]), row["state"], way, str(row["prompt_tokens"]), str(row["tokens"]), *times)
+def _requests_table(requests: list[View]) -> Table:
+    live = [row for row in requests if row["is_live"]]
+
+    def row(one: View) -> tuple[object, ...]:
+        path = " → ".join(name.rpartition("-")[2] for name in (one["prefill"], one["decode"]) if name)
+        first = _time(one["ttft_s"]) if one["ttft_s"] is not None else "–"
+        return _short(one["id"]), one["state"], path, one["prompt_tokens"], one["tokens"], first, _time(one["total_s"])
+
+    title = "live request" if live else "last requests"
+    shown = live[:LIVE_SHOWN] or requests[:LIVE_SHOWN]
+    made = table(f"{title}|state|workers|in|out|first|total", map(row, shown), left=3)
     if len(live) > LIVE_SHOWN:
-        table.add_row(f"and {len(live) - LIVE_SHOWN} more")
-    return table
+        made.add_row(f"and {len(live) - LIVE_SHOWN} more")
+    return made
 
 
 def _short(request_id: str) -> str:

@@ -38,14 +38,14 @@ class Controller:
 
     def __init__(self, served: int, now_s: float) -> None:
         self.world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
-        self.world.policy._store = RegistryStateStore()
+        self.world.policy.store = RegistryStateStore()
         self.world.served, self.world.now_s = served, now_s
 
     def begin(self) -> None:
         """Tick until the registry has answered, which takes real time."""
         for _ in range(90):  # of 0.1 s each, less than the policy waits for it
             self.world.tick(0.0, seconds=0.1)
-            if self.world.policy._is_loaded:
+            if self.world.policy.is_loaded:
                 return
             time.sleep(0.1)
         raise AssertionError("the registry has not answered")
@@ -57,11 +57,11 @@ class Controller:
 
     def level(self) -> float | None:
         """Requests per s that it has learnt of; None: nothing."""
-        planner = self.world.policy._planner
+        planner = self.world.policy.planner
         return planner.state(self.world.now_s).demand.trend.level if planner is not None else None
 
     def has_learnt_before(self) -> bool:
-        return self.world.policy._resumed is not None
+        return self.world.policy.resumed is not None
 
 
 def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_new_as_well(registry):

@@ -425,7 +425,7 @@ class World:
     def take(self, policy: PlannerPolicy, age_s: float = 10.0) -> None:
         """Serve's controller has begun anew, with this policy; its first look is so long after the last one."""
         self.policy, self.shelf.age_s = policy, age_s
-        policy._store = self.shelf
+        policy.store = self.shelf
         policy._retire = self.told.extend  # type: ignore[method-assign]
 
     def report(self, name: str) -> dict[str, float]:
@@ -493,9 +493,9 @@ def test_between_looks_the_policy_repeats_itself():
     world = World(PlannerPolicy(scale_down_delay_s=60.0))
     world.tick(1.0)
     world.tick(1.0)
-    looks = world.policy._num_observations
+    looks = world.policy.num_observations
     assert [world.tick(100.0, seconds=0.1) for _ in range(5)] == [{"prefill": 1, "decode": 1}] * 5
-    assert world.policy._num_observations == looks
+    assert world.policy.num_observations == looks
 
 
 SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 16
@@ -524,7 +524,7 @@ def test_what_came_while_the_controller_was_down_is_seen():
         few = world.tick(1.0)
     world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), age_s=40.0)
     world.tick(30.0, seconds=40.0)
-    planner = world.policy._planner
+    planner = world.policy.planner
     assert planner is not None and planner.state(world.now_s).demand.trend.level == pytest.approx(30.0, rel=0.1)
     assert few == {"prefill": 1, "decode": 1}
 
@@ -539,7 +539,7 @@ def test_who_retires_still_retires_after_a_restart_and_nobody_else_with_it():
     world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), age_s=1.0)
     world.now_s += 1.0
     assert first_told(world) == told
-    assert world.policy._names() == told
+    assert world.policy.retiring == told
 
 
 def first_told(world: World) -> list[str]:
@@ -561,7 +561,7 @@ def test_what_cannot_be_read_is_learnt_anew():
         world.shelf.data = data
         world.take(PlannerPolicy())
         assert world.tick(1.0) == {"prefill": 1, "decode": 1}
-        assert world.policy._resumed is None
+        assert world.policy.resumed is None
 
 
 def test_a_registry_that_does_not_answer_is_waited_for_and_then_not():
@@ -578,7 +578,7 @@ def test_other_bounds_make_the_planner_forget_nothing():
     world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(6):
         world.tick(30.0)
-    before = world.policy._planner
+    before = world.policy.planner
     assert before is not None
     learnt = before.state(world.now_s)
     contexts = {role: Context(role, len(names), {name: {} for name in names}) for role, names in world.workers.items()}
