@@ -20,7 +20,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest
 from kvrelay.types import BlockId
-from tests.engine.step.late_device import LateBackend, LateTokens, late
+from tests.engine.execution.late_device import LateBackend, LateTokens, late
 
 VOCAB, BLOCK = 97, 8
 BLOCK_BYTES = BLOCK * 2 * 2 * 16 * 4
