@@ -21,9 +21,9 @@ import numpy as np
 from bench.planner.loads import made_days, stretched_days
 from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
-from kvrelay.cluster.simulator.operations import autoscaler
-from kvrelay.cluster.simulator.reporting.results import Tally
+from kvrelay.cluster.simulator.operations import fleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest
+from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry
@@ -257,7 +257,7 @@ class Day:
             "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
         }  # fmt: skip
         scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})
-        with mock.patch.object(autoscaler, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
+        with mock.patch.object(fleet, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
             return self.run(name, scenario, num_days)
 
     def static(self, counts: WorkerCounts) -> Outcome:

@@ -1,5 +1,4 @@
 """A cluster in virtual time: production's router, scheduler, block pool and retries over simulated steps and transfers.
 
-May import kvrelay, cluster/profiles, cluster/simulator/operations, cluster/simulator/reporting,
-cluster/simulator/resources, cluster/workloads, engine, kvcache, router, serve.
+May import kvrelay, cluster/profiles, cluster/simulator/operations, cluster/workloads, engine, kvcache, router, serve.
 """

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.cluster.simulator.attempt import SimulatedAttempt
-from kvrelay.cluster.simulator.requests import SimulatedRequest
-from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.resources.network import Network
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.requests import SimulatedAttempt, SimulatedRequest
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.simulator.worker_links import WorkerLinks
 from kvrelay.config import Settings
@@ -43,8 +42,6 @@ class IngressRules:
 
 class SimulatedRequestDriver:
     """One request from its arrival to its end."""
-
-    __slots__ = ("_attempt", "_deadline", "_ingress", "_is_deferred", "_num_emitted", "_retries", "job")
 
     def __init__(self, job: SimulatedRequest, ingress: "SimulatedIngress") -> None:
         self.job, self._ingress = job, ingress

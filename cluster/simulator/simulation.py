@@ -9,17 +9,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.ingress import IngressRules, SimulatedIngress
-from kvrelay.cluster.simulator.operations.autoscaler import Autoscaler
+from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.operations.faults import FaultInjector
-from kvrelay.cluster.simulator.operations.fleet import SimulatedFleet
-from kvrelay.cluster.simulator.reporting.course import RunTimeline
-from kvrelay.cluster.simulator.reporting.results import Tally
+from kvrelay.cluster.simulator.operations.fleet import Autoscaler, SimulatedFleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
-from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.resources.machine import Machine
-from kvrelay.cluster.simulator.resources.network import Network
+from kvrelay.cluster.simulator.results import RunTimeline, Tally
 from kvrelay.cluster.simulator.scenario import Scenario
+from kvrelay.cluster.simulator.steps import Machine
 from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.workloads.trace import TraceEntry

@@ -2,12 +2,44 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvrelay.cluster.simulator.engine import SimulatedEngine
-from kvrelay.cluster.simulator.resources.clock import Clock, Event
-from kvrelay.cluster.simulator.resources.machine import Machine, slowed
-from kvrelay.cluster.simulator.stride import StepEvents, Stride
+from kvrelay.cluster.simulator.clock import Clock, Event
+from kvrelay.cluster.simulator.engine import SimulatedEngine, StepEvents, Stride
+
+
+class Machine:
+    """Notifies the workers that compute when their number changes."""
+
+    def __init__(self) -> None:
+        self._computing: dict[WorkerSteps, None] = {}
+
+    def crowd_with(self, worker: "WorkerSteps") -> int:
+        """How many compute when this one does."""
+        return len(self._computing) + (worker not in self._computing)
+
+    def begins(self, worker: "WorkerSteps") -> None:
+        """Idempotent, as `ends` is."""
+        if worker not in self._computing:
+            self._change(1)
+            self._computing[worker] = None
+
+    def ends(self, worker: "WorkerSteps") -> None:
+        if worker in self._computing:
+            del self._computing[worker]
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        """Notify all others; each counts itself and the one that changed."""
+        others = len(self._computing)
+        before, now = (others, others + 1) if by > 0 else (others + 1, others)
+        for other in list(self._computing):
+            other.crowd_changed(before, now)
+
+
+def slowed(slowdown: Sequence[float], crowd: int) -> float:
+    """The factor on a step's time while `crowd` workers compute; beyond what was measured, that of the most."""
+    return slowdown[min(crowd, len(slowdown)) - 1] if slowdown else 1.0
 
 
 class WorkerSteps:

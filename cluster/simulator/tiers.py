@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.resources.network import Flow, Network
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.network import Flow, Network
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.eviction.policies import make_policy

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.attempt import SimulatedAttempt
-from kvrelay.cluster.simulator.engine import SimulatedEngine
-from kvrelay.cluster.simulator.resources.clock import Clock, Event
-from kvrelay.cluster.simulator.resources.machine import Machine
-from kvrelay.cluster.simulator.resources.network import Network
-from kvrelay.cluster.simulator.steps import WorkerSteps
-from kvrelay.cluster.simulator.stride import StepEvents, Stride
+from kvrelay.cluster.simulator.clock import Clock, Event
+from kvrelay.cluster.simulator.engine import SimulatedEngine, StepEvents, Stride
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.requests import SimulatedAttempt
+from kvrelay.cluster.simulator.steps import Machine, WorkerSteps
 from kvrelay.cluster.simulator.tiers import BlockSources, make_tiers
 from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerReports
 from kvrelay.config import Settings

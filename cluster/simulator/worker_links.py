@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.config import Settings
 from kvrelay.pacing import Paced

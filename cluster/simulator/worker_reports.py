@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvrelay.cluster.simulator.resources.clock import Clock, Event
+from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.pacing import Paced
 from kvrelay.plane.messages import SHARE_LOAD_S, Assigned, AssignedByOthers, KvEvents, LoadReport

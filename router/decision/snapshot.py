@@ -221,8 +221,6 @@ class PrefixPopularity:
     share from one client's conversation. Counts fade; memory is bounded.
     """
 
-    __slots__ = ("_counts",)
-
     def __init__(self) -> None:
         self._counts: dict[bytes, tuple[float, float]] = {}  # (faded count, time of the last update); the oldest first
 

@@ -43,25 +43,6 @@ class Columns:
     It has more than 12 attributes, because decisions read views that are made once per layout.
     """
 
-    __slots__ = (
-        "_assumed_rate",
-        "_fixed",
-        "_float_rows",
-        "_int_rows",
-        "_least_longest",
-        "_least_room",
-        "_sequences",
-        "_speeds",
-        "_unreported",
-        "floats",
-        "index_rows",
-        "ints",
-        "names",
-        "num_sequences",
-        "num_unreported",
-        "row_of",
-    )
-
     def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int], index_rows: Sequence[int]) -> None:
         """`infos` in the order of their ids; each has the machine of that number in `nodes` and that row of the prefix
         index.
@@ -166,25 +147,9 @@ class Columns:
         tokens, requests, sequences, waiting, free, turn = ints
         nodes, blocks, size, per_token = fixed
         return WorkerTable(
-            names,
-            nodes,
-            *held,
-            tokens,
-            requests,
-            sequences,
-            waiting,
-            free,
-            blocks,
-            size,
-            rates,
-            step_s,
-            recent_step_s,
-            kv_rate,
-            per_token,
-            turn,
-            now_s - reported_at_s,
-            output_tokens,
-        )
+            names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size, rates, step_s,
+            recent_step_s, kv_rate, per_token, turn, now_s - reported_at_s, output_tokens,
+        )  # fmt: skip
 
 
 def _shared(column: Ints) -> Ints:
@@ -214,8 +179,6 @@ def bucketed(value: float) -> float:
 
 class StepTime:
     """A worker's recent step time, prefill chunks included: what its sequences wait for each token."""
-
-    __slots__ = ("_default_s", "_idle_since_s", "_seconds", "_steps")
 
     def __init__(self, default_s: float) -> None:
         """`default_s`: assumed of a decode step before the first measurement."""
@@ -277,24 +240,6 @@ class WorkerAccount:
 
     It has more than 12 attributes, because it joins a worker's report, our own load and other routers' load in one row.
     """
-
-    __slots__ = (
-        "_columns",
-        "_foreign_prefills",
-        "_model",
-        "_others",
-        "_step_time",
-        "changed",
-        "foreign_sequences",
-        "foreign_tokens",
-        "info",
-        "own",
-        "report",
-        "reported_at_s",
-        "role",
-        "row",
-        "turn",
-    )
 
     def __init__(self, info: WorkerInfo, model: CostModel) -> None:
         self.info, self._model = info, model

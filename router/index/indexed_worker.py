@@ -28,8 +28,6 @@ class LearnedPrefixes:
     each expires, soonest first. Bounded in number and time.
     """
 
-    __slots__ = ("_expiry", "_ttl_s", "limit", "since_s")
-
     def __init__(self, limit: int, ttl_s: float) -> None:
         self.limit, self._ttl_s = limit, ttl_s
         self._expiry: dict[bytes, float] = {}
@@ -95,27 +93,6 @@ class IndexedWorker:
 
     Written only by PrefixIndex. Its attributes are the state of one event stream.
     """
-
-    __slots__ = (
-        "anywhere",
-        "audited",
-        "both",
-        "holders",
-        "ignored",
-        "ingest",
-        "learned",
-        "max_blocks",
-        "newest_seq",
-        "num_blocks",
-        "num_outdated",
-        "recently_removed",
-        "row",
-        "seq",
-        "state",
-        "stride",
-        "until_next_request",
-        "was_behind",
-    )
 
     def __init__(self, row: int, max_blocks: int, stride: int, holders: HolderIndex, learned: LearnedPrefixes) -> None:
         self.row, self.max_blocks, self.stride, self.holders = row, max_blocks, stride, holders

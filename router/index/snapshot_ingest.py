@@ -22,8 +22,6 @@ class Sweep:
     Meanwhile blocks stay where they are.
     """
 
-    __slots__ = ("_holders", "_kept", "_mine", "_next", "is_done")
-
     def __init__(self, holders: HolderIndex, own_bits: int) -> None:
         self._holders, self._mine, self._kept, self._next = holders, own_bits, bytearray(), 0
         self.is_done = False
@@ -49,21 +47,6 @@ class Sweep:
 
 class SnapshotIngest:
     """One snapshot: the parts received, and what of them is still to be ingested."""
-
-    __slots__ = (
-        "_free_run",
-        "_next_part",
-        "_parts",
-        "_place",
-        "_seq",
-        "_touched",
-        "is_complete",
-        "is_queued",
-        "is_received",
-        "num_events",
-        "rest",
-        "was_audited",
-    )
 
     def __init__(self, seq: int, most: int, rest: Sweep | None) -> None:
         """At most `most` hashes.
@@ -130,8 +113,6 @@ Step = Callable[[], bool]
 
 class DeferredWork:
     """Work that would block its caller for long: done in slices, round robin, or at once unless deferral is on."""
-
-    __slots__ = ("_steps", "_wake")
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque()

@@ -27,8 +27,6 @@ class Bias:
     slow worker.
     """
 
-    __slots__ = ("_floor_s", "_log", "_observed_at_s")
-
     def __init__(self, floor_s: float) -> None:
         self._floor_s, self._log, self._observed_at_s = floor_s, 0.0, 0.0
 
@@ -50,8 +48,6 @@ class Bias:
 
 class Errors:
     """Observed over predicted, of one quantity: the last `WINDOW` for the margin, all of them for the histogram."""
-
-    __slots__ = ("_order", "_sorted", "counts", "total")
 
     def __init__(self) -> None:
         self._order: deque[float] = deque()
@@ -90,8 +86,6 @@ _PRIOR = [2.0 * math.exp(-bucket * _WIDTH / PRIOR_TOKENS) for bucket in range(_N
 
 class LengthDistribution:
     """Lengths of finished outputs, in tokens. An output cut at `max_tokens` counts with that length."""
-
-    __slots__ = ("_counts", "_longer", "mean_tokens")
 
     def __init__(self) -> None:
         self._counts = [0.0] * _NUM_BUCKETS
@@ -141,8 +135,6 @@ class DurationFit:
     it is what the worker itself reports, and the whole estimate before the first observation. `keep` is the share of
     the old evidence that each observation leaves, `pull` how many observations the prior is worth.
     """
-
-    __slots__ = ("_keep", "_observed_at_s", "_products", "_pull", "_scales", "_targets", "weight")
 
     def __init__(self, scales: Sequence[float], *, keep: float = KEEP, pull: float = PULL) -> None:
         size = len(scales)

@@ -6,12 +6,19 @@ when they have finished, after `drain_s` in any case; what they had then is retr
 
 from typing import Protocol
 
+from kvrelay.cluster.autoscaling import worker_model
+from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
+from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
+from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.cluster.simulator.ingress import SimulatedIngress
-from kvrelay.cluster.simulator.resources.clock import Clock, Event
-from kvrelay.cluster.simulator.resources.network import Network
+from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.simulator.worker import SimulatedWorker
+from kvrelay.config import Settings
+from kvrelay.router.planning.planner import Planner, ScalingPlan
+from kvrelay.router.planning.types import CountLimits, WorkerCounts
 from kvrelay.types import Role
 
 DRAIN_CHECK_S = 1.0  # between checks whether a retiring worker has finished
@@ -120,3 +127,46 @@ def candidate(worker: SimulatedWorker) -> RetirementCandidate:
         if scheduler.admission.blocks.query_tokens
         else 0.0,
     )
+
+
+class Autoscaler:
+    """Plans every `INTERVAL_S` and scales the fleet."""
+
+    def __init__(
+        self, cluster: SimulatedCluster, fleet: SimulatedFleet, settings: Settings, profile: SimulatorProfile
+    ) -> None:
+        own = planner_settings(settings)
+        self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
+        limits = CountLimits(
+            own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20
+        )
+        counts = WorkerCounts(cluster.scenario.prefill, cluster.scenario.decode)
+        self._planner = Planner(self._model, target_of(own), limits, rules_of(own), counts)
+        self._feed = Feed(target_of(own))
+        self._plan: ScalingPlan | None = None
+
+    def start(self) -> None:
+        self._plan_interval()
+
+    def _plan_interval(self) -> None:
+        clock = self._cluster.clock
+        observation = Observation(
+            clock.now_s,
+            {f"i{number}": ingress_report(ingress.stats) for number, ingress in enumerate(self._cluster.ingresses)},
+            self._reports(Role.PREFILL),
+            self._reports(Role.DECODE),
+            self._fleet.is_changing,
+        )
+        load = self._plan.load if self._plan is not None else None
+        interval = self._feed.interval(observation, self._model, load)
+        if interval is not None:
+            self._plan = self._planner.observe(interval)
+            self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
+            self._fleet.scale(Role.DECODE, self._planner.counts.decode)
+        clock.after(worker_model.INTERVAL_S, self._plan_interval)
+
+    def _reports(self, role: Role) -> dict[str, dict[str, float]]:
+        return {
+            worker.worker_id: worker_report(worker.reports.last_load, worker.info)
+            for worker in self._fleet.serving(role)
+        }

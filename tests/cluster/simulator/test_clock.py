@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.clock import Clock
 
 pytestmark = pytest.mark.pure
 

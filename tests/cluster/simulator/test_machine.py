@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.cluster.profiles.profile import parse_profile
-from kvrelay.cluster.simulator.resources.machine import Machine, slowed
+from kvrelay.cluster.simulator.steps import Machine, slowed
 from kvrelay.types import Role
 from tests.cluster.simulator.simulator_cases import DECODE, chats, entry, everything_is_given_back, profile, simulate
 

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from kvrelay.cluster.simulator.reporting import plots as simulation_plots
-from kvrelay.cluster.simulator.reporting.course import RunTimeline, _shares
-from kvrelay.cluster.simulator.reporting.plots import (
+from kvrelay.cluster.simulator import plots as simulation_plots
+from kvrelay.cluster.simulator.plots import (
     Run,
     check_picture,
     held_load,
@@ -16,6 +15,7 @@ from kvrelay.cluster.simulator.reporting.plots import (
     plot,
     runs_of,
 )
+from kvrelay.cluster.simulator.results import RunTimeline, _shares
 from kvrelay.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -126,8 +126,8 @@ def test_busy_shares_are_of_the_time_alive_and_at_most_all_of_it():
 
 
 def test_a_long_course_keeps_few_samples_evenly():
-    from kvrelay.cluster.simulator.reporting.course import MOST_SAMPLES
-    from kvrelay.cluster.simulator.resources.clock import Clock
+    from kvrelay.cluster.simulator.clock import Clock
+    from kvrelay.cluster.simulator.results import MOST_SAMPLES
 
     clock = Clock()
     course = RunTimeline(clock, [], lambda: 3)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.simulator import engine as engines
+from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.engine import Stride
-from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.resources.network import Network
+from kvrelay.cluster.simulator.network import Network
 from kvrelay.errors import ConfigError
 from tests.cluster.simulator.simulator_cases import (
     BLOCK,

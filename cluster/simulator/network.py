@@ -9,13 +9,11 @@ slower is not given to others, so shares are a little below those of a real netw
 import math
 from collections.abc import Callable, Iterable
 
-from kvrelay.cluster.simulator.resources.clock import Clock, Event
+from kvrelay.cluster.simulator.clock import Clock, Event
 
 
 class NetworkLink:
     """One direction of one machine's network, or of its memory."""
-
-    __slots__ = ("bytes_per_s", "flows", "moved_bytes")
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.moved_bytes = bytes_per_s, 0.0
@@ -37,21 +35,6 @@ class NetworkLink:
 
 class Flow:
     """A transfer from one worker to another."""
-
-    __slots__ = (
-        "_clock",
-        "_done",
-        "_ends",
-        "_is_closed",
-        "_rate",
-        "_settled_s",
-        "_waiting_bytes",
-        "is_over",
-        "links",
-        "moved_bytes",
-        "rate_limit",
-        "read_s",
-    )
 
     def __init__(self, clock: Clock, links: tuple[NetworkLink, ...], done: Callable[[], object]) -> None:
         self._clock, self._done = clock, done

@@ -2,7 +2,7 @@
 
 Reads what `kvrelay simulate --json` and bench/router/policies.py write; panels whose figures are missing stay empty:
 
-    python -m kvrelay.cluster.simulator.reporting.plots FIGURES.json PICTURE.png
+    python -m kvrelay.cluster.simulator.plots FIGURES.json PICTURE.png
 """
 
 import json

@@ -1,4 +1,0 @@
-"""Virtual time, and what simulated processes share: networks and machines.
-
-Imports nothing of ours.
-"""
