@@ -1,4 +1,5 @@
-"""What `x-kvrelay-explain: 1` returns: the router's decision and how the time to first token was spent.
+"""What a response reports beside OpenAI's fields: the verdict on its SLO, and under `x-kvrelay-explain: 1` the router's
+decision and how the time to first token was spent.
 
 The parts are whole microseconds and add up to the measured TTFT exactly; `ingress` is the remainder.
 """
@@ -10,7 +11,7 @@ from kvrelay.plane.messages import TokenOutput, Transferred
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.objectives import Prediction, RejectedCandidate, SloRequirement, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
-from kvrelay.router.types import CandidateScore, Decision, Regret, RoutingRefusal
+from kvrelay.router.types import CandidateScore, Decision, RoutingRefusal
 
 MAX_CANDIDATES = 16
 
@@ -87,34 +88,45 @@ class Explain:
         return answer
 
 
+def _workers(choice: Decision | CandidateScore | RejectedCandidate) -> dict[str, Any]:
+    """The workers of a placement; a role that it has none of is left out."""
+    return {name: value for name in ("prefill", "decode") if (value := getattr(choice, name)) is not None}
+
+
+def _us_or_null(seconds: float | None) -> int | None:
+    return None if seconds is None else _us(seconds)
+
+
 def _decision_fields(decision: Decision) -> dict[str, Any]:
-    fields: dict[str, Any] = {"path": decision.path}
-    fields |= {name: value for name in ("prefill", "decode") if (value := getattr(decision, name)) is not None}
-    fields |= {"predicted_ttft_us": _us(decision.predicted_ttft_s), "terms": decision.terms}
-    fields |= {"policy": decision.policy, "score": decision.score, "policy_terms": decision.policy_terms}
-    fields["regret"] = _regret_fields(decision.regret)
+    regret = decision.regret  # prompt tokens that the best holder has cached and the chosen worker has not
+    fields: dict[str, Any] = {
+        "path": decision.path,
+        **_workers(decision),
+        "predicted_ttft_us": _us(decision.predicted_ttft_s),
+        "terms": decision.terms,
+        "policy": decision.policy,
+        "score": decision.score,
+        "policy_terms": decision.policy_terms,
+        "regret": {"worker": regret.worker, "tokens": regret.tokens, "us": _us(regret.seconds)},
+    }
     if decision.forecast is not None:
         fields["forecast"] = _forecast_fields(decision.forecast)
-    fields["candidates"] = [_candidate_fields(candidate) for candidate in candidate_scores(decision, MAX_CANDIDATES)]
+    fields["candidates"] = [
+        {"path": one.path, "score": one.score, "terms": one.terms, **_workers(one)}
+        for one in candidate_scores(decision, MAX_CANDIDATES)
+    ]
     if decision.verdict is not None and decision.verdict.rejected_candidates:
-        fields["rejected_candidates"] = [
-            _rejected_fields(rejected) for rejected in decision.verdict.rejected_candidates
-        ]
+        fields["rejected_candidates"] = [_rejected_fields(one) for one in decision.verdict.rejected_candidates]
     if decision.incompatible_pairs:
         fields["incompatible_pairs"] = [asdict(pair) for pair in decision.incompatible_pairs]
     return fields
 
 
-def _regret_fields(regret: Regret) -> dict[str, Any]:
-    """Prompt tokens cached by the best holder and not by the chosen worker, and the time to compute them."""
-    return {"worker": regret.worker, "tokens": regret.tokens, "us": _us(regret.seconds)}
-
-
 def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
     """Null: not known yet. A margin is the factor on a predicted time before it is compared with an SLO."""
     return {
-        "ttft_us": None if forecast.ttft_s is None else _us(forecast.ttft_s),
-        "tpot_us": None if forecast.tpot_s is None else _us(forecast.tpot_s),
+        "ttft_us": _us_or_null(forecast.ttft_s),
+        "tpot_us": _us_or_null(forecast.tpot_s),
         "ttft_margin": forecast.ttft_factor,
         "tpot_margin": forecast.tpot_factor,
         "queue_us": _us(forecast.queue_s),
@@ -124,17 +136,8 @@ def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
 
 def _rejected_fields(rejected: RejectedCandidate) -> dict[str, Any]:
     """A candidate whose prediction missed the SLO, or was no better than the chosen one."""
-    workers = {name: value for name in ("prefill", "decode") if (value := getattr(rejected, name)) is not None}
-    return workers | {
-        "missed": list(rejected.missed),
-        "ttft_us": None if rejected.ttft_s is None else _us(rejected.ttft_s),
-        "tpot_us": None if rejected.tpot_s is None else _us(rejected.tpot_s),
-    }
-
-
-def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
-    fields: dict[str, Any] = {"path": candidate.path, "score": candidate.score, "terms": candidate.terms}
-    return fields | {name: value for name in ("prefill", "decode") if (value := getattr(candidate, name)) is not None}
+    times = {"ttft_us": _us_or_null(rejected.ttft_s), "tpot_us": _us_or_null(rejected.tpot_s)}
+    return {**_workers(rejected), "missed": list(rejected.missed), **times}
 
 
 def span_attributes(decision: Decision | RoutingRefusal, previous_failure: str) -> dict[str, Any]:
@@ -142,13 +145,12 @@ def span_attributes(decision: Decision | RoutingRefusal, previous_failure: str) 
     attributes = {"previous_failure": previous_failure} if previous_failure else {}
     if isinstance(decision, RoutingRefusal):
         return {**attributes, "error": f"{decision.reason}: {decision.message}"}
-    workers = {"prefill": decision.prefill, "decode": decision.decode}
     return {
         **attributes,
         "route": decision.path,
         "predicted_ttft_s": decision.predicted_ttft_s,
         "cached_tokens": decision.cached_tokens_prefill,
-        **{role: worker for role, worker in workers.items() if worker is not None},
+        **_workers(decision),
     }
 
 

@@ -27,10 +27,6 @@ def _histogram(name: str, documentation: str, histogram: Histogram) -> Histogram
     return family
 
 
-def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(name.removesuffix("_total"), documentation, value=value)
-
-
 class _Table:
     """Families with labels, filled worker by worker."""
 
@@ -58,20 +54,21 @@ class _Table:
             self.add(name, documentation, {**labels, label: str(key)}, count)
 
 
-def _own(stats: ServeStats) -> Iterable[Metric]:
-    yield _histogram(metrics.REQUEST_TTFT_SECONDS, "Time to a sequence's first token.", stats.ttft_s)
-    yield _histogram(metrics.REQUEST_ITL_SECONDS, "Gaps between tokens.", stats.itl_s)
-    yield _histogram(metrics.REQUEST_TPOT_SECONDS, "Mean time per token after the first.", stats.tpot_s)
-    yield _histogram(metrics.REQUEST_SECONDS, "Time from a sequence's arrival to its end.", stats.total_s)
-    yield _histogram(metrics.KVTRANSFER_SECONDS, "KV transfers, first byte to verified.", stats.transfer_s)
-    yield GaugeMetricFamily(metrics.REQUESTS_RUNNING, "Sequences in flight.", value=stats.running)
-    yield _counter(metrics.REQUEST_DEFERRALS_TOTAL, "Sequences that were deferred at the ingress.", stats.deferred)
-    yield _counter(metrics.REQUEST_RETRIES_TOTAL, "Attempts after a worker's fault.", stats.retries)
-    yield _counter(metrics.PROMPT_TOKENS_TOTAL, "Prompt tokens.", stats.prompt_tokens)
-    yield _counter(metrics.OUTPUT_TOKENS_TOTAL, "Output tokens.", stats.output_tokens)
-    yield _counter(
-        metrics.ROUTER_CACHED_PREFIX_TOKENS_TOTAL, "Prompt tokens found in a prefix cache.", stats.cached_prefix_tokens
-    )
+_HISTOGRAMS = (  # with the field of ServeStats
+    (metrics.REQUEST_TTFT_SECONDS, "Time to a sequence's first token.", "ttft_s"),
+    (metrics.REQUEST_ITL_SECONDS, "Gaps between tokens.", "itl_s"),
+    (metrics.REQUEST_TPOT_SECONDS, "Mean time per token after the first.", "tpot_s"),
+    (metrics.REQUEST_SECONDS, "Time from a sequence's arrival to its end.", "total_s"),
+    (metrics.KVTRANSFER_SECONDS, "KV transfers, first byte to verified.", "transfer_s"),
+)
+_OF_INGRESS = (
+    (metrics.REQUESTS_RUNNING, "Sequences in flight.", "running"),
+    (metrics.REQUEST_DEFERRALS_TOTAL, "Sequences that were deferred at the ingress.", "deferred"),
+    (metrics.REQUEST_RETRIES_TOTAL, "Attempts after a worker's fault.", "retries"),
+    (metrics.PROMPT_TOKENS_TOTAL, "Prompt tokens.", "prompt_tokens"),
+    (metrics.OUTPUT_TOKENS_TOTAL, "Output tokens.", "output_tokens"),
+    (metrics.ROUTER_CACHED_PREFIX_TOKENS_TOTAL, "Prompt tokens found in a prefix cache.", "cached_prefix_tokens"),
+)
 
 
 def _counted(stats: ServeStats, table: _Table) -> None:
@@ -205,18 +202,14 @@ class ServeCollector(Collector):
         self._stats, self._router, self._workers = stats, router, workers
 
     def collect(self) -> Iterable[Metric]:
-        yield from _own(self._stats)
-        yield GaugeMetricFamily(
-            metrics.ROUTER_PREDICTION_ERROR_SECONDS,
-            "Moving average of observed minus predicted time to first token.",
-            value=self._router.prediction_error_s,
-        )
-        yield GaugeMetricFamily(
-            metrics.REQUESTS_DEFERRED,
-            "Sequences deferred at the ingress, as their first token would miss its target anyway.",
-            value=self._router.num_deferred,
-        )
+        for name, documentation, attribute in _HISTOGRAMS:
+            yield _histogram(name, documentation, getattr(self._stats, attribute))
         table = _Table()
+        table.add_fields(_OF_INGRESS, self._stats, {})
+        what = "Moving average of observed minus predicted time to first token."
+        table.add(metrics.ROUTER_PREDICTION_ERROR_SECONDS, what, {}, self._router.prediction_error_s)
+        what = "Sequences deferred at the ingress, as their first token would miss its target anyway."
+        table.add(metrics.REQUESTS_DEFERRED, what, {}, self._router.num_deferred)
         _counted(self._stats, table)
         if self._router.forecast is not None:
             yield from _forecast(self._router.forecast, table)

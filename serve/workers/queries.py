@@ -9,7 +9,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
@@ -17,18 +16,13 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.serve.workers.worker_link import Links, WorkerLink
 
+logger = logging.getLogger(__name__)
+
+Query = wire.StatusQuery | wire.CacheReset | wire.Prefetch | wire.Audit
 QueryAnswer = wire.Status | wire.Prefetched | wire.Audited
 RETRY_AFTER_FULL_S = 1.0
 
 A = TypeVar("A", wire.Status, wire.Prefetched, wire.Audited)
-
-
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """An open question, and the link that it went over."""
-
-    link: WorkerLink
-    answer: asyncio.Future[QueryAnswer]
 
 
 class Queries:
@@ -40,46 +34,44 @@ class Queries:
     def __init__(self, links: Links, *, max_open: int) -> None:
         """max_open: of prefetches; more raise Overloaded."""
         self._links, self._max_open = links, max_open
-        self._open: dict[int, _Query] = {}
+        self._open: dict[int, tuple[WorkerLink, asyncio.Future[QueryAnswer]]] = {}  # with the link it went over
         self._ids = itertools.count(1)
 
     async def status(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """A worker's report of its state, JSON."""
-        query = wire.StatusQuery(query_id=next(self._ids))
-        return (await self._query(worker_id, query, query.query_id, wire.Status, timeout_s)).json
+        return (await self._ask(worker_id, wire.StatusQuery(query_id=next(self._ids)), wire.Status, timeout_s)).json
 
     async def reset_cache(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """Make a worker drop its unused cached blocks; returns its status, JSON."""
-        query = wire.CacheReset(query_id=next(self._ids))
-        return (await self._query(worker_id, query, query.query_id, wire.Status, timeout_s)).json
+        return (await self._ask(worker_id, wire.CacheReset(query_id=next(self._ids)), wire.Status, timeout_s)).json
 
     async def prefetch(
         self, worker_id: str, request: wire.SequenceRequest, hold_s: float, *, timeout_s: float = 10.0
     ) -> wire.Prefetched:
         """Have a worker load the prompt's blocks from its stores and keep them for `hold_s`."""
         query = wire.Prefetch(query_id=next(self._ids), request=request, hold_s=hold_s)
-        return await self._query(worker_id, query, query.query_id, wire.Prefetched, timeout_s)
+        return await self._ask(worker_id, query, wire.Prefetched, timeout_s)
 
     async def audit(self, worker_id: str, hashes: list[bytes], *, timeout_s: float = 5.0) -> wire.Audited:
         """The tiers in which a worker has these blocks."""
         query = wire.Audit(query_id=next(self._ids), hashes=hashes)
-        return await self._query(worker_id, query, query.query_id, wire.Audited, timeout_s)
+        return await self._ask(worker_id, query, wire.Audited, timeout_s)
 
     def check_room(self) -> None:
         """Raises Overloaded when as many questions are open as may be."""
         if len(self._open) >= self._max_open:
             raise Overloaded("too many queries to workers are open", RETRY_AFTER_FULL_S)
 
-    async def _query(self, worker_id: str, message: wire.ToWorker, query_id: int, kind: type[A], timeout_s: float) -> A:
+    async def _ask(self, worker_id: str, query: Query, kind: type[A], timeout_s: float) -> A:
         future: asyncio.Future[QueryAnswer] = asyncio.get_running_loop().create_future()
         try:
-            self._open[query_id] = _Query(self._links.send(worker_id, message), future)
+            self._open[query.query_id] = self._links.send(worker_id, query), future
             async with asyncio.timeout(timeout_s):
                 answer = await future
         except (ConnectionLost, TimeoutError) as error:
             raise WorkerLost(worker_id, str(error) or "no answer") from error
         finally:
-            self._open.pop(query_id, None)
+            self._open.pop(query.query_id, None)
         if not isinstance(answer, kind):
             raise WorkerLost(worker_id, "the answer is of another kind")
         return answer
@@ -87,17 +79,15 @@ class Queries:
     # ---- what the links deliver
 
     def answered(self, link: WorkerLink, answer: QueryAnswer) -> None:
-        query = self._open.get(answer.query_id)
-        if query is not None and query.link is link and not query.answer.done():
-            query.answer.set_result(answer)
+        asked, future = self._open.get(answer.query_id, (None, None))
+        if asked is link and future is not None and not future.done():
+            future.set_result(answer)
 
     def link_lost(self, link: WorkerLink, why: str) -> None:
-        for query in self._open.values():
-            if query.link is link and not query.answer.done():
-                query.answer.set_exception(ConnectionLost(why))
+        for asked, future in self._open.values():
+            if asked is link and not future.done():
+                future.set_exception(ConnectionLost(why))
 
-
-logger = logging.getLogger(__name__)
 
 # ---- the prefix index
 
