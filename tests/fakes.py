@@ -384,3 +384,10 @@ class OwnSessions:
 
     async def delete(self, key: SessionKey) -> SessionHints | None:
         return self._table.delete(key)
+
+
+async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until `condition` holds; TimeoutError when it does not in time."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.001)

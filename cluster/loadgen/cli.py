@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -143,25 +144,6 @@ async def execute(plan: LoadPlan, target: LoadTarget, result: LoadResult, consol
     return True
 
 
-def _report(
-    result: LoadResult, plan: LoadPlan, target: LoadTarget, slo: Slo, out: Path | None, picture: Path | None
-) -> Summary:
-    summary = result.summary(slo)
-    if out is not None:
-        document: dict[str, Any] = {
-            "target": {"url": target.url, "model": target.model, "endpoint": target.endpoint},
-            "plan": {**asdict(plan), "entries": len(plan.entries)},
-            "summary": asdict(summary),
-            "requests": [{**asdict(record), "tpot_s": record.tpot_s} for record in result.records],
-        }
-        out.write_text(json.dumps(document, indent=1) + "\n")
-    if picture is not None:
-        from kvrelay.cluster.loadgen.plot import plot
-
-        plot(result, picture, title=f"{target.model} at {target.url}: {plan.describe()}", slo=slo)
-    return summary
-
-
 def _check_outputs(figures: Path | None, picture: Path | None) -> None:
     """Before the run: its figures must not be lost in the end. Raises ConfigError."""
     if picture is not None and picture.suffix.lower() not in SUFFIXES:
@@ -180,19 +162,9 @@ def _token_range(text: str) -> tuple[int, int]:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError("--extra-body must be a JSON object")
-    return value
-
-
-def _headers(lines: list[str]) -> dict[str, str]:
-    pairs = [line.partition(":") for line in lines]
-    if any(not colon for _, colon, _ in pairs):
-        raise ConfigError("--header is written name:value")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--extra-body must be a JSON object: {error}") from error
 
 
 def command(
@@ -217,7 +189,6 @@ def command(
     max_output: Annotated[int | None, typer.Option(min=1, help="cut a trace's outputs to this")] = None,
     endpoint: Annotated[str, typer.Option(help="completions (prompts of token ids) or chat (text)")] = "completions",
     extra_body: Annotated[str, typer.Option(help="JSON object added to every request")] = "{}",
-    header: Annotated[list[str] | None, typer.Option(help="name:value, repeatable")] = None,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 600.0,
@@ -266,7 +237,6 @@ def command(
             model=model or asyncio.run(served_model(url, api_key=api_key)),
             endpoint="chat" if endpoint == "chat" else "completions",
             api_key=api_key,
-            headers=_headers(header or []),
             extra_body=_json_object(extra_body),
             temperature=temperature,
             timeout_s=timeout,
@@ -292,14 +262,27 @@ def _run(
     plan: LoadPlan, target: LoadTarget, slo: Slo, console: Console, out: Path | None, picture: Path | None
 ) -> None:
     """Execute, print, and exit: 130 after Ctrl-C, 1 when no request succeeded."""
-    console.print(f"{target.model} at {target.url}: {plan.describe()}", markup=False, highlight=False, soft_wrap=True)
+    title = f"{target.model} at {target.url}: {plan.describe()}"
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
     result = LoadResult()
     is_whole = False
     try:
         is_whole = asyncio.run(execute(plan, target, result, console))
     except KeyboardInterrupt:
         console.print("stopped before the run began")
-    summary = _report(result, plan, target, slo, out, picture)
+    summary = result.summary(slo)
+    if out is not None:
+        document: dict[str, Any] = {
+            "target": {"url": target.url, "model": target.model, "endpoint": target.endpoint},
+            "plan": {**asdict(plan), "entries": len(plan.entries)},
+            "summary": asdict(summary),
+            "requests": [{**asdict(record), "tpot_s": record.tpot_s} for record in result.records],
+        }
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    if picture is not None:
+        from kvrelay.cluster.loadgen.plot import plot
+
+        plot(result, picture, title=title, slo=slo)
     render(summary, console)
     if result.first_failure:
         console.print(f"first error {result.first_failure}", markup=False, highlight=False, soft_wrap=True)

@@ -36,7 +36,6 @@ class LoadTarget:
     model: str
     endpoint: Endpoint = "completions"
     api_key: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
     timeout_s: float = 600.0
@@ -175,21 +174,17 @@ def request_body(target: LoadTarget, job: LoadRequest) -> dict[str, Any]:
     return {**body, **fixed_length, **target.extra_body}
 
 
-def _path(target: LoadTarget) -> str:
-    tail = "chat/completions" if target.endpoint == "chat" else "completions"
-    return f"{target.url.rstrip('/')}/v1/{tail}"
+def _key_header(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def open_session(target: LoadTarget) -> "aiohttp.ClientSession":
     """A session without a connection limit: the load decides how many are open."""
     import aiohttp
 
-    headers = {"Content-Type": "application/json", **target.headers}
-    if target.api_key:
-        headers["Authorization"] = f"Bearer {target.api_key}"
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
-        headers=headers,
+        headers={"Content-Type": "application/json", **_key_header(target.api_key)},
         timeout=aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=10),
         read_bufsize=1 << 18,
     )
@@ -214,11 +209,12 @@ async def send(
     import aiohttp
 
     payload = msgspec.json.encode(request_body(target, job))
+    url = f"{target.url.rstrip('/')}/v1/{'chat/' if target.endpoint == 'chat' else ''}completions"
     stream = _Stream()
     started_s = time.perf_counter()
     outcome = UNFINISHED
     try:
-        outcome = await _exchange(session, _path(target), payload, stream, result)
+        outcome = await _exchange(session, url, payload, stream, result)
     except StreamFailed as error:
         outcome = str(error)
     except TimeoutError:
@@ -347,10 +343,10 @@ async def served_model(url: str, *, api_key: str | None = None, timeout_s: float
     """The first model that a server lists. Raises ConfigError: it lists none, or does not answer."""
     import aiohttp
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limit = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
+            aiohttp.ClientSession(timeout=limit, headers=_key_header(api_key)) as session,
             session.get(f"{url.rstrip('/')}/v1/models") as response,
         ):
             response.raise_for_status()

@@ -18,7 +18,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.types import Role
-from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet
+from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet, until
 
 MODEL = "fake-model"
 
@@ -117,9 +117,7 @@ async def serve_http() -> AsyncIterator[Callable[[Any], Any]]:
                 await task
 
             stack.push_async_callback(stop)
-            async with asyncio.timeout(10):
-                while not server.started:
-                    await asyncio.sleep(0.01)
+            await until(lambda: server.started)
             return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 
         yield start

@@ -28,6 +28,7 @@ from kvrelay.cluster.loadgen.stats import LATE_S, OK, UNFINISHED
 from kvrelay.cluster.workloads.choose import load_trace
 from kvrelay.cluster.workloads.trace import scale_entries
 from kvrelay.errors import ConfigError
+from tests.fakes import until
 
 pytestmark = pytest.mark.pure
 
@@ -50,7 +51,7 @@ class Server:
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_):
@@ -103,11 +104,6 @@ class Server:
 
 def jobs(count, *, output_tokens=8, gap_s=0.0):
     return (LoadRequest(index, [1, 2, 3, 4], output_tokens, arrival_s=index * gap_s) for index in range(count))
-
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0)
 
 
 async def parts(*chunks):
@@ -228,8 +224,7 @@ async def test_no_request_starts_after_the_duration():
         server.gate.clear()
         endless = (LoadRequest(index, [1], 2) for index in itertools.count())
         run = asyncio.create_task(run_load(LoadTarget(server.url, "m"), endless, concurrency=2, duration_s=0.2))
-        await asyncio.sleep(0.25)  # the rule is about real time
-        server.gate.set()
+        asyncio.get_running_loop().call_later(0.25, server.gate.set)  # the rule is about real time
         result = await run
     assert [one.outcome for one in result.records] == [OK, OK]
 
@@ -298,7 +293,6 @@ def test_a_trace_file_becomes_entries(tmp_path):
         (["--rate", "1", "--concurrency", "2"], "choose one"),
         (["--token-range", "9:3", "--model", "m"], "range of token ids"),
         (["--extra-body", "[]", "--model", "m"], "JSON object"),
-        (["--header", "x", "--model", "m"], "name:value"),
         (["--endpoint", "embeddings"], "completions or chat"),
         (["--trace", "does-not-exist.jsonl"], "does-not-exist"),
     ],

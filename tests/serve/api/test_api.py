@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.plane import messages as wire
-from tests.fakes import scripted
+from tests.fakes import scripted, until
 from tests.serve.conftest import MODEL
 
 
@@ -225,7 +225,8 @@ async def test_groups_of_a_long_prompt_wait_for_the_first_ones_prefill(make_clus
     prefill.hold_first_token.clear()
     asking = asyncio.create_task(complete(cluster, {"prompt": "x" * 64, "n": 3}))
     await prefill.until(lambda w: w.count(wire.Prefill) == 1)
-    await asyncio.sleep(0.1)  # time in which the others could come
+    for worker in cluster.workers:  # what was sent before arrives before: the others would be here
+        await cluster.dispatcher.queries.status(worker.worker_id)
     received = [
         m.request.request_id for w in cluster.workers for m in w.received if isinstance(m, wire.Reserve | wire.Prefill)
     ]
@@ -505,9 +506,7 @@ async def test_health_and_metrics(make_cluster):
 async def test_blocks_by_state_add_up_where_cached_ones_are_pinned(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].say_raw(wire.LoadReport(seq=9, free_blocks=10, cached_blocks=30, used_blocks=20, total_blocks=60))
-    async with asyncio.timeout(30):
-        while all(load.seq != 9 for _, load in cluster.dispatcher.workers.live_workers()):
-            await asyncio.sleep(0)
+    await until(lambda: not all(load.seq != 9 for _, load in cluster.dispatcher.workers.live_workers()))
     families = {f.name: f for f in text_string_to_metric_families((await cluster.client.get("/metrics")).text)}
     samples = families["kvrelay_kv_blocks"].samples
     states = {s.labels["state"]: s.value for s in samples if s.labels["worker"] == "d0"}

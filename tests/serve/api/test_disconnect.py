@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.plane import messages as wire
 from kvrelay.types import Role
-from tests.fakes import FakeWorker
+from tests.fakes import FakeWorker, until
 from tests.serve.conftest import MODEL, hold_in_line
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 200}
@@ -87,9 +87,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(make_
         writer.write(head.encode() + b'{"prompt": ')
         await writer.drain()
         writer.close()
-        async with asyncio.timeout(10):
-            while "the client left /v1/completions" not in caplog.text:
-                await asyncio.sleep(0.01)
+        await until(lambda: not "the client left /v1/completions" not in caplog.text)
     async with httpx.AsyncClient(timeout=30) as client:
         assert (await client.post(f"{url}/v1/completions", json=BODY | {"max_tokens": 3})).status_code == 200
     await cluster.all_released()

@@ -12,7 +12,7 @@ from kvrelay.errors import Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.deferral import OVERDUE_TOKENS
 from kvrelay.serve.telemetry.explain import Explain
-from tests.fakes import alphabet, expected_tokens
+from tests.fakes import alphabet, expected_tokens, until
 from tests.serve.conftest import collect, sequence
 
 ROOMY = {"num_blocks": 4096, "max_model_len": 20_000}
@@ -45,9 +45,7 @@ def long(request_id):
 
 
 async def deferred(cluster, count):
-    async with asyncio.timeout(10):
-        while cluster.dispatcher.router.num_deferred != count:
-            await asyncio.sleep(0.005)
+    await until(lambda: cluster.dispatcher.router.num_deferred == count)
 
 
 def nothing_waits(cluster):

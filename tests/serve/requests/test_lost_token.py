@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvrelay.plane import messages as wire
-from tests.fakes import alphabet, expected_tokens
+from tests.fakes import alphabet, expected_tokens, until
 from tests.serve.conftest import collect, sequence
 
 
@@ -17,9 +17,8 @@ async def test_a_first_token_lost_with_its_worker_is_computed_again_and_no_strea
     request = sequence()
     decode = cluster.decode[0]
     reading = asyncio.create_task(collect(cluster.dispatcher.generate(request)))
-    async with asyncio.timeout(10):
-        while not (victims := [worker for worker in cluster.prefill if worker.count(wire.Prefill)]):
-            await asyncio.sleep(0.005)
+    await until(lambda: any(worker.count(wire.Prefill) for worker in cluster.prefill))
+    victims = [worker for worker in cluster.prefill if worker.count(wire.Prefill)]
     decode.pause_at = 5
     decode.commit("r1")  # the blocks are here: decoding begins, its tokens wait for the first one
     await decode.paused.wait()

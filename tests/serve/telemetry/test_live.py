@@ -11,6 +11,7 @@ from kvrelay.errors import Overloaded
 from kvrelay.plane import messages as wire
 from kvrelay.serve.api.endpoint import INGRESS
 from kvrelay.serve.telemetry.live import LiveFeed
+from tests.fakes import until
 from tests.serve.conftest import hold_in_line
 
 BODY = {"prompt": "hello world", "max_tokens": 4}
@@ -120,9 +121,7 @@ async def test_a_viewer_that_leaves_a_real_connection_ends_the_producer(make_clu
         async with client.stream("GET", f"{url}/kvrelay/live/events") as answer:
             await anext(answer.aiter_lines())
             assert (feeds.num_viewers, feeds.is_running) == (1, True)
-        async with asyncio.timeout(10):
-            while feeds.num_viewers:
-                await asyncio.sleep(0.01)
+        await until(lambda: not feeds.num_viewers)
     assert not feeds.is_running
 
 
@@ -174,8 +173,7 @@ async def test_a_viewer_cancelled_while_it_waits_frees_its_place():
                 pass
 
     looking = asyncio.create_task(look())
-    while not live.num_viewers:
-        await asyncio.sleep(0)
+    await until(lambda: live.num_viewers)
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
     assert (live.num_viewers, live.is_running) == (0, False)

@@ -1,7 +1,5 @@
 """The ingress audits its workers: who disagrees is asked for everything, who does not answer harms nobody."""
 
-import asyncio
-
 import pytest
 
 from kvrelay.errors import WorkerLost
@@ -9,6 +7,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import IN_POOL, NOWHERE, KvEvents
 from kvrelay.router.index.indexed_worker import AuditCounts
 from kvrelay.router.types import IndexState
+from tests.fakes import until
 from tests.router.index.index_cases import match
 
 CHAIN = [f"h{i}".encode().ljust(16) for i in range(4)]
@@ -18,9 +17,7 @@ async def holding(make_cluster):
     """A cluster whose prefill worker p0 is known to hold a chain."""
     cluster = await make_cluster()
     index = cluster.dispatcher.router.index
-    async with asyncio.timeout(10):
-        while index.state("p0") is not IndexState.EXACT:
-            await asyncio.sleep(0)
+    await until(lambda: index.state("p0") is IndexState.EXACT)
     cluster.dispatcher.router.apply_events("p0", KvEvents(seq=1, stored=CHAIN))
     return cluster, cluster.prefill[0], index
 
@@ -59,9 +56,7 @@ async def test_workers_are_asked_in_turn_and_one_that_says_nothing_is_passed_ove
     monkeypatch.setattr("kvrelay.serve.workers.queries.AUDIT_S", 0.01)
     _, worker, index = await holding(make_cluster)
     worker.audited = 1, [IN_POOL] * len(CHAIN)
-    async with asyncio.timeout(10):
-        while index.audit_counts("p0") == AuditCounts():
-            await asyncio.sleep(0.005)
+    await until(lambda: index.audit_counts("p0") != AuditCounts())
     assert index.state("p0") is IndexState.EXACT
 
 

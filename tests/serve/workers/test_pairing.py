@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrelay.plane import messages as wire
 from kvrelay.serve.workers.pairs import Verdict
 from kvrelay.types import Role
-from tests.fakes import FakeWorker
+from tests.fakes import FakeWorker, until
 
 BODY = {"prompt": "hello world", "max_tokens": 4}
 
@@ -164,9 +164,7 @@ async def test_metrics_of_transfers_are_told_by_worker_and_path_and_refusals_by_
     }  # fmt: skip
     for worker in (cluster.prefill[0], cluster.decode[0]):
         worker.say_raw(wire.LoadReport(seq=2, total_blocks=9, **report))
-    async with asyncio.timeout(10):
-        while any(load.seq != 2 for _, load in cluster.dispatcher.workers.live_workers()):
-            await asyncio.sleep(0)
+    await until(lambda: not any(load.seq != 2 for _, load in cluster.dispatcher.workers.live_workers()))
     found = await metrics(cluster)
 
     def of(name, label, worker="d0"):

@@ -14,7 +14,7 @@ from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.membership import Placer
 from kvrelay.types import Role
-from tests.fakes import SECRET, FakeWorker, alphabet
+from tests.fakes import SECRET, FakeWorker, alphabet, until
 from tests.serve.conftest import collect, sequence
 
 
@@ -38,9 +38,7 @@ async def another_ingress(cluster, *, wait=True):
 async def becomes_true(condition, within_s=10.0):
     """Looks again and again; the time that it took, seconds."""
     began_s = time.monotonic()
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)
+    await until(condition, within_s)
     return time.monotonic() - began_s
 
 
