@@ -107,7 +107,6 @@ def test_a_key_like_no_other_gets_no_hint():
         ({"engine": {"token_budget": 1}}, "engine.token_budget"),
         ({"serve": {"port": 70000}}, "serve.port"),
         ({"transfer": {"transport": "carrier-pigeon"}}, "transfer.transport"),
-        ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
         ({"cluster": {"decode": 0}}, "cluster.decode"),
         ({"model": {"dtype": "int3"}}, "model.dtype"),
         ({"cluster": {"prefill": "many"}}, "cluster.prefill"),

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
+from kvrelay.decode.target import KvTarget
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError, Overloaded
 from kvrelay.hashing import block_hashes
@@ -29,7 +30,6 @@ def settings(**router):
         {
             "model": {"dtype": "float32", "max_model_len": 1024},
             "engine": {"kv_memory": "16MiB", "token_budget": 32, "num_threads": 1},
-            "transfer": {"lease_s": 2.0},
             "router": {"local_prefill_tokens": 0, **router},
         }
     )
@@ -210,7 +210,8 @@ async def test_more_sequences_than_decode_memory_all_finish_with_the_right_token
         await nothing_held(cluster)
 
 
-async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder):
+async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder, monkeypatch):
+    monkeypatch.setitem(KvTarget.__init__.__kwdefaults__, "lease_s", 2.0)
     async with local_cluster(settings(retry_budget=0), folder) as cluster:
         worker = cluster.prefill[0]
         task = asyncio.create_task(collect(cluster, request("a", 900)))

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvrelay.cluster.launch.local import local_cluster
+from kvrelay.decode.target import KvTarget
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.kvtransfer.protocol.messages import NONCE_BYTES, open_ticket, seal
 from kvrelay.plane import messages as wire
@@ -127,6 +128,7 @@ async def test_a_ticket_that_was_used_is_refused_for_another_prompt(folder, monk
 
 
 async def test_a_ticket_that_expired_on_its_way_is_refused_and_recomputed(folder, monkeypatch):
+    monkeypatch.setitem(KvTarget.__init__.__kwdefaults__, "lease_s", 2.0)
     async with local_cluster(settings(), folder) as cluster:
         target, send, held = cluster.inside[0].target, cluster.dispatcher.links.send, []
 

@@ -27,7 +27,7 @@ def settings(**cluster):
         {
             "model": {"dtype": "float32", "max_model_len": 512},
             "engine": {"kv_memory": "8MiB", "token_budget": 64, "num_threads": 1},
-            "transfer": {"transport": "tcp", "tcp_streams": 2},
+            "transfer": {"transport": "tcp"},
             "router": {"local_prefill_tokens": 0},
             "cluster": cluster,
         }
