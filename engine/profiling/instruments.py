@@ -6,7 +6,7 @@ subtracted. Times are seconds.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.engine.step.engine import Engine
-from kvrelay.kernels.cpu.linear import OneDnnLinear
-from kvrelay.kernels.oracle.reference import ReferenceLinear
 
 SCHEDULING, METADATA, MODEL = "scheduling", "batch metadata", "model"
 LOGITS, SAMPLING, OUTPUTS = "logits", "sampling", "output processing"
@@ -216,9 +214,10 @@ def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
     """Whether torch operators count as kernels here. Otherwise they are not timed: they are rare, thus cold in every
     step, and timing them would cost more than calibration measures.
     """
-    spec, head = engine.model.spec, engine.model._lm_head
+    spec, backend = engine.model.spec, engine.backend
     other_parts = spec.latent is not None or spec.final_softcap is not None
-    return not has_library or other_parts or isinstance(head, OneDnnLinear | ReferenceLinear)
+    other_linears = engine.config.quantization is None and not backend.is_batch_invariant(engine.model.dtype)
+    return not has_library or other_parts or other_linears
 
 
 @contextmanager
@@ -243,9 +242,7 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     ]
 
     changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]
-    if (
-        engine.backend.device.type == "cpu"
-    ):  # on other devices a call returns before its kernel has run: see device_profile
+    if engine.backend.asynchronous is None:  # elsewhere a call returns before its kernel has run: see profile_device
         library = _library(engine, lambda name, function: meter.kernel(function))
         if _computes_in_torch(engine, has_library=bool(library)):
             watched = [(model, "forward"), (model, "logits")] + (
@@ -270,3 +267,71 @@ def named_kernels(engine: Engine) -> Iterator[None]:
 
     with _replaced(_library(engine, named)):
         yield
+
+
+# CUDA runtime and driver calls in which the host waits; so does a copy without "Async"
+_WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+)
+_COPIES = ("cudaMemcpy", "cudaMemcpy2D", "cuMemcpyDtoH", "cuMemcpyHtoD")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """Averages of one step: seconds in which the device computed or copied, kernels, and waits of the host."""
+
+    busy_s: float
+    num_kernels: float
+    num_waits: float
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals (begin, end), in their unit."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def is_wait(name: str) -> bool:
+    """Whether this call of the CUDA runtime or driver blocks the host until the device has finished."""
+    return name.startswith(_WAITS) or name.partition("_v")[0] in _COPIES
+
+
+def device_times(events: Iterable[tuple[str, bool, float, float]], num_steps: int) -> DeviceTimes:
+    """events: (name, whether it ran on the device, begin, end), in microseconds."""
+    busy: list[tuple[float, float]] = []
+    num_kernels = num_waits = 0
+    for name, on_device, begin, end in events:
+        if on_device:
+            busy.append((begin, end))
+            num_kernels += not name.startswith(("Memcpy", "Memset"))
+        else:
+            num_waits += is_wait(name)
+    return DeviceTimes(covered(busy) / 1e6 / num_steps, num_kernels / num_steps, num_waits / num_steps)
+
+
+def profile_device(run_step: Callable[[], object], num_steps: int) -> DeviceTimes:
+    """Run this many steps under torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as session:
+        for _ in range(num_steps):
+            run_step()
+        torch.cuda.synchronize()
+    found: Any = session.events() or []
+    return device_times(
+        (
+            (event.name, event.device_type.name == "CUDA", event.time_range.start, event.time_range.end)
+            for event in found
+            if not getattr(event, "is_user_annotation", False)  # spans the kernels of a named range
+        ),
+        num_steps,
+    )

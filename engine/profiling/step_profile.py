@@ -13,8 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.profiling.device_profile import DeviceTimes, profile_device
-from kvrelay.engine.profiling.instruments import ENCODING, PHASES, Meter, MeteredStep, metered, named_kernels
+from kvrelay.engine.profiling.instruments import (
+    ENCODING,
+    PHASES,
+    DeviceTimes,
+    Meter,
+    MeteredStep,
+    metered,
+    named_kernels,
+    profile_device,
+)
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import ConfigError
@@ -202,7 +210,7 @@ class StepProfiler:
             return self._meter.taken()
 
     def _device(self, workload: StepWorkload) -> DeviceTimes | None:
-        if self._engine.backend.device.type != "cuda":
+        if self._engine.backend.asynchronous is None:
             return None
         return profile_device(lambda: self._round(workload), _DEVICE_STEPS)
 

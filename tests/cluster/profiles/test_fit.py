@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvrelay.cluster.profiles import step_loop as profile_loop
+from kvrelay.cluster.profiles import neighbours
 from kvrelay.cluster.profiles.fit import (
     PASSES,
     REPEATS,
@@ -194,7 +194,7 @@ def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(e
 def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(engine, monkeypatch):
     """On a clock that a step moves by 1 s and the news that follow it by 0.25 s."""
     clock, step, drain = SimpleNamespace(now_s=0.0), engine.step, engine.drain_events
-    monkeypatch.setattr(profile_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(neighbours, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def long_step(*on_reserved):
         clock.now_s += 1.0
@@ -205,7 +205,7 @@ def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(en
         return drain()
 
     engine.step, engine.drain_events = long_step, long_news
-    assert profile_loop.between_steps_s(engine) == 0.25
+    assert neighbours.between_steps_s(engine) == 0.25
     assert engine.step is long_step and not engine.scheduler.has_work
     engine.check()
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.profiling.device_profile import covered, device_times, is_wait
-from kvrelay.engine.profiling.instruments import PHASES, Meter, metered, named_kernels
+from kvrelay.engine.profiling.instruments import PHASES, Meter, covered, device_times, is_wait, metered, named_kernels
 from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
