@@ -31,9 +31,8 @@ from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
-from kvrelay.kernels.cpu.native_experts import NativeExperts, choose_experts
 from kvrelay.kernels.cpu.native_kernels import KV_KINDS, SUPPORTED, NativeKernels, NativeLinear, NativePlan, places
-from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
+from kvrelay.kernels.cpu.native_weights import NativeExperts, NativeQuantLinear, choose_experts
 from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cpu.torch_fallback import TorchCpuBackend

@@ -11,9 +11,8 @@ from torch import Tensor
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, HeadInputs, SamplingBatch
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
-from kvrelay.kernels.cpu.native_experts import NativeExperts, choose_experts
 from kvrelay.kernels.cpu.native_kernels import NativeKernels
-from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
+from kvrelay.kernels.cpu.native_weights import NativeExperts, NativeQuantLinear, choose_experts
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 _DTYPES = (torch.float32, torch.bfloat16)

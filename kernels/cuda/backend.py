@@ -31,16 +31,8 @@ from kvrelay.kernels.backend import (
 )
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.cuda.experts import CudaExperts
-from kvrelay.kernels.cuda.mla import has_latent_attention
-from kvrelay.kernels.cuda.paged_attention import PagedAttention
-from kvrelay.kernels.cuda.plan import (
-    HALF,
-    HEAD_DIMS,
-    CudaPlan,
-    has_append,
-    has_attention,
-    in_memory_order,
-)
+from kvrelay.kernels.cuda.paged_attention import PagedAttention, has_latent_attention
+from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, CudaPlan, has_append, has_attention, in_memory_order
 from kvrelay.kernels.cuda.recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda.sampling import DeviceSampler
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens

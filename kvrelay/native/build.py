@@ -30,27 +30,14 @@ from kvrelay.errors import BackendUnavailable
 logger = logging.getLogger(__name__)
 
 WARNINGS = (
-    "-Wall",
-    "-Wextra",
-    "-Wshadow",
-    "-Wpointer-arith",
-    "-Wundef",
-    "-Wstrict-prototypes",
-    "-Wno-unused-parameter",
-)
+    "-Wall", "-Wextra", "-Wshadow", "-Wpointer-arith", "-Wundef", "-Wstrict-prototypes", "-Wno-unused-parameter",
+)  # fmt: skip
 _FLAGS = (
-    "-O3",
-    "-std=gnu11",
-    "-fPIC",
-    "-pthread",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    *WARNINGS,
-)
+    "-O3", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *WARNINGS,
+)  # fmt: skip
 _TARGETS = (("-march=native",), ("-mcpu=native",), ())
 _SOURCE_FLAGS = {
-    "blake2b.c": ("-mno-avx512f",),  # some compilers vectorise it for AVX-512: 553 ns a block instead of 120
+    "blake2b.c": ("-mno-avx512f",)  # some compilers vectorise it for AVX-512: 553 ns a block instead of 120
 }  # on x86-64, after the target's
 _TIMEOUT_S = 180.0
 

@@ -22,8 +22,8 @@ class CacheSettings(Section):
     )
     write_policy: WritePolicy = setting(
         "write-through",
-        "When a block is written to the lower tier: write-through (once it is full), selective (after a "
-        "hit), write-back (on eviction).",
+        "When a block is written to the lower tier: write-through (once it is full), selective (after a hit), "
+        "write-back (on eviction).",
     )
     compression: Compression = setting(
         "none", "Of blocks on disk and in remote stores; int8 and fp8 quantise them, which may change tokens."
@@ -31,8 +31,7 @@ class CacheSettings(Section):
     prefetch: PrefetchMode = setting(
         "timeout",
         "What a queued request does about blocks on disk or in a remote store: best-effort (starts with what has "
-        "arrived), "
-        "wait (for all, even where computing is quicker), timeout (waits at most 2 s), off.",
+        "arrived), wait (for all, even where computing is quicker), timeout (waits at most 2 s), off.",
     )
     tenant_share: float = setting(
         1.0, "Largest share of a worker's host tier, and of its disk tier, for blocks of one cache_salt.", gt=0, le=1

@@ -17,8 +17,7 @@ class ServeSettings(Section):
     api_key: str | None = setting(
         None,
         "Requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if set. Ray's dashboard shows a key "
-        "given on "
-        "the command line, or in a file for `serve deploy`.",
+        "given on the command line, or in a file for `serve deploy`.",
     )
 
 
@@ -30,9 +29,9 @@ class ClusterSettings(Section):
     ingress: int = setting(1, "Ingress replicas.", ge=1)
     cores_per_worker: int | None = setting(
         None,
-        "Physical CPU cores that each worker is pinned to: its own, of one NUMA node, while there are enough; default: "
-        "a fair "
-        "share of the node among the workers wanted at its start, so set it where workers are added later.",
+        "Physical CPU cores that each worker is pinned to: its own, of one NUMA node, while there are enough; "
+        "default: a fair share of the node among the workers wanted at its start, so set it where workers are added "
+        "later.",
         unit="cores",
         ge=1,
     )
@@ -48,8 +47,7 @@ class ClusterSettings(Section):
     tls: bool = setting(
         False,
         "Mutual TLS 1.3 between workers and ingresses, for requests and for KV over tcp. Not for nixl, and not needed "
-        "for "
-        "what stays on the host (shm).",
+        "for what stays on the host (shm).",
     )
     tls_dir: str | None = setting(
         None,
@@ -71,14 +69,12 @@ class PlannerSettings(Section):
     mode: PlannerMode = setting(
         "off",
         "auto: Serve starts and drains workers as the planner decides, within the bounds below; off: cluster.prefill "
-        "and "
-        "cluster.decode are the counts.",
+        "and cluster.decode are the counts.",
     )
     profile: str | None = setting(
         None,
-        "A worker's speed: a ready-made profile's name, or a file of `kvrelay profile --fit` at the same path on every "
-        "node; "
-        "default: learned from the workers' reports.",
+        "A worker's speed: a ready-made profile's name, or a file of `kvrelay profile --fit` at the same path on "
+        "every node; default: learned from the workers' reports.",
     )
     ttft_s: float | None = setting(
         None, "TTFT target to plan for; default: slo.ttft_s, else 5.", unit="s", gt=0, allow_inf_nan=False
@@ -97,8 +93,7 @@ class PlannerSettings(Section):
     scale_down_delay_s: float = setting(
         300.0,
         "How long fewer workers must have been enough before scaling down, and the shortest time between two such "
-        "changes; a "
-        "count reverses at most 2 x 3600 / scale_down_delay_s + 3 times an hour.",
+        "changes; a count reverses at most 2 x 3600 / scale_down_delay_s + 3 times an hour.",
         unit="s",
         ge=10,
         le=86400,

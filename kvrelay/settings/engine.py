@@ -32,8 +32,7 @@ class ModelSettings(Section):
     quantization: Quantization = setting(
         "none",
         "Weights of all linear layers as integers, on backends cpu and reference only: each step reads less memory, "
-        "and "
-        "outputs differ from the unquantised model's.",
+        "and outputs differ from the unquantised model's.",
     )
     max_model_len: int | None = setting(
         None,
@@ -86,14 +85,13 @@ class EngineSettings(Section):
     speculation: SpeculationMode = setting(
         "auto",
         "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both "
-        "where "
-        "there is a draft_model). Tokens stay the same.",
+        "where there is a draft_model). Tokens stay the same.",
     )
     draft_tokens: int = setting(8, "Most tokens drafted for a sequence in one step.", unit="tokens", ge=1, le=32)
     draft_model: str | None = setting(
         None,
-        "A small model with the same vocabulary that drafts on decode workers; same forms as model.source, computed in "
-        "model.dtype.",
+        "A small model with the same vocabulary that drafts on decode workers; same forms as model.source, computed "
+        "in model.dtype.",
     )
 
     @property

@@ -16,8 +16,7 @@ class SchedulerSettings(Section):
     tenant_by: TenantBy = setting(
         "auto",
         "What identifies a tenant: cache_salt or user (fields of the body), or api_key (the bearer token); auto: the "
-        "first "
-        "of these that a request has.",
+        "first of these that a request has.",
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
         {}, "Shares of the service by salt, user or key as clients send it; other tenants have weight 1."
@@ -25,8 +24,7 @@ class SchedulerSettings(Section):
     credit_tokens: float = setting(
         4096.0,
         "Tolerated imbalance between tenants: an idle tenant saves up this much of its share, and a tenant this far "
-        "ahead "
-        "still has its deadlines honoured.",
+        "ahead still has its deadlines honoured.",
         unit="weighted tokens",
         ge=0,
         allow_inf_nan=False,
@@ -38,9 +36,8 @@ class RouterSettings(Section):
 
     policy: str = setting(
         "joint",
-        "The routing policy: joint, round_robin, least_loaded, power_of_two, prefix_affinity, session, or module:Class "
-        "of "
-        "your own; docs/design/routing.md.",
+        "The routing policy: joint, round_robin, least_loaded, power_of_two, prefix_affinity, session, or "
+        "module:Class of your own; docs/design/routing.md.",
     )
     policy_options: dict[str, bool | int | float | str] = setting({}, "The policy's own options, by name.")
     local_prefill_tokens: int = setting(
@@ -84,14 +81,13 @@ class SloSettings(Section):
     classes: dict[str, SloClass] = setting(
         {},
         "Other classes by name, each with `ttft_s` and `tpot_s` (absent: no target), `degrade_to` (the class that "
-        "serves a "
-        "request when this one's targets are out of reach) and `priority` (its queue priority, unless the request sets "
-        "one).",
+        "serves a request when this one's targets are out of reach) and `priority` (its queue priority, unless the "
+        "request sets one).",
     )
     on_miss: OnMiss = setting(
         "refuse",
-        "A request whose targets are out of reach: refuse (429 with Retry-After, before anything is computed) or queue "
-        "(served without a promise; the response says so).",
+        "A request whose targets are out of reach: refuse (429 with Retry-After, before anything is computed) or "
+        "queue (served without a promise; the response says so).",
     )
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ import torch
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import TorchQuantLinear, quantize, unit_of
 from kvrelay.kernels.cpu import selfcheck
-from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
+from kvrelay.kernels.cpu.native_weights import NativeQuantLinear
 
 BF16 = torch.bfloat16
 INT4, INT8 = Scheme(4), Scheme(8)
