@@ -249,15 +249,13 @@ async def always_drafting(cluster: LocalCluster, evidence: Evidence) -> AsyncIte
     """As many drafts as allowed in every step; of a draft model, which is the model itself, the last token is wrong."""
     engine = engine_of(cluster)
     speculation: Any = engine.drafts.speculation
-    by_model: Any = engine.drafts.by_model
     model: Any = engine.drafts.model
     with ExitStack() as stack:
         most: Any = lambda _, drafters: [speculation.most] * len(drafters)  # noqa: E731
         stack.enter_context(mock.patch.multiple(speculation, begins=lambda _: True, lengths=most))
-        if by_model is not None:
-            lengths = lambda _, candidates, **__: [one.most for one in candidates]  # noqa: E731
-            stack.enter_context(mock.patch.object(by_model, "lengths", lengths))
         if model is not None:
+            lengths = lambda candidates, *_, **__: [one.most for one in candidates]  # noqa: E731
+            stack.enter_context(mock.patch.object(engine.drafts.choice, "lengths", lengths))
             draft = _last_token_wrong(model.draft, engine.model.spec.vocab_size)
             stack.enter_context(mock.patch.object(model, "draft", draft))
         yield

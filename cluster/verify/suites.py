@@ -9,31 +9,10 @@ from typing import Any
 import msgspec
 
 from kvrelay.cluster.launch.local import LocalCluster
-from kvrelay.cluster.verify.damage import (
-    corrupt_host_tier,
-    corrupt_swapped,
-    decode_worker,
-    flip_exponent_bit,
-    in_flight,
-    negate_entries,
-    tiers_idle,
-)
+from kvrelay.cluster.verify import damage
+from kvrelay.cluster.verify import steering as steer
 from kvrelay.cluster.verify.prompts import BLOCK_SIZE, VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRow, blocks_freed, during, usual_request
-from kvrelay.cluster.verify.steering import (
-    accepting_every_draft,
-    all_queued,
-    always_drafting,
-    corrupt_mixed,
-    counted,
-    drafts_partly_accepted,
-    has_native_cascade,
-    mixed,
-    preempting,
-    prefix_read_once,
-    served_in_order,
-    sharing_unlike_kv,
-)
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import LatentSpec
@@ -45,7 +24,7 @@ from kvrelay.kvtransfer.plans.copy_plan import overlap
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import KvLayout
 
-FLIPPED_BIT = in_flight(flip_exponent_bit, most=1)
+FLIPPED_BIT = damage.in_flight(damage.flip_exponent_bit, most=1)
 CONTROL = ("3 blocks",)  # the prompt that controls damage
 _PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
 
@@ -91,7 +70,7 @@ def paths(transports: Sequence[str]) -> list[Setup]:
 # ---- lower tiers: host memory, disk, the cluster's store
 
 
-FROM_TIER = counted(lambda load: load.tier_hit_tokens, "{} tokens were loaded from the tier")
+FROM_TIER = steer.counted(lambda load: load.tier_hit_tokens, "{} tokens were loaded from the tier")
 
 
 async def _fill(
@@ -106,17 +85,9 @@ async def _fill(
         for prompt in verifier.prompts:
             if only is None or prompt.name in only:
                 await verifier.serve(cluster, prompt, "local")
-        await tiers_idle(worker)
+        await damage.tiers_idle(worker)
     if forget is not None:
         await worker.thread.call(forget)
-
-
-def _forget_pool(engine: Engine) -> None:
-    engine.pool.reset_cache()
-
-
-def _forget_memory(engine: Engine) -> None:
-    engine.reset_cache()
 
 
 def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
@@ -134,7 +105,7 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
 
     def tier(name: str, cache: dict[str, Any], forget: Callable[[Engine], object]) -> list[Setup]:
         refused, believed = (
-            VerifyRow(text, must, CONTROL, "local", during=(corrupt_host_tier(is_checked=must is Must.EQUAL),))
+            VerifyRow(text, must, CONTROL, "local", during=(damage.corrupt_host_tier(is_checked=must is Must.EQUAL),))
             for text, must in (
                 (f"changed bytes refused ({name})", Must.EQUAL),
                 (f"changed bytes with checks off change the answer ({name})", Must.CHANGE),
@@ -146,11 +117,11 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
 
     restarted = "disk, after a restart"
     return [
-        *tier("host memory", {}, _forget_pool),
-        *tier("disk", disk, _forget_memory),
+        *tier("host memory", {}, lambda engine: engine.pool.reset_cache()),
+        *tier("disk", disk, lambda engine: engine.reset_cache()),
         setup(f"KV for {restarted}", (), disk),
         setup(f"KV from {restarted}", (row(restarted),), disk, prepare=None),
-        *tier("the cluster's store", {"remote": "cluster"}, _forget_memory),
+        *tier("the cluster's store", {"remote": "cluster"}, lambda engine: engine.reset_cache()),
     ]
 
 
@@ -164,14 +135,14 @@ def preemption(transport: str) -> list[Setup]:
         engine = {"preemption": mode, "speculation": "off"}  # drafts could end an answer before it is preempted
         return Setup(f"preemption: {mode}", rows, transport, checks, {"engine": engine})
 
-    damaged = preempting(str(PreemptionMode.SWAP), corrupt_swapped)
-    found = counted(lambda load: load.swap_corrupt_blocks, "{} blocks found corrupt, the sequence was recomputed")
+    damaged = steer.preempting(str(PreemptionMode.SWAP), damage.corrupt_swapped)
+    found = steer.counted(lambda load: load.swap_corrupt_blocks, "{} blocks found corrupt, the sequence was recomputed")
     refused = VerifyRow("preempted: changed swapped bytes refused", Must.EQUAL, CONTROL, during=(found, damaged))
     name = "preempted: changed swapped bytes with checks off change the answer"
     believed = VerifyRow(name, Must.CHANGE, CONTROL, during=(damaged,))
     setups = []
     for mode in map(str, PreemptionMode):
-        row = VerifyRow(f"preempted on the decode worker: {mode}", during=(preempting(mode),))
+        row = VerifyRow(f"preempted on the decode worker: {mode}", during=(steer.preempting(mode),))
         freed = blocks_freed(f"preempted: every block freed ({mode})")
         setups.append(setup(mode, (row, refused, freed) if mode == str(PreemptionMode.SWAP) else (row, freed)))
     return [*setups, setup(str(PreemptionMode.SWAP), (believed,), "off")]
@@ -227,7 +198,7 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
             (ARRIVAL_ORDER, ": without them, arrival", usual_request),
         ):
             served = VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True)
-            rows.append(replace(served, during=(served_in_order(stage, order),), request=request))
+            rows.append(replace(served, during=(steer.served_in_order(stage, order),), request=request))
     rows.append(blocks_freed("every block of queued requests freed"))
     overrides: dict[str, dict[str, Any]] = {
         "decode": {"max_running": 1},
@@ -250,7 +221,7 @@ def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
     def only_long_queued(scheduler: Scheduler) -> bool:
         return len(scheduler.running) == len(SHORT) and len(scheduler.waiting) == 1
 
-    ready = {"local": all_queued(len(SHORT) + 1), "remote": only_long_queued}
+    ready = {"local": steer.all_queued(len(SHORT) + 1), "remote": only_long_queued}
 
     def row(name: str, place: str, must: Must, during: Any) -> VerifyRow:
         def force(prompt: VerifyPrompt) -> str:
@@ -259,10 +230,10 @@ def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
         return VerifyRow(name, must, (*SHORT, LONG), force, cold=True, together=True, during=(during,))
 
     names = {"local": "on one worker", "remote": "transferred KV and a prompt of its own"}
-    rows = [row(f"mixed batches: {name}", place, Must.EQUAL, mixed(ready[place])) for place, name in names.items()]
-    controls = []
+    rows, controls = [], []
     for place, name in names.items():
-        changed = corrupt_mixed(ready[place], verifier.expected, LONG)
+        rows.append(row(f"mixed batches: {name}", place, Must.EQUAL, steer.mixed(ready[place])))
+        changed = steer.corrupt_mixed(ready[place], verifier.expected, LONG)
         name = f"changed KV in a mixed batch changes the answers ({name})"
         controls.append(row(name, place, Must.ANYTHING, changed))
     freed = blocks_freed("every block of mixed batches freed")
@@ -278,16 +249,16 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
     unlike = unlike_prompts(verifier.prompts, verifier.longest_prompt)
     one, other = tuple(prompt.name for prompt in shared), tuple(prompt.name for prompt in unlike)
     note = "{} tokens of KV not read again"
-    some_shared = counted(lambda load: load.cascade_saved_tokens, note)
-    nothing_shared = counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
-    both = (some_shared, sharing_unlike_kv())
+    some_shared = steer.counted(lambda load: load.cascade_saved_tokens, note)
+    nothing_shared = steer.counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
+    both = (some_shared, steer.sharing_unlike_kv())
     once = VerifyRow("cascade: a shared prefix is read once", Must.EQUAL, one, together=True, num_first=1)
     none = VerifyRow("cascade: nothing in common, nothing shared", Must.EQUAL, other, together=True)
     wrong = VerifyRow("cascade: sharing unlike KV changes the answer", Must.CHANGE, other, together=True)
     rows = (
-        replace(once, during=(prefix_read_once(),)),
+        replace(once, during=(steer.prefix_read_once(),)),
         replace(none, during=(nothing_shared,)),
-        replace(wrong, during=both, when=has_native_cascade),
+        replace(wrong, during=both, when=steer.has_native_cascade),
     )
     return [Setup("cascade attention", rows, transport, prompts=(*shared, *unlike))]
 
@@ -301,10 +272,10 @@ def speculation(verifier: Verifier, transport: str) -> list[Setup]:
     by_model = {"speculation": "model", "draft_model": str(verifier.model_dir)}
     setups = []
     for kind, engine in (("speculation", {}), ("draft model", by_model)):
-        drafting = (always_drafting(), drafts_partly_accepted())
+        drafting = (steer.always_drafting(), steer.drafts_partly_accepted())
         rows = [VerifyRow(f"{kind} {where}", force=one, together=True, during=drafting) for one, where in _PLACES]
         name = f"{kind}: accepting every draft changes the answers"
-        drafting = (always_drafting(), accepting_every_draft())
+        drafting = (steer.always_drafting(), steer.accepting_every_draft())
         rows.append(VerifyRow(name, Must.CHANGE, together=True, during=drafting))
         setups.append(Setup(kind, tuple(rows), transport, overrides={"engine": engine}, prompts=prompts))
     return setups
@@ -318,7 +289,7 @@ def latent(verifier: Verifier, transport: str) -> list[Setup]:
     spec = ModelSpec.from_folder(verifier.model_dir)
     assert spec.latent is not None
     rank, width = spec.latent.kv_rank, spec.latent.kv_rank + spec.latent.rope_dim
-    rotary, latents = (in_flight(negate_entries(*part)) for part in ((rank, width), (0, rank)))
+    rotary, latents = (damage.in_flight(damage.negate_entries(*part)) for part in ((rank, width), (0, rank)))
     one = ("one block",)
     rows = (
         VerifyRow(f"MLA layout ({transport})", during=(latent_blocks_whole(spec, spec.latent),)),
@@ -340,7 +311,7 @@ async def latent_blocks_whole(
     cluster: LocalCluster, evidence: Evidence, spec: ModelSpec, latent: LatentSpec
 ) -> AsyncIterator[None]:
     """The pool has latent layout, only whole blocks are transferred, and a pool of keys and values refuses them."""
-    target = decode_worker(cluster).target
+    target = damage.decode_worker(cluster).target
     before = target.stats().num_bytes
     yield
     layout, moved = target.memory.layout, target.stats().num_bytes - before

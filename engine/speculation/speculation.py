@@ -259,7 +259,7 @@ class DraftSteps:
         self._num_in_vain = 0  # consecutive steps for which no draft was found
         self._num_to_pass = 0  # steps to skip before drafts are considered again
         self.by_model = DraftSource(0.7, Acceptance(1.4, 2.0))
-        self._choice = DraftModelChoice(model.share if model is not None else 0.0)
+        self.choice = DraftModelChoice(model.share if model is not None else 0.0)
         self._model_s = 0.0  # of the draft model's passes for the last plan
 
     @property
@@ -324,7 +324,7 @@ class DraftSteps:
         candidates = self._candidates(model, able, found, num_running)
         times, most = self.speculation.times, self.speculation.most
         plain_s = times.plain(num_running)
-        lengths = self._choice.lengths(
+        lengths = self.choice.lengths(
             candidates, most, num_running, plain_s, times.extra(num_running), has_drafts=bool(found),
             chunk=self._token_budget,
         )  # fmt: skip
@@ -334,7 +334,7 @@ class DraftSteps:
         drafted = model.draft(wanted, chunk=self._token_budget)
         self._model_s = sum(one.seconds for one in drafted.passes)
         if plain_s is not None:
-            self._choice.observe_passes(drafted.passes, plain_s)
+            self.choice.observe_passes(drafted.passes, plain_s)
         for seq, _ in wanted:
             if id(seq) in drafted.tokens:
                 found[id(seq)] = drafted.tokens[id(seq)]
@@ -386,7 +386,7 @@ class DraftSteps:
         if plan.num_decode == (count := len(plan.work)):
             self.speculation.times.observe(count, plan.num_tokens - count, seconds - model_s)
             if self.model is not None:
-                self._choice.observe_step(seconds)
+                self.choice.observe_step(seconds)
 
     def note(self, item: Scheduled, num_accepted: int) -> None:
         """Record how many of its drafted tokens were accepted."""

@@ -161,26 +161,30 @@ async def test_the_only_decode_worker_killed_mid_stream_is_a_clear_error(folder)
         await every_pool_adds_up(cluster)
 
 
-@pytest.mark.parametrize("leave_after", [0, 1, 3])
-async def test_a_client_that_leaves_frees_its_blocks_on_both_workers(folder, leave_after):
+async def test_a_client_that_leaves_frees_its_blocks_on_both_workers(folder):
     async with local_cluster(settings(), folder) as cluster:
-        stream = cluster.dispatcher.generate(request("a", 700, max_tokens=300), force="remote")
-        if leave_after == 0:
-            task = asyncio.create_task(anext(stream))
-            await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        else:
-            for _ in range(leave_after):
-                await anext(stream)
-        await stream.aclose()
-        await nothing_held(cluster)
-        for _ in range(100):
-            loads = {info.role: load for info, load in cluster.dispatcher.workers.live_workers()}
-            if loads["prefill"].used_blocks == 0:
-                break
-            await asyncio.sleep(0.1)
-        assert loads["prefill"].used_blocks == 0 and loads["prefill"].running == 0
+        for leave_after in (0, 1, 3):
+            await _leaves(cluster, leave_after)
+
+
+async def _leaves(cluster, leave_after):
+    stream = cluster.dispatcher.generate(request(f"a{leave_after}", 700, max_tokens=300), force="remote")
+    if leave_after == 0:
+        task = asyncio.create_task(anext(stream))
+        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    else:
+        for _ in range(leave_after):
+            await anext(stream)
+    await stream.aclose()
+    await nothing_held(cluster)
+
+    def prefill():
+        return {info.role: load for info, load in cluster.dispatcher.workers.live_workers()}["prefill"]
+
+    await until(lambda: prefill().used_blocks == 0)
+    assert prefill().used_blocks == 0 and prefill().running == 0
 
 
 async def test_overload_is_refused_not_queued_for_ever_and_the_rest_is_served(folder):

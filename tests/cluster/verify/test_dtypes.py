@@ -42,7 +42,7 @@ def failures(report):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_way(dtype, tmp_path):
     folder = tiny_checkpoint("qwen3", tmp_path / "model")
-    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype, progress=lambda what: None)
+    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype)
     stands_alone = CpuBackend(1).is_batch_invariant(getattr(torch, dtype))
     for setup in DtypeRows(verifier, "shm", tmp_path, stands_alone=stands_alone).setups():
         await run_setup(verifier, setup)
@@ -53,7 +53,7 @@ async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_
 @pytest.mark.slow
 async def test_tokens_of_every_way_are_one_workers_and_another_expectation_fails(tmp_path):
     folder = tiny_checkpoint("llama", tmp_path / "model")
-    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype="bfloat16", progress=lambda what: None)
+    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype="bfloat16")
     if not CpuBackend(1).is_batch_invariant(torch.bfloat16):
         pytest.skip("this processor's bfloat16 products depend on the batch")
     for setup in paths(["shm"]):

@@ -20,7 +20,7 @@ LAYOUT = KvLayout(4, 8, 16, 1, SPEC.head_dim, "float32", is_latent=True)
 
 def tiny_verifier(tmp_path):
     folder = tiny_checkpoint(LATENT_FAMILY, tmp_path / "model")
-    return Verifier(folder, max_model_len=256, num_output=8, prompts=latent_prompts(), progress=lambda what: None)
+    return Verifier(folder, max_model_len=256, num_output=8, prompts=latent_prompts())
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ async def test_latent_blocks_are_transferred_whole_and_both_parts_matter(tmp_pat
 
 @pytest.mark.slow
 async def test_every_row_of_latent_kv_can_fail(tmp_path, monkeypatch):
-    monkeypatch.setattr(suites, "negate_entries", lambda start, end: lambda region, layout: None)
+    monkeypatch.setattr(suites.damage, "negate_entries", lambda start, end: lambda region, layout: None)
     verifier = tiny_verifier(tmp_path)
     verifier.expected = {prompt.name: [5] * 8 for prompt in verifier.prompts}
     await run_setup(verifier, suites.latent(verifier, "tcp")[0])

@@ -22,7 +22,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 def verifier_of(folder):
     """With the first prompts only, which end with or around a block."""
-    verifier = Verifier(folder, max_model_len=160, num_output=8, progress=lambda what: None)
+    verifier = Verifier(folder, max_model_len=160, num_output=8)
     verifier.prompts = verifier.prompts[:3]
     return verifier
 

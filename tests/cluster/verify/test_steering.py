@@ -35,7 +35,7 @@ class FakeEngine:
             compiled_kernels=SimpleNamespace(share=self.plain), shares_prefixes=lambda shape: shares
         )
         speculation = SimpleNamespace(begins=self.plain, lengths=self.plain, most=3)
-        self.drafts = SimpleNamespace(speculation=speculation, by_model=None, model=None)
+        self.drafts = SimpleNamespace(speculation=speculation, model=None)
         self.model = SimpleNamespace(attention_shape=None)
         self.executor = SimpleNamespace(take_drafted=self.plain)
 

@@ -16,7 +16,7 @@ PROMPTS = [VerifyPrompt("long", [7 * i % 97 + 3 for i in range(200)])]
 
 def verifier_of(tmp_path, names=None, *, num_output=12):
     folder = tiny_checkpoint("llama", tmp_path / "llama")
-    verifier = Verifier(folder, max_model_len=160, num_output=num_output, progress=lambda what: None)
+    verifier = Verifier(folder, max_model_len=160, num_output=num_output)
     verifier.prompts = [prompt for prompt in verifier.prompts if names is None or prompt.name in names]
     return verifier
 
@@ -71,9 +71,10 @@ async def test_text_that_repeats_gets_hugging_faces_tokens(tmp_path):
 
 @pytest.mark.slow
 async def test_changed_kv_with_checks_off_that_changes_nothing_is_undetected_and_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(suites, "FLIPPED_BIT", suites.in_flight(lambda region, layout: None))
+    monkeypatch.setattr(suites, "FLIPPED_BIT", suites.damage.in_flight(lambda region, layout: None))
     verifier = verifier_of(tmp_path, ("one block",))
-    for setup in suites.paths(["shm"]):
+    checked, _, unchecked = suites.paths(["shm"])
+    for setup in (checked, unchecked):
         await run_setup(verifier, setup)
     failed = [row.name for row in verifier.report.rows if not row.ok]
     assert {"flipped bit refused (shm)", "flipped bit with checks off changes the answer"} <= set(failed)
