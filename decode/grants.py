@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvrelay.errors import LeaseExpired, TransferError, TransferRefused
 from kvrelay.kvtransfer.mover.verification import Checksums, Chosen, ReceivePlan, chosen_regions, unpack
-from kvrelay.kvtransfer.paths.probes import ProbeBuffers
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.messages import (
     Announce,
@@ -26,14 +25,11 @@ from kvrelay.kvtransfer.protocol.messages import (
     Ticket,
     ToSource,
     Transcript,
-    TransferResult,
     TransferStats,
     reason_of,
     refusal,
 )
 from kvrelay.kvtransfer.transports.base import Reader
-from kvrelay.settings.transfer import TransferSettings
-from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -325,26 +321,3 @@ def call(callback: Callable[..., None], *args: object) -> None:
         callback(*args)
     except Exception:
         logger.exception("the decode worker's callback failed for %s", args[0])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivingEnd:
-    """What the parts of a KvTarget share: a record of its 15 attributes. `offers`: transports that it can read over,
-    best first.
-    """
-
-    worker_id: str
-    epoch: str
-    fingerprint: Fingerprint
-    settings: TransferSettings
-    memory: KvMemory
-    secret: bytes
-    grants: GrantTable
-    stats: TransferStats
-    offers: list[str]
-    probe_buffers: ProbeBuffers | None
-    make_reader: Callable[[str, KvMemory], Reader]
-    generation_of: Callable[[int], int]
-    on_commit: Callable[[str, bytes, TransferResult], None]
-    lease_s: float
-    stall_s: float

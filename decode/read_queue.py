@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvrelay.decode.grants import Grant, ReadUnit, ReceivingEnd
+from kvrelay.decode.grants import Grant, GrantTable, ReadUnit
 from kvrelay.errors import ChecksumMismatch, CorruptRead, PeerLost, TransferError, TransferTimeout, TransportError
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, ReceivePlan
-from kvrelay.kvtransfer.paths.path_ranking import Route, untried
-from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, Reason, ToSource, refusal
+from kvrelay.kvtransfer.paths.selection import Route, untried
+from kvrelay.kvtransfer.protocol.messages import Progress, ReadDone, Reason, ToSource, TransferStats, refusal
 from kvrelay.kvtransfer.transports.base import Reader
 
 logger = logging.getLogger(__name__)
@@ -33,15 +33,19 @@ class ReadQueue:
 
     def __init__(
         self,
-        end: ReceivingEnd,
+        grants: GrantTable,
+        stats: TransferStats,
         route: Route,
         plan: ReceivePlan,
         staging_lock: asyncio.Lock,
         *,
+        generation_of: Callable[[int], int],
+        stall_s: float,
         send: Callable[[ToSource], None],
         abort: Callable[[], None],
     ) -> None:
-        self._end, self._route, self._plan, self._staging_lock = end, route, plan, staging_lock
+        self._grants, self._stats, self._route, self._plan = grants, stats, route, plan
+        self._staging_lock, self._generation_of, self._stall_s = staging_lock, generation_of, stall_s
         self._send, self._abort = send, abort
         self._turns: deque[Grant] = deque()  # grants with pending units, each once
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,17 +93,17 @@ class ReadQueue:
         try:
             await self._read_unit(grant, unit)
         except TransferError as error:
-            self._end.grants.end(grant, error)
+            self._grants.end(grant, error)
         except TransportError as error:
-            self._end.grants.end(grant, PeerLost(grant.request_id, f"{self._route.next_path}: {error}"))
+            self._grants.end(grant, PeerLost(grant.request_id, f"{self._route.next_path}: {error}"))
         except Exception as error:  # a process edge: the request fails, the worker lives
             logger.exception("reading for %s failed", grant.request_id)
             failed = refusal(grant.request_id, Reason.CANCELLED, f"the target failed: {error}")
-            self._end.grants.end(grant, failed)
+            self._grants.end(grant, failed)
 
     async def _read_unit(self, grant: Grant, unit: ReadUnit) -> None:
         """Over the best path that works; then see whether it was the grant's last unit."""
-        route, stats = self._route, self._end.stats
+        route, stats = self._route, self._stats
         for name in untried(route.table, time.monotonic):
             if grant.is_ended:  # while this task waited; its blocks may be released by now
                 return
@@ -125,11 +129,11 @@ class ReadQueue:
 
     async def _read_over(self, name: str, reader: Reader, grant: Grant, unit: ReadUnit) -> None:
         """Raises TransportError once nothing of the read can land any more."""
-        plan, end = self._plan, self._end
+        plan = self._plan
         async with self._staging_lock if plan.staging is not None else contextlib.nullcontext():
             if grant.is_ended:
                 return
-            grant.check_generations(end.generation_of, grant.blocks_of(unit))  # before a byte is written
+            grant.check_generations(self._generation_of, grant.blocks_of(unit))  # before a byte is written
             copies, pieces = plan.read(unit.source_chunks, unit.target_chunks, unit.layers)
             arrival = ArrivingRead(plan.memory, pieces, plan.pairing.piece_bytes, unit.checksums, unit.is_checked)
             began = time.monotonic()
@@ -155,8 +159,8 @@ class ReadQueue:
         self, reader: Reader, grant: Grant, read: "asyncio.Future[None]", arrival: ArrivingRead
     ) -> None:
         """Wait for a read while bytes land. Raises TransferTimeout where it cannot be stopped either."""
-        self._end.grants.track(grant, read, reader)
-        seen, stall_s = -1, self._end.stall_s
+        self._grants.track(grant, read, reader)
+        seen, stall_s = -1, self._stall_s
         while not read.done() and arrival.num_landed > seen:
             seen = arrival.num_landed
             await asyncio.wait({read}, timeout=stall_s)
@@ -173,7 +177,7 @@ class ReadQueue:
             return
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(None, self._plan.settle, unit.target_chunks, unit.layers)
-        self._end.grants.track(grant, work, None)
+        self._grants.track(grant, work, None)
         await asyncio.wait({work})
         work.result()
 
@@ -181,8 +185,8 @@ class ReadQueue:
         seconds = self._route.ended(name, num_bytes, began, time.monotonic())
         grant.num_unverified -= 1
         grant.bytes_by_path[name] += num_bytes
-        counters = self._end.stats.path(name)
+        counters = self._stats.path(name)
         counters.num_bytes += num_bytes
         counters.seconds += seconds
         counters.check_s += check_s
-        self._end.stats.check_s += check_s
+        self._stats.check_s += check_s

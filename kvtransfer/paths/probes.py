@@ -15,7 +15,7 @@ import numpy as np
 
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums, ReceivePlan, unpack
-from kvrelay.kvtransfer.paths.path_ranking import Route
+from kvrelay.kvtransfer.paths.selection import Route
 from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.transports.base import Reader
 

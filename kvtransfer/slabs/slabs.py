@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover.mover import library
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums
-from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route, untried
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PathTable, PoolExports, Route, untried
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Reader, Transport

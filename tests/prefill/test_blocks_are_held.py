@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.decode.target_link import SourceLink
+from kvrelay.decode.target import SourceLink
 from kvrelay.engine.worker.ingresses import RequestTable
 from kvrelay.plane import messages as wire
 from kvrelay.prefill.worker import Announcements, PrefillRole

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.errors import TransportError
-from kvrelay.kvtransfer.paths.path_ranking import PathTable, Route
+from kvrelay.kvtransfer.paths.selection import PathTable, Route
 
 pytestmark = pytest.mark.pure
 

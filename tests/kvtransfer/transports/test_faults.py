@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvrelay.decode.read_queue import ReadQueue
-from kvrelay.decode.target_link import SourceLink
+from kvrelay.decode.target import SourceLink
 from kvrelay.errors import LeaseExpired, PeerLost, TransferError, TransferTimeout
 from kvrelay.prefill.source_link import WINDOW_BYTES
 from tests.kvtransfer.held_reader import has_room

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.kvtransfer.mover.verification import SAMPLED_SHARE, chosen_regions
-from kvrelay.kvtransfer.paths.path_ranking import CLEARLY_FASTER, MAX_BACKOFF_S, MIN_BACKOFF_S, PathTable, untried
+from kvrelay.kvtransfer.paths.selection import CLEARLY_FASTER, MAX_BACKOFF_S, MIN_BACKOFF_S, PathTable, untried
 
 pytestmark = pytest.mark.pure
 
