@@ -177,7 +177,8 @@ def simulate(
         }
     )  # fmt: skip
     update: dict[str, Any] = {"workers_per_node": options.prefill + options.decode, **ways.sizes}
-    update["token_budget"] = scenario.product_settings().engine.token_budget
+    if (budget := scenario.product_settings().engine.token_budget) is not None:
+        update["token_budget"] = budget
     if ways.kv_bytes_per_s:
         update["local_bytes_per_s"] = ways.kv_bytes_per_s
     simulation = Recorded(scenario, faster(profile, speed).model_copy(update=update), entries)

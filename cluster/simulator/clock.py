@@ -50,7 +50,6 @@ class Clock:
         return event
 
     def timer(self, delay_s: float) -> "Timer":
-        """The timer of this delay."""
         if delay_s not in self._timers:
             self._timers[delay_s] = Timer(self, delay_s)
         return self._timers[delay_s]
@@ -86,7 +85,6 @@ class Timer:
         self._is_set = False
 
     def begin(self, call: Callable[..., object], *args: Any) -> Event:
-        """Call `call(*args)` when the time has expired."""
         clock, queue = self._clock, self._queue
         while queue and queue[0][2].call is None:
             queue.popleft()

@@ -144,7 +144,6 @@ class SimulatedEngine:
         return None if refusal is None else refusal[0]
 
     def abort(self, request_id: str) -> None:
-        """Free everything that a request holds. Idempotent."""
         seq = self.scheduler.sequences.get(request_id)
         if seq is not None:
             if seq.state is State.RUNNING:
@@ -277,7 +276,6 @@ class SimulatedEngine:
         return None if self.tiers is None else self.tiers.lower.controller.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
-        """A load report with the worker's own fields."""
         self._load_seq += 1
         return load_report(
             self._load_seq, self.scheduler, self.speed, own, tiers=self._lower_tiers,
@@ -290,7 +288,6 @@ class SimulatedEngine:
         return 0 if seq is None else seq.num_loaded_blocks * seq.block_size
 
     def num_output(self, request_id: str) -> int:
-        """Tokens of a request's output, as of the steps that ended."""
         self._fast_forward.refresh()
         seq = self.scheduler.sequences.get(request_id)
         return 0 if seq is None else seq.num_output

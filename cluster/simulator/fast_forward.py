@@ -45,7 +45,6 @@ class ParkedSequences:
         self.context_tokens += len(seq.token_ids)
 
     def steps_to_wake(self) -> int:
-        """Steps after which the first of them wakes."""
         return self._ends[0][0] - self.step
 
     def output_tokens(self, num_steps: int) -> dict[str, int]:
@@ -67,7 +66,6 @@ class ParkedSequences:
                 del self.tenants[tenant]
 
     def refresh(self) -> None:
-        """Bring all of them up to date."""
         for seq, since in self.since.items():
             if since != self.step:
                 self._bring_up(seq, since)
@@ -135,7 +133,6 @@ class FastForward:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that the parked sequences attend to in the next step."""
         return self._parked.context_tokens
 
     # ---- before a step
@@ -192,7 +189,6 @@ class FastForward:
         return True
 
     def plan(self) -> StepPlan:
-        """Plan a step of the active sequences."""
         parked, running = self._parked, self._queues.running
         plan = self._planner.plan_for([seq for seq in running if seq not in parked] if parked else running.copy())
         assert not (parked and plan.preempted), "a step preempted while not all sequences were looked at"
@@ -216,7 +212,6 @@ class FastForward:
     # ---- for reading and changing
 
     def refresh(self) -> None:
-        """Bring every sequence up to date, so that it may be read."""
         self._parked.refresh()
 
     def wake(self) -> None:

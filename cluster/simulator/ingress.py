@@ -52,7 +52,6 @@ class SimulatedRequestDriver:
 
     @property
     def peer(self) -> object:
-        """The connection to workers over which this request is sent."""
         return self._ingress.links
 
     def begin(self) -> None:
@@ -96,7 +95,6 @@ class SimulatedRequestDriver:
             self._send(attempt, target, lambda worker: worker.prefill(attempt, is_local=is_local))
 
     def _set_ttft_target(self, attempt: SimulatedAttempt) -> None:
-        """What is left of the TTFT target from now on."""
         target_s = attempt.decision.ttft_target_s
         if target_s is not None and not self._num_emitted:
             left_s = self.job.arrival_s + target_s - self._ingress.clock.now_s
@@ -256,13 +254,11 @@ class SimulatedIngress:
             self.start_deferred()
 
     def stop_flows(self, worker: SimulatedWorker) -> None:
-        """Cancel every transfer from or to a worker."""
         for attempt in self.attempts.values():
             if attempt.flow is not None and worker.worker_id in (attempt.decision.prefill, attempt.decision.decode):
                 attempt.flow.cancel()
 
     def num_emitted(self, attempt: SimulatedAttempt) -> int:
-        """Tokens of an attempt's output that the client has."""
         worker = self.links.members.get(attempt.decision.decode or "")
         return max(attempt.num_emitted, worker.num_emitted(attempt.id) if worker is not None else 0)
 
@@ -298,7 +294,6 @@ class SimulatedIngress:
             self.deferred.pop(request_id).begin()
 
     def drop_deferred(self, request_id: str) -> None:
-        """A deferred request has ended without being placed."""
         del self.deferred[request_id]
         self.router.on_end(request_id)
 

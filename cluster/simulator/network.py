@@ -68,13 +68,11 @@ class Flow:
         self._changed()
 
     def cancel(self) -> None:
-        """Stop the transfer. Idempotent."""
         if not self.is_over:
             self._settle()
             self._leave()
 
     def set_rate(self, rate: float) -> None:
-        """Its share is `rate` bytes per second from now on."""
         if rate == self._rate and (self._ends is not None or not self._is_closed):
             return
         self._settle()
@@ -147,7 +145,6 @@ class Network:
         self._links: dict[tuple[str, str], NetworkLink] = {}
 
     def open(self, source_node: str, target_node: str, done: Callable[[], object]) -> Flow:
-        """Open a transfer between two workers of these machines."""
         if source_node == target_node:
             links: tuple[NetworkLink, ...] = (self.link(source_node, "local"),)
         else:

@@ -58,7 +58,6 @@ def check_picture(path: Path) -> None:
 
 
 def held_load(runs: Sequence[Run]) -> float:
-    """The highest load that any run holds, else the lowest load."""
     held = [run.load for run in runs if run.summary["kept_share"] >= HELD_SHARE]
     return max(held) if held else min(run.load for run in runs)
 
@@ -75,7 +74,6 @@ def over_load(
 
 
 def nearest(runs: Sequence[Run], load: float) -> dict[str, Run]:
-    """By name: the run whose load is nearest."""
     found: dict[str, Run] = {}
     for run in runs:
         if run.name not in found or abs(run.load - load) < abs(found[run.name].load - load):
@@ -134,7 +132,6 @@ def _draw_over_load(axes: Any, title: str, lines: dict[str, list[tuple[float, fl
 
 
 def _draw_all_kept(axes: Any) -> None:
-    """The line on which every request is within the SLO."""
     most = axes.get_xlim()[1]
     axes.plot([0, most], [0, most], color="grey", linewidth=1)
     axes.set_xlim(0, most)
@@ -168,7 +165,6 @@ def main(
     figures: Annotated[Path, typer.Argument(help="JSON of kvrelay simulate or bench/router/policies.py")],
     picture: Annotated[Path, typer.Argument(help="PNG, SVG, PDF")],
 ) -> None:
-    """Draw a file of figures."""
     try:
         document = json.loads(figures.read_text())
     except (OSError, ValueError) as error:

@@ -211,8 +211,6 @@ class AttemptOwner(Protocol):
 
 
 class AttemptHolder(Protocol):
-    """A worker, which may hold blocks for an attempt."""
-
     worker_id: str
 
     def abort(self, attempt_id: str) -> None: ...

@@ -164,7 +164,6 @@ _COLUMNS = (
 
 
 def show(console: Console, summaries: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """One row for each named simulation."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for name in _COLUMNS:

@@ -95,7 +95,6 @@ class Scenario(_Section):
         return self
 
     def product_settings(self) -> Settings:
-        """Raises ConfigError."""
         return settings_from(
             {
                 **self.settings,
@@ -104,7 +103,6 @@ class Scenario(_Section):
         )
 
     def profile_of(self, role: Role, profile: SimulatorProfile) -> SimulatorProfile:
-        """The profile, with the pool that the scenario gives this role."""
         tokens = self.prefill_pool_tokens if role is Role.PREFILL else self.decode_pool_tokens
         if tokens is None:
             return profile
@@ -114,7 +112,6 @@ class Scenario(_Section):
         return Delays(self.message_s, self.report_s, self.noise, settings.router.reserve_timeout_s)
 
     def worker_ids(self) -> list[tuple[str, Role]]:
-        """Names and roles of the workers at the start."""
         prefills = [(f"p{number}", Role.PREFILL) for number in range(self.prefill)]
         return prefills + [(f"d{number}", Role.DECODE) for number in range(self.decode)]
 

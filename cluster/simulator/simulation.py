@@ -84,7 +84,6 @@ class Simulation:
         return SimulatedIngress(self.clock, self.network, rules, self._ended)
 
     def node_of(self, number: int) -> str:
-        """The machine of a worker, by its number."""
         return f"n{number // self.profile.workers_per_node}"
 
     def start_worker(

@@ -80,7 +80,6 @@ class WorkerSteps:
         return self.stride
 
     def start(self) -> None:
-        """Schedule the end of the planned stride."""
         stride = self.stride
         assert stride is not None
         self._end = self._clock.at(self._clock.now_s + stride.seconds(stride.count), self._ended)
@@ -125,7 +124,6 @@ class WorkerSteps:
         self._end = self._clock.at(stride.began_s + stride.first_s, self._ended)
 
     def settle(self) -> None:
-        """Apply those steps of the stride that are over."""
         stride = self.stride
         if stride is None or stride.count == 1:
             return
@@ -137,7 +135,6 @@ class WorkerSteps:
     # ---- faults
 
     def recover_speed(self) -> None:
-        """Later steps take their usual time."""
         self.slowness = 1.0
 
     def freeze(self) -> None:
@@ -149,7 +146,6 @@ class WorkerSteps:
         self.rest()
 
     def resume(self) -> None:
-        """Begin the step in progress again."""
         stride = self.stride
         assert stride is not None
         stride.began_s = self._clock.now_s
@@ -158,7 +154,6 @@ class WorkerSteps:
         self._end = self._clock.after(stride.seconds(stride.count), self._ended)
 
     def drop(self) -> None:
-        """Forget the stride."""
         if self._end is not None:
             self._end.cancel()
         self.stride = self._end = None

@@ -181,14 +181,12 @@ class BlockSources:
             self.workers.setdefault(digest, {})[worker_id] = node_id
 
     def remove_worker(self, worker_id: str) -> None:
-        """A worker is gone, with its host tier."""
         for digest in [digest for digest, holders in self.workers.items() if worker_id in holders]:
             del self.workers[digest][worker_id]
             if not self.workers[digest]:
                 del self.workers[digest]
 
     def add_node(self, node_id: str, num_rows: int, policy: str) -> None:
-        """Add a machine's node of the store. Idempotent."""
         if num_rows and node_id not in self.nodes:
             self.nodes[node_id] = TierIndex(num_rows, make_policy(policy, num_rows))
             self.addresses.append(StoreAddress(node_id, node_id, 1, num_rows))
@@ -307,8 +305,6 @@ class SimulatedStore:
 
 @dataclass(slots=True)
 class SimulatedTiers:
-    """The lower tiers of one worker."""
-
     lower: LowerTiers
     copies: TierCopies
     store: SimulatedStore | None

@@ -173,12 +173,10 @@ class SimulatedWorker:
             self.post(self.engine.abort, attempt.id)
 
     def abort(self, attempt_id: str) -> None:
-        """Free whatever it holds here. Idempotent."""
         self._forget(attempt_id)
         self.post(self.engine.abort, attempt_id)
 
     def received(self, attempt: SimulatedAttempt) -> None:
-        """All KV of an attempt has been transferred here."""
         assert attempt.flow is not None
         self.moved_bytes += attempt.flow.moved_bytes
         self.read_s += attempt.flow.read_s
@@ -282,11 +280,9 @@ class SimulatedWorker:
         return self.engine.snapshot(), self.reports.load()
 
     def unsubscribe(self, subscriber: LoadSubscriber) -> None:
-        """This ingress's connection has ended."""
         self.reports.unsubscribe(subscriber)
 
     def receive_assigned(self, subscriber: LoadSubscriber, share: Assigned) -> None:
-        """An ingress reports what it has assigned here."""
         self.reports.receive_assigned(subscriber, share)
 
     def _measure(self) -> LoadReport:
@@ -302,7 +298,6 @@ class SimulatedWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it holds nothing of any request."""
         return not self.attempts and not self.engine.scheduler.sequences and not self._inbox
 
     def num_emitted(self, attempt_id: str) -> int:

@@ -36,7 +36,6 @@ class WorkerLinks:
         )
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
-        """Deliver a message to a worker."""
         self._clock.after(self._message_s, call, *args)
 
     # ---- membership
@@ -90,7 +89,6 @@ class WorkerLinks:
     # ---- load that ingresses share through the workers
 
     def receive_others(self, worker: SimulatedWorker, others: AssignedByOthers) -> None:
-        """Apply what other ingresses have assigned to a worker."""
         if self.is_connected(worker):
             self._has_others |= others.num_others > 0
             self.router.apply_others(worker.worker_id, others)

@@ -53,7 +53,6 @@ class WorkerReports:
         self._beat: Event = clock.after(HEARTBEAT_S, self._heartbeat)
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
-        """Deliver a message to an ingress."""
         self._clock.after(self._message_s, call, *args)
 
     def subscribe(self, subscriber: LoadSubscriber) -> None:
@@ -67,7 +66,6 @@ class WorkerReports:
         self._sharing.request()
 
     def publish(self, events: KvEvents | None, *, is_idle: bool) -> None:
-        """Send cache events, and a load report if one is due."""
         is_due = is_idle or self._clock.now_s - self._reported_s >= self._report_s
         load = self.load() if is_due else None
         if events is not None or load is not None:
@@ -85,7 +83,6 @@ class WorkerReports:
 
     @property
     def last_load(self) -> LoadReport:
-        """The load report that was sent last."""
         return self._load or self.load()
 
     def _heartbeat(self) -> None:
@@ -95,7 +92,6 @@ class WorkerReports:
         self._beat = self._clock.after(HEARTBEAT_S, self._heartbeat)
 
     def receive_assigned(self, subscriber: LoadSubscriber, share: Assigned) -> None:
-        """An ingress reports what it has assigned here."""
         if self._is_open and self._assigned.hear(subscriber, share):
             self._sharing.request()
 
@@ -107,7 +103,6 @@ class WorkerReports:
     # ---- faults
 
     def freeze(self) -> None:
-        """Send nothing."""
         self._is_running = False
 
     def resume(self) -> None:

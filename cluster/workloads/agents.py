@@ -62,7 +62,6 @@ class _Task:
         self.entries: list[TraceEntry] = []
 
     def play(self, start_s: float) -> None:
-        """Fill `entries`."""
         prompt, system_tokens = self._first
         loop = _Loop(prompt, system_tokens + self._length(self._spec.task_tokens), start_s)
         self._run(loop, self._spec.mean_steps, "", may_split=True)
@@ -84,7 +83,6 @@ class _Task:
         return num_output
 
     def _call(self, loop: _Loop, name: str) -> int:
-        """One request; the time moves to its end."""
         spec = self._spec
         num_output = self._length(spec.output_tokens)
         self.entries.append(

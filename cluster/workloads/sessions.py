@@ -57,7 +57,6 @@ class _Session:
         return self._length(self._spec.user_tokens) + (self._length(self._spec.document_tokens) if has_document else 0)
 
     def request(self, fresh: Iterator[int]) -> TraceEntry:
-        """The request that is due now."""
         self._tokens = min(self._tokens, self._spec.max_input_tokens)
         full, rest = divmod(self._tokens, MOONCAKE_BLOCK_TOKENS)
         while len(self._ids) < full:

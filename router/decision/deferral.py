@@ -174,7 +174,6 @@ class OverduePlacement:
         return self._ledger.overdue_blocks < OVERDUE_SHARE * int(columns.ints[NUM_BLOCKS].sum())
 
     def _compute_role(self) -> Role:
-        """The role that computes overdue prompts."""
         return Role.PREFILL if len(self._workers.columns(Role.PREFILL)) else Role.DECODE
 
     def _queued_s(self, role: Role) -> Floats:

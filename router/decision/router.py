@@ -89,7 +89,6 @@ class Router:
 
     @property
     def num_deferred(self) -> int:
-        """Requests that wait at the router."""
         return len(self._deferral.waiting)
 
     # ---- messages of workers
@@ -119,7 +118,6 @@ class Router:
             self.forecast.apply_load(worker_id, report, now_s)
 
     def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
-        """What the other ingresses' routers have assigned to a worker."""
         self._workers.apply_others(worker_id, others)
 
     def take_assigned(self) -> list[tuple[str, Assigned]]:
@@ -216,7 +214,6 @@ class Router:
         return replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
 
     def _account(self, request: RouteRequest, decision: Decision, now_s: float, *, is_overdue: bool) -> None:
-        """Count the request as its workers' load."""
         if self.forecast is not None:
             self.forecast.assign(request, decision, now_s)
         compute, decode = self._workers.accounts_of(decision)

@@ -202,7 +202,6 @@ def _cost_terms(cost: CommonCost, candidate: Candidate) -> list[float]:
 
 
 def _renumbered(candidate: Candidate, prefills: Ints, decodes: Ints) -> Candidate:
-    """From rows of a compatible set to rows of the whole tables."""
     prefill = None if candidate.prefill is None else int(prefills[candidate.prefill])
     decode = None if candidate.decode is None else int(decodes[candidate.decode])
     return candidate._replace(prefill=prefill, decode=decode)
@@ -246,7 +245,6 @@ class PrefixPopularity:
 
 
 def _depths(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 
 
@@ -272,7 +270,6 @@ class SnapshotTaker:
         self._tokens_per_hash, self._max_waiting, self._has_store = tokens_per_hash, max_waiting, has_store
 
     def take(self, request: RouteRequest, now_s: float) -> RoutingSnapshot:
-        """The workers that can take the request now."""
         held, unpaired = self.held(request), self._workers.unpaired
         return RoutingSnapshot(
             self._context(request, held, now_s),
@@ -286,7 +283,6 @@ class SnapshotTaker:
         )
 
     def refusal(self, snapshot: RoutingSnapshot) -> RoutingRefusal:
-        """Why the snapshot has no candidate."""
         request = snapshot.request
         lacks_prefill = request.force == "remote" and (not request.needs_decode or len(snapshot.decodes) > 0)
         role = Role.PREFILL if lacks_prefill else Role.DECODE
@@ -310,7 +306,6 @@ class SnapshotTaker:
     def _worker_table(
         self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
-        """The workers of a role that can take the request now."""
         columns, excluded = self._workers.columns(role), request.excluded | unpaired
         rows = columns.usable(
             request, max_waiting=self._max_waiting, needs_output=role is Role.DECODE, excluded=excluded

@@ -295,7 +295,6 @@ class WorkerAccount:
         self.foreign_tokens, self._foreign_prefills, self.foreign_sequences = tokens, prefills, sequences
 
     def assigned(self) -> Assigned:
-        """Our own load, for the other routers."""
         own = self.own
         return Assigned(tokens=own.tokens, prompts=own.prefills, sequences=own.sequences, blocks=own.unconfirmed_blocks)
 

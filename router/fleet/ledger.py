@@ -301,7 +301,6 @@ class LiveWorkers:
         return self._unpaired
 
     def columns(self, role: Role) -> Columns:
-        """The columns of one role's workers."""
         if self._columns is None:
             self._columns = self._laid_out()
         return self._columns[role]

@@ -102,7 +102,6 @@ class HashArray:
         self.set_positions(positions, 0)
 
     def set_positions(self, positions: list[int], set_id: int) -> None:
-        """Set the holder set of these positions."""
         first, last = positions[0], positions[-1]
         if last - first == len(positions) - 1 and positions == list(range(first, last + 1)):
             self._set_run(first, last + 1, set_id)
@@ -243,7 +242,6 @@ class HashArray:
     # ---- queries
 
     def names(self, positions: Iterable[int]) -> list[bytes]:
-        """The hashes at these positions."""
         return [bytes(self._names[HASH_BYTES * position : HASH_BYTES * (position + 1)]) for position in positions]
 
     def set_id(self, block_hash: bytes) -> int:

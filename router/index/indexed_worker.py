@@ -49,7 +49,6 @@ class LearnedPrefixes:
         return self._forget(list(islice(self._expiry, max(0, len(self._expiry) - self.limit))))
 
     def expired(self, now_s: float) -> list[bytes]:
-        """The hashes that have expired."""
         return self._forget(list(takewhile(lambda one: self._expiry[one] <= now_s, self._expiry)))
 
     def _forget(self, hashes: list[bytes]) -> list[bytes]:
@@ -113,7 +112,6 @@ class IndexedWorker:
     # ---- which messages apply
 
     def receive(self, seq: int) -> EventAction:
-        """An event with this number arrived."""
         self.newest_seq = max(self.newest_seq, seq)
         if self.state is IndexState.STALE and self.ingest is None:
             self.ignored += 1

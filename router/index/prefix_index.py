@@ -105,7 +105,6 @@ class PrefixIndex:
             self._free_rows.remove(self._num_rows)
 
     def _shrink(self, holders: HolderIndex) -> None:
-        """Compact the holders' array if it is sparse."""
         if holders.begin_compaction():
             self._deferred.add(partial(holders.compact, SLICE))
 
@@ -121,7 +120,6 @@ class PrefixIndex:
         return self._members[worker_id].state
 
     def num_blocks(self, worker_id: str) -> int:
-        """Hashes indexed for this worker."""
         return self._members[worker_id].num_blocks
 
     # ---- events and snapshots
@@ -263,7 +261,6 @@ class PrefixIndex:
             self._set_state(member, IndexState.APPROXIMATE)
 
     def expire(self, now_s: float) -> None:
-        """Forget what was learned too long ago."""
         for worker_id, member in list(self._learning.items()):
             if member.learned is not None and (gone := member.learned.expired(now_s)):
                 member.drop(gone)
@@ -368,7 +365,6 @@ class PrefixIndex:
         self._update_routable(member)
 
     def _update_routable(self, member: IndexedWorker) -> None:
-        """Include this worker in answers, or not."""
         others = self._routable.pop(member.stride, 0) & ~member.both
         mask = others if member.state is IndexState.STALE else others | member.both
         if mask:

@@ -72,7 +72,6 @@ class SnapshotIngest:
         return True
 
     def touch(self, *changes: Sequence[bytes]) -> None:
-        """An event changes these."""
         self._touched.update(*changes)
         self.num_events += 1
 

@@ -169,7 +169,6 @@ def decode_fits(load: Workload, model: WorkerModel, target: PlanningTarget, work
 
 
 def exposed_s(load: Workload, model: WorkerModel) -> float:
-    """Seconds of a transfer that the second token waits for."""
     return EXPOSED_SHARE * load.input_tokens * model.kv_bytes_per_token / model.link_bytes_per_s
 
 
@@ -220,7 +219,6 @@ def _settled(following: Callable[[float], float], most: float) -> float | None:
 
 
 def aggregated_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
-    """Whether so many aggregated workers meet both targets."""
     state = mixed_of(load, model, target, workers)
     if state is None:
         return False

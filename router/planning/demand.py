@@ -108,7 +108,6 @@ class RateTrend:
         self.fall.clear()
 
     def deviation(self, seconds: float) -> float:
-        """Standard deviation of the level in so many seconds."""
         return math.sqrt(self.variance + (VOLATILITY * self.level) ** 2 * seconds / 60.0)
 
     def ahead(self, seconds: float) -> float:

@@ -179,7 +179,6 @@ class Planner:
     # ---- counts
 
     def _hold(self, now_s: float) -> WorkerCounts:
-        """Nothing is known of requests: the counts stay."""
         for damper in self._dampers.values():
             damper.step(damper.count, damper.count, now_s, most=damper.count)
         return self.counts

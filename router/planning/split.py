@@ -55,7 +55,6 @@ def best_aggregated(load: Workload, model: WorkerModel, target: PlanningTarget, 
 
 
 def _budgets(model: WorkerModel) -> list[int]:
-    """Token budgets that aggregated workers are tried with."""
     least = min(LEAST_BUDGET, model.token_budget)
     return list(dict.fromkeys(max(model.token_budget // part, least) for part in (1, 2, 4, 8)))
 

@@ -59,7 +59,6 @@ class WorkerModel:
 
 
 def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
-    """The curve with all times multiplied by `factor`."""
     return SpeedCurve(
         curve.overhead_s * factor,
         curve.weights_s * factor,

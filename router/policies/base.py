@@ -126,7 +126,6 @@ def only(column: Ints) -> int | None:
 
 
 def select_rows(table: WorkerTable, rows: Ints) -> WorkerTable:
-    """The table of these rows, in that order."""
     columns = (getattr(table, field.name)[rows] for field in fields(table) if field.name != "names")
     return WorkerTable(tuple(table.names[row] for row in rows), *columns)
 

@@ -57,7 +57,6 @@ def prefix_sources(context: RoutingContext, tables: Sequence[WorkerTable], model
 
 
 def joined(tables: Sequence[WorkerTable], name: str) -> np.ndarray:
-    """One column of several tables, concatenated."""
     columns = [getattr(table, name) for table in tables]
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
@@ -191,12 +190,10 @@ class CommonCost:
 
     @property
     def prefill_numbers(self) -> slice:
-        """The numbers of all prefill workers."""
         return slice(0, self.num_prefills)
 
     @property
     def decode_numbers(self) -> slice:
-        """The numbers of all decode workers."""
         return slice(self.num_prefills, self.num_prefills + len(self.decodes))
 
     def prefill_only(self, computing: Rows) -> Floats:

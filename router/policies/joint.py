@@ -82,7 +82,6 @@ class Joint(RoutingPolicy):
         return cls(options, model)
 
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        """See RoutingPolicy."""
         scorer = _JointScorer(context, prefills, decodes, self._model)
         may_send = len(prefills) > 0 and context.request.force != "local"
         if may_send and not context.request.needs_decode:
@@ -97,7 +96,6 @@ class Joint(RoutingPolicy):
         return _listed(scorer, _CandidateColumns.join(candidates)) if candidates else []
 
     def latency_targets(self, request: RouteRequest) -> tuple[float, float]:
-        """See RoutingPolicy."""
         return targets(request, self._model)
 
 
@@ -123,8 +121,6 @@ class _CandidateColumns:
 
 
 class _JointScorer:
-    """The scores of one request's candidates."""
-
     def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
         self.context, self.model = context, model
         self.cost = CommonCost(context, prefills, decodes, model, num_more=len(OWN_TERMS))
@@ -226,7 +222,6 @@ class _JointScorer:
 
 @lru_cache(maxsize=64)
 def _crossed(count: int, other: int) -> tuple[Ints, Ints]:
-    """The index pairs of a cross product."""
     return np.repeat(np.arange(count), other), np.tile(np.arange(other), count)
 
 
@@ -239,7 +234,6 @@ def chance_of_missing(share: Floats) -> Floats:
 
 
 def _listed(scorer: _JointScorer, candidates: _CandidateColumns) -> list[Candidate]:
-    """The best candidates, best first."""
     computing, decode, num_prefills = candidates.computing, candidates.decode, scorer.cost.num_prefills
     has_decode = len(decode) > 0 and decode[0] != NONE  # all have one, or none has
     prefill = np.where(computing < num_prefills, computing, NONE)

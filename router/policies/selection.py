@@ -127,7 +127,6 @@ class IndependentChoice(RoutingPolicy):
         return self.rank_decode(context, table)
 
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        """See RoutingPolicy."""
         if must_be_local(context, prefills):
             return single(self.rank_local(context, decodes), is_local=True) if len(decodes) else []
         if not len(prefills) or (context.request.needs_decode and not len(decodes)):

@@ -160,7 +160,6 @@ def _computes(candidate: Pair) -> str | None:
 
 
 def _rank(requirement: SloRequirement, verdict: SloVerdict) -> tuple[int, float]:
-    """Lower is better; equal candidates stay in order."""
     within = requirement.targets.index(verdict.target) if verdict.target is not None else verdict.retry_after_s
     return _ORDER.index(verdict.kind), within
 

@@ -326,7 +326,6 @@ class Forecast:
         item.decode.learned_at_s = now_s
 
     def narrow(self, request_id: str, width: int) -> None:
-        """Only `width` sequences of a group continue, at least one."""
         if (item := self._open.get(request_id)) is not None:
             item.width = max(1, min(item.width, width))
 

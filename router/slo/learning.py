@@ -182,7 +182,6 @@ class DurationFit:
         return tuple(prior)
 
     def state(self, now_s: float) -> FitState:
-        """For `resume` elsewhere."""
         rows = tuple(map(tuple, self._products))
         return FitState(rows, tuple(self._targets), self.weight, now_s - self._observed_at_s)
 

@@ -50,7 +50,6 @@ class SimulatedFleet:
         self.changes: list[tuple[float, str, int]] = []
 
     def start(self) -> None:
-        """Schedule the scenario's own changes."""
         for step in self._cluster.scenario.scale:
             for role, wanted in ((Role.PREFILL, step.prefill), (Role.DECODE, step.decode)):
                 if wanted is not None:
@@ -58,11 +57,9 @@ class SimulatedFleet:
 
     @property
     def is_changing(self) -> bool:
-        """Whether workers are starting or retiring."""
         return any(self._starting.values()) or any(worker.is_draining for worker in self._cluster.live_workers())
 
     def serving(self, role: Role) -> list[SimulatedWorker]:
-        """Those that take requests."""
         return [one for one in self._cluster.live_workers() if one.role is role and not one.is_draining]
 
     def scale(self, role: Role, wanted: int) -> None:
