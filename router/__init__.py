@@ -1,4 +1,4 @@
 """Routing: which workers serve a request, and how many workers a load needs.
 
-`types` and `objectives` are the records that all rooms share. May import kvrelay.
+`types` are the records that all rooms share. May import kvrelay.
 """

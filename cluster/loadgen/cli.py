@@ -21,8 +21,8 @@ from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, 
 from kvrelay.cluster.loadgen.plot import SUFFIXES
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt, trace_prompt
 from kvrelay.cluster.loadgen.stats import Distribution, Slo, Summary
-from kvrelay.cluster.workloads.arrivals import poisson_arrivals
 from kvrelay.cluster.workloads.choose import load_trace
+from kvrelay.cluster.workloads.mixes import poisson_arrivals
 from kvrelay.cluster.workloads.trace import TraceEntry, scale_entries
 from kvrelay.errors import ConfigError
 

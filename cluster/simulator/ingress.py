@@ -19,8 +19,7 @@ from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.decision.router import Router
-from kvrelay.router.objectives import SloRequirement
-from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, SloRequirement
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
 from kvrelay.serve.telemetry.observer import ServeStats
 

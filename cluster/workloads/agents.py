@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 
-from kvrelay.cluster.workloads.prefixes import GrowingPrompt
-from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, TraceEntry
+from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, GrowingPrompt, TraceEntry
 
 LogNormal = tuple[float, float]
 """Median, and sigma of the logarithm."""

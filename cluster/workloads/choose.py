@@ -6,8 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
-from kvrelay.cluster.workloads.arrivals import gamma_arrivals, poisson_arrivals, switching_arrivals
-from kvrelay.cluster.workloads.mixes import mixed_entries
+from kvrelay.cluster.workloads.mixes import gamma_arrivals, mixed_entries, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.readers import parse_trace
 from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import (

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain, count, islice
 
-from kvrelay.cluster.workloads.prefixes import GrowingPrompt
-from kvrelay.cluster.workloads.trace import TraceEntry
+from kvrelay.cluster.workloads.trace import GrowingPrompt, TraceEntry
 from kvrelay.errors import ConfigError
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

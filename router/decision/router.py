@@ -13,15 +13,13 @@ import numpy as np
 from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.deferral import Deferral, OverduePlacement
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
-from kvrelay.router.fleet.compatibility import IncompatiblePairs
-from kvrelay.router.fleet.ledger import Assignment, Ledger, LiveWorkers
+from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.objectives import Prediction
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.registry import build_policy
 from kvrelay.router.slo.admission import choose_candidate, refusal_message
 from kvrelay.router.slo.forecast import Forecast
-from kvrelay.router.types import Decision, Deferred, Ranking, RouteRequest, RoutingRefusal, WorkerView
+from kvrelay.router.types import Decision, Deferred, Prediction, Ranking, RouteRequest, RoutingRefusal, WorkerView
 from kvrelay.settings.router import RouterSettings, SloSettings
 from kvrelay.types import Role
 

@@ -15,8 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvrelay.router.fleet.account import LONGEST, ROOM, Columns, PrefixHits
-from kvrelay.router.fleet.compatibility import IncompatiblePairs, compatible_sets
-from kvrelay.router.fleet.ledger import Ledger, LiveWorkers
+from kvrelay.router.fleet.ledger import IncompatiblePairs, Ledger, LiveWorkers, compatible_sets
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,

@@ -5,7 +5,8 @@ Never imports torch, Ray, sockets or a clock. A request counts from the moment i
 show it, so that a burst spreads over workers.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.fleet.account import PREFILL_RATE, Columns, WorkerAccount
-from kvrelay.router.fleet.compatibility import IncompatiblePairs, unpaired_workers
 from kvrelay.router.policies.base import CostModel
 from kvrelay.router.types import Decision
 from kvrelay.types import Role
@@ -25,6 +25,11 @@ OVERDUE_EVERY = 16
 MAX_PENALTY = 16.0
 """Upper bound of an overdue prompt's length, in average prompts, by which its successor's turn is delayed."""
 _SMOOTHING = 0.05  # of the average prompt
+
+Pair = tuple[str, str]
+"""(prefill worker, decode worker), by id."""
+IncompatiblePairs = Mapping[Pair, str]
+"""Why these pairs are incompatible, one line each; pairs that are not listed are compatible, or not known yet."""
 
 
 def _prefill_share(count: int) -> dict[str, int]:
@@ -199,6 +204,35 @@ class Ledger:
             if known < min(num_hashes, len(chain)) and hashes[known] == chain[known]:  # it shares more than is known
                 found[assignment.compute] = common_prefix(hashes, chain, known + 1)
         return found
+
+
+def unpaired_workers(
+    prefills: Collection[str], decodes: Collection[str], incompatible: IncompatiblePairs
+) -> frozenset[str]:
+    """Workers that are compatible with none of the other role; they take no requests.
+
+    Empty if a role is absent: then no KV is transferred.
+    """
+    if not incompatible or not prefills or not decodes:
+        return frozenset()
+    unpaired = {p for p in prefills if all((p, d) in incompatible for d in decodes)}
+    unpaired |= {d for d in decodes if all((p, d) in incompatible for p in prefills)}
+    return frozenset(unpaired)
+
+
+def compatible_sets(
+    prefills: Sequence[str], decodes: Sequence[str], incompatible: IncompatiblePairs
+) -> list[tuple[list[int], list[int]]]:
+    """(rows of prefill workers, rows of decode workers) within which every pair is compatible; together all compatible
+    pairs.
+
+    Each decode worker is in exactly one set, with all others that are compatible with the same prefill workers.
+    """
+    members: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, decode in enumerate(decodes):
+        partners = tuple(index for index, prefill in enumerate(prefills) if (prefill, decode) not in incompatible)
+        members[partners].append(row)
+    return [(list(partners), rows) for partners, rows in members.items()]
 
 
 class LiveWorkers:

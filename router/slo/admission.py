@@ -21,7 +21,7 @@ torch, Ray, sockets, a clock or a random source. Rules:
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvrelay.router.objectives import Prediction, RejectedCandidate, SloRequirement, SloTarget, SloVerdict, VerdictKind
+from kvrelay.router.types import Prediction, RejectedCandidate, SloRequirement, SloTarget, SloVerdict, VerdictKind
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
 from kvrelay.router.fleet.account import WorkerAccount
-from kvrelay.router.objectives import Prediction
 from kvrelay.router.slo.learning import Bias, DurationFit, Errors, LengthDistribution
-from kvrelay.router.types import Decision, RouteRequest
+from kvrelay.router.types import Decision, Prediction, RouteRequest
 
 CONFIDENCE = 0.7
 """Share of requests whose latency is to stay below the `safe_*` predictions; a higher share refuses earlier."""

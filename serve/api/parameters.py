@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane.messages import Beams, KvHints, Sampling
-from kvrelay.router.objectives import SloRequirement, SloTarget
+from kvrelay.router.types import SloRequirement, SloTarget
 from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message, SloFields, unsupported
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
 from kvrelay.serve.requests.generation import SEED_MASK, QueueRank

@@ -20,8 +20,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
-from kvrelay.router.objectives import SloVerdict
-from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, SloVerdict
 from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt, TokenOrder
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, error_of_refusal, outcome_of
 from kvrelay.serve.telemetry.explain import Explain, SloRecord

@@ -9,9 +9,16 @@ from typing import Any
 
 from kvrelay.plane.messages import TokenOutput, Transferred
 from kvrelay.router.decision.snapshot import candidate_scores
-from kvrelay.router.objectives import Prediction, RejectedCandidate, SloRequirement, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
-from kvrelay.router.types import CandidateScore, Decision, RoutingRefusal
+from kvrelay.router.types import (
+    CandidateScore,
+    Decision,
+    Prediction,
+    RejectedCandidate,
+    RoutingRefusal,
+    SloRequirement,
+    SloVerdict,
+)
 
 MAX_CANDIDATES = 16
 

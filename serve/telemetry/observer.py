@@ -15,8 +15,7 @@ from typing import Any
 from kvrelay.errors import KvrelayError
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.snapshot import candidate_scores
-from kvrelay.router.objectives import SloVerdict
-from kvrelay.router.types import Decision, RoutingRefusal
+from kvrelay.router.types import Decision, RoutingRefusal, SloVerdict
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
 from kvrelay.tracing import Spans
 

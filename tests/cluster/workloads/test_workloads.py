@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
-from kvrelay.cluster.workloads.arrivals import gamma_arrivals, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.choose import GENERATORS, load_trace, make_workload, outline
-from kvrelay.cluster.workloads.mixes import MIX, mixed_entries
-from kvrelay.cluster.workloads.prefixes import GrowingPrompt
+from kvrelay.cluster.workloads.mixes import MIX, gamma_arrivals, mixed_entries, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.readers import parse_azure, parse_burstgpt, parse_mooncake, parse_trace
 from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import (
+    GrowingPrompt,
     TraceEntry,
     as_mooncake,
     at_rate,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kvrelay.plane.messages import KvSnapshot, Timings
 from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral, OverduePlacement
 from kvrelay.router.decision.router import Router
-from kvrelay.router.objectives import SloRequirement, SloTarget
-from kvrelay.router.types import Deferred, RoutingRefusal
+from kvrelay.router.types import Deferred, RoutingRefusal, SloRequirement, SloTarget
 from kvrelay.settings.router import RouterSettings, SloSettings
 from tests.cluster.simulator.simulator_cases import entry, everything_is_given_back, profile, simulate
 from tests.router.decision.test_placement_rules import BLOCK, ask, decided, info, load, refused

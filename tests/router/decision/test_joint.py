@@ -11,11 +11,10 @@ from kvrelay.plane.messages import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity, candidate_scores
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
-from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.policies.base import CostModel, RoutingContext
 from kvrelay.router.policies.cost import CommonCost, prefix_sources
 from kvrelay.router.policies.joint import OWN_TERMS, Joint
-from kvrelay.router.types import TERM_NAMES
+from kvrelay.router.types import TERM_NAMES, SloRequirement, SloTarget
 from kvrelay.settings.router import RouterSettings
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load
 from tests.router.policies.policy_cases import side

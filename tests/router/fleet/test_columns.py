@@ -11,7 +11,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import candidate_scores
-from kvrelay.router.fleet.compatibility import compatible_sets
+from kvrelay.router.fleet.ledger import compatible_sets
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable, cheapest, whole_units
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.registry import POLICIES

@@ -5,7 +5,7 @@ import pytest
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import candidate_scores
-from kvrelay.router.fleet.compatibility import unpaired_workers
+from kvrelay.router.fleet.ledger import unpaired_workers
 from kvrelay.router.policies.joint import SHORTLIST
 from kvrelay.router.types import Decision, IncompatiblePair, RouteRequest, RoutingRefusal
 from kvrelay.settings.router import RouterSettings

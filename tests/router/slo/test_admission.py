@@ -4,9 +4,8 @@ import pytest
 
 from kvrelay.plane.messages import KvSnapshot
 from kvrelay.router.decision.snapshot import candidate_scores
-from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.admission import MAX_TRIED, choose_candidate
-from kvrelay.router.types import Decision, RoutingRefusal
+from kvrelay.router.types import Decision, Prediction, RoutingRefusal, SloRequirement, SloTarget
 from kvrelay.serve.telemetry.explain import Explain
 from tests.router.slo.test_slo import Cluster, info, verdict, wants
 

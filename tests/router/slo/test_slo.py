@@ -9,11 +9,10 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.plane.messages import KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.admission import MAX_RETRY_S, judge
 from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S
 from kvrelay.router.slo.learning import EVIDENCE_HALF_LIFE_S, WINDOW, Bias, DurationFit, Errors, LengthDistribution
-from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
+from kvrelay.router.types import Decision, Prediction, RouteRequest, RoutingRefusal, SloRequirement, SloTarget
 from kvrelay.serve.api.parameters import slo_of
 from kvrelay.serve.api.schemas import SloFields
 from kvrelay.serve.requests.retries import slo_refusal
