@@ -163,7 +163,7 @@ class Engine:
             (seq.request_id, reason, rejection_message(seq, reason, now_s))
             for seq, reason in scheduler.arrivals.take_rejected()
         ]
-        if (area := scheduler.preemption.area) is not None:
+        if (area := scheduler.preemption.area) is not None and area.loading:
             area.poll()
         result.reservations = [_reservation(seq, now_s) for seq in scheduler.grant_reservations()]
         if result.reservations and on_reserved is not None:

@@ -160,8 +160,8 @@ def load_report(
 def _swap_load(area: SwapArea) -> dict[str, Any]:
     """LoadReport's fields about preempted sequences' KV."""
     return {
-        "swapped_blocks": area.num_held,
-        "swapped_bytes": area.num_held * area.slab.block_bytes,
+        "swapped_blocks": len(area.held),
+        "swapped_bytes": len(area.held) * area.slab.block_bytes,
         "swap_out_s": area.stats.save_s,
         "swap_in_s": area.stats.load_s,
         "swap_corrupt_blocks": area.stats.corrupt,

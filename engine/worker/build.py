@@ -22,7 +22,7 @@ from kvrelay.engine.worker.sizing import EngineSizes, engine_sizes
 from kvrelay.kernels.common.quant_scheme import scheme_of
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.eviction.policies import make_policy
-from kvrelay.kvcache.memory.host import HostSlab
+from kvrelay.kvcache.memory.host import HostSlab, make_slab
 from kvrelay.kvcache.memory.storage import DTYPES
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -142,7 +142,7 @@ def make_lower_tiers(
     cluster_store: ClusterStore | None = None,
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
-    slab = HostSlab(memory, settings.host_bytes)
+    slab = make_slab(memory, settings.host_bytes)
     rules = tier_rules(settings, is_checked=checks != "off", block_tokens=memory.layout.block_size)
     stores = make_stores(memory, slab, settings, namespace, cluster_store)
     index = host_index(settings, slab.num_rows)
@@ -162,7 +162,7 @@ def make_swap_area(
     """Started; None where so few bytes hold no block."""
     if num_bytes < memory.layout.block_bytes:
         return None
-    slab = HostSlab(memory, min(num_bytes, memory.layout.num_blocks * memory.layout.block_bytes * _MOST_POOLS))
+    slab = make_slab(memory, min(num_bytes, memory.layout.num_blocks * memory.layout.block_bytes * _MOST_POOLS))
     area = SwapArea(slab, is_checked=checks != "off", wake=wake, clock=clock)
     area.start()
     return area

@@ -5,14 +5,40 @@ place.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrelay.types import BlockHash, BlockId
 
 
+class BlockSlab(Protocol):
+    """A slab beside a pool, and the copies between the two (host.py, and the simulator's).
+
+    Methods block; any thread.
+    """
+
+    num_layers: int
+    num_rows: int
+    block_bytes: int
+
+    def row(self, row: int) -> memoryview:
+        """One row's bytes, writable: [block_bytes], layer after layer."""
+
+    def checksum(self, row: int) -> int:
+        """XXH3-64 of the row's current bytes."""
+
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        """XXH3-64 of each row's current bytes."""
+
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Copy blocks of the pool into rows; returns the rows' checksums."""
+
+    def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+        """Copy some layers of rows into blocks of the pool."""
+
+
 class Load:
-    """Written by an I/O thread, awaited by the engine's."""
+    """Written by an I/O thread (`run`), awaited by the engine's."""
 
     def __init__(self, hashes: Sequence[BlockHash], rows: Sequence[int], blocks: Sequence[BlockId]) -> None:
         self.hashes, self.rows, self.blocks = tuple(hashes), tuple(rows), tuple(blocks)
@@ -23,17 +49,28 @@ class Load:
 
     # ---- on the I/O thread
 
-    def verified(self, corrupt: Sequence[BlockHash]) -> None:
-        """All rows were verified; if any is corrupt, nothing is copied."""
-        with self._changed:
-            self.corrupt, self._is_verified = tuple(corrupt), True
-            self._changed.notify_all()
+    def run(self, slab: BlockSlab, expected: Sequence[int], *, is_checked: bool, clock: Callable[[], float]) -> float:
+        """Verify the rows by the `expected` checksums, then copy them layer by layer; returns the seconds.
 
-    def arrived(self, num_layers: int) -> None:
-        """The first `num_layers` layers of every block are in place."""
-        with self._changed:
-            self._num_layers = num_layers
-            self._changed.notify_all()
+        If any row is corrupt, nothing is copied.
+        """
+        began_s = clock()
+        try:
+            found = slab.checksums(self.rows) if is_checked and self.rows else expected
+            pairs = zip(self.hashes, found, expected, strict=True)
+            with self._changed:
+                self.corrupt = tuple(digest for digest, now, then in pairs if now != then)
+                self._is_verified = True
+                self._changed.notify_all()
+            for layer in range(0 if self.corrupt else slab.num_layers):
+                if self.rows:
+                    slab.load(self.rows, self.blocks, range(layer, layer + 1))
+                with self._changed:
+                    self._num_layers = layer + 1
+                    self._changed.notify_all()
+        finally:
+            self.over()
+        return clock() - began_s
 
     def over(self) -> None:
         """Nothing more will be written into its blocks."""
@@ -67,29 +104,3 @@ class Load:
         """Wait until its blocks may be used for something else."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over)
-
-
-class BlockSlab(Protocol):
-    """A slab beside a pool, and the copies between the two (host.py, and the simulator's).
-
-    Methods block; any thread.
-    """
-
-    num_layers: int
-    num_rows: int
-    block_bytes: int
-
-    def row(self, row: int) -> memoryview:
-        """One row's bytes, writable: [block_bytes], layer after layer."""
-
-    def checksum(self, row: int) -> int:
-        """XXH3-64 of the row's current bytes."""
-
-    def checksums(self, rows: Sequence[int]) -> list[int]:
-        """XXH3-64 of each row's current bytes."""
-
-    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """Copy blocks of the pool into rows; returns the rows' checksums."""
-
-    def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
-        """Copy some layers of rows into blocks of the pool."""

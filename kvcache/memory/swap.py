@@ -9,6 +9,7 @@ Imports no torch.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, MakeThreads, Urgency, run
 from kvrelay.kvcache.memory.loads import BlockSlab, Load
@@ -69,8 +70,8 @@ class SwapArea:
         self.save_bytes_per_s = self.load_bytes_per_s = 0.0  # measured; 0: not yet
         self.latency_s = 0.0  # of a swap out and back of one block
         self._free = list(range(slab.num_rows - 1, -1, -1))
-        self._held: set[int] = set()  # rows of swapped-out sequences
-        self._loading: set[int] = set()
+        self.held: set[int] = set()  # rows of swapped-out sequences
+        self.loading: set[int] = set()  # rows of loads that `poll` has not collected
         self._io = make_threads("kv-swap", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=1 << 62), wake)
 
     def start(self) -> None:
@@ -128,7 +129,7 @@ class SwapArea:
             self._free += rows
             raise
         seconds = self._clock() - began_s
-        self._held.update(rows)
+        self.held.update(rows)
         self.stats.saved += len(rows)
         self.stats.save_s += seconds
         self.save_bytes_per_s = self._blend(self.save_bytes_per_s, len(rows), seconds)
@@ -136,7 +137,7 @@ class SwapArea:
 
     def drop(self, swapped: SwappedBlocks) -> None:
         """The sequence ended, or is recomputed: free its rows."""
-        self._held.difference_update(swapped.rows)
+        self.held.difference_update(swapped.rows)
         self._free += swapped.rows
 
     # ---- back
@@ -149,26 +150,11 @@ class SwapArea:
         """
         skip = first_block - swapped.first_block
         rows, saved = swapped.rows[skip:], swapped.checksums[skip:]
-        load = SwapLoad([], rows, blocks)
-        self._held.difference_update(swapped.rows)
-        self._loading.update(swapped.rows)
-        slab, clock, is_checked = self.slab, self._clock, self.is_checked
-
-        def work() -> float:
-            began_s = clock()
-            try:
-                found = slab.checksums(rows) if is_checked and rows else saved
-                num_bad = sum(now != then for now, then in zip(found, saved, strict=True))
-                load.verified([_NO_HASH] * num_bad)
-                for layer in range(0 if num_bad else slab.num_layers):
-                    if rows:
-                        slab.load(rows, blocks, range(layer, layer + 1))
-                    load.arrived(layer + 1)
-            finally:
-                load.over()
-            return clock() - began_s
-
-        num_bytes = len(rows) * slab.block_bytes
+        load = SwapLoad([_NO_HASH] * len(rows), rows, blocks)
+        self.held.difference_update(swapped.rows)
+        self.loading.update(swapped.rows)
+        work = partial(load.run, self.slab, saved, is_checked=self.is_checked, clock=self._clock)
+        num_bytes = len(rows) * self.slab.block_bytes
         job = IoJob(Urgency.LOAD, num_bytes, work, lambda result: self._loaded(load, swapped, result))
         if num_bytes <= _INLINE_S * self.load_bytes_per_s:
             job.then(run(job))
@@ -178,7 +164,7 @@ class SwapArea:
 
     def _loaded(self, load: SwapLoad, swapped: SwappedBlocks, result: object) -> None:
         load.over()
-        self._loading.difference_update(swapped.rows)
+        self.loading.difference_update(swapped.rows)
         self._free += swapped.rows
         if load.corrupt:
             logger.error("%d swapped-out blocks failed their checksums; they are recomputed", len(load.corrupt))
@@ -191,17 +177,12 @@ class SwapArea:
     # ---- reports
 
     @property
-    def num_held(self) -> int:
-        """Rows with KV of swapped-out sequences."""
-        return len(self._held)
-
-    @property
     def is_idle(self) -> bool:
         return self._io.is_idle
 
     def check(self, held: Sequence[SwappedBlocks]) -> None:
         """Raise AssertionError unless each row is free, being loaded, or one of these sequences'."""
         rows = [row for swapped in held for row in swapped.rows]
-        assert sorted(rows) == sorted(self._held), "a held row has no sequence, or two"
-        everything = sorted([*self._free, *self._held, *self._loading])
+        assert sorted(rows) == sorted(self.held), "a held row has no sequence, or two"
+        everything = sorted([*self._free, *self.held, *self.loading])
         assert everything == list(range(self.slab.num_rows)), "a row is lost, or counted twice"

@@ -6,6 +6,7 @@ own, so a slow disk never delays a step. Imports no torch.
 """
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import asdict
 
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex
@@ -230,7 +231,10 @@ class TierController:
 
     def tier_loads(self) -> list[TierLoad]:
         """One for the host tier and one for each store."""
-        return [_host_load(self.host, self.stats), *(_store_load(store) for store in self._stores)]
+        return [
+            _host_load(self.host, self.stats),
+            *(TierLoad(tier=store.name, **asdict(store.stats())) for store in self._stores),
+        ]
 
     def held_blocks(self) -> list[BlockId]:
         """Blocks of the pool that are being copied: one reference each."""
@@ -259,22 +263,4 @@ def _host_load(host: HostTier, stats: TierStats) -> TierLoad:
         rejected_blocks=stats.unsaved,
         evicted_blocks=host.index.num_evicted,
         corrupt_blocks=stats.corrupt,
-    )
-
-
-def _store_load(store: BlockStore) -> TierLoad:
-    stats = store.stats()
-    return TierLoad(
-        tier=store.name,
-        num_blocks=stats.num_blocks,
-        num_bytes=stats.num_bytes,
-        capacity_bytes=stats.capacity_bytes,
-        loaded_blocks=stats.loaded_blocks,
-        stored_blocks=stats.stored_blocks,
-        load_s=stats.load_s,
-        store_s=stats.store_s,
-        rejected_blocks=stats.rejected_blocks,
-        evicted_blocks=stats.evicted_blocks,
-        corrupt_blocks=stats.corrupt_blocks,
-        failures=stats.failures,
     )

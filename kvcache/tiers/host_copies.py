@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency, batch_blocks
 from kvrelay.kvcache.memory.loads import Load
@@ -112,21 +113,8 @@ class HostLoads:
         load = Load(hashes, rows, blocks)
         self._loads.add(load)
         expected = self._host.checksums(rows)
-        slab, clock, is_checked = self._host.slab, self._host.now_s, self._is_checked
-
-        def work() -> float:
-            began_s = clock()
-            try:
-                found = slab.checksums(rows) if is_checked else expected
-                is_good = [one == other for one, other in zip(found, expected, strict=True)]
-                load.verified([digest for digest, good in zip(hashes, is_good, strict=True) if not good])
-                for layer in range(slab.num_layers if all(is_good) else 0):
-                    slab.load(rows, blocks, range(layer, layer + 1))
-                    load.arrived(layer + 1)
-            finally:
-                load.over()
-            return clock() - began_s
-
+        slab = self._host.slab
+        work = partial(load.run, slab, expected, is_checked=self._is_checked, clock=self._host.now_s)
         job = IoJob(Urgency.LOAD, len(blocks) * slab.block_bytes, work, lambda result: self._loaded(load, result))
         if not self._threads.put(job):  # the worker is shutting down
             load.over()

@@ -291,7 +291,7 @@ def two(**options) -> tuple[Swapping, Sequence, Sequence]:
 def test_a_swapped_sequence_holds_no_block_and_comes_back_with_what_it_had():
     world, old, young = two()
     before = world.until_swapped(young)
-    assert not young.blocks and young.num_computed > 0 and world.area.num_held == len(before)
+    assert not young.blocks and young.num_computed > 0 and len(world.area.held) == len(before)
     world.sched.finish(old, FinishReason.STOP)
     world.slab.pool = dict.fromkeys(world.slab.pool, -1)  # the pool was used for something else
     num_computed = young.num_computed
@@ -301,7 +301,7 @@ def test_a_swapped_sequence_holds_no_block_and_comes_back_with_what_it_had():
     world.threads[0].run()
     assert world.content(young)[: len(before)] == before
     world.area.poll()
-    assert world.area.num_held == 0 and world.area.num_free == 64
+    assert len(world.area.held) == 0 and world.area.num_free == 64
 
 
 def test_those_that_are_swapped_go_before_new_ones_and_by_arrival():
@@ -323,7 +323,7 @@ def test_a_swap_for_which_there_is_no_room_is_a_recompute():
         world.step()
         if young.state is State.WAITING:
             break
-    assert young.state is State.WAITING and world.area.num_held == 0
+    assert young.state is State.WAITING and len(world.area.held) == 0
     assert world.sched.preemption.num_by_mode == {PreemptionMode.RECOMPUTE: 1}
 
 
@@ -336,7 +336,7 @@ def test_a_group_goes_all_together_or_not_at_all():
         assert {seq.state for seq in group} == {State.SWAPPED if way is PreemptionMode.SWAP else State.WAITING}
         line = world.sched.swapped if way is PreemptionMode.SWAP else world.sched.waiting
         assert tuple(line) == group
-        assert world.area.num_held == (4 if way is PreemptionMode.SWAP else 0)
+        assert len(world.area.held) == (4 if way is PreemptionMode.SWAP else 0)
         world.sched.check()
 
 

@@ -114,4 +114,4 @@ class Swaps:
         if self.area is not None:
             self.area.poll()
             self.area.check([])
-            assert self.area.num_free == self.slab.num_rows and not self.area.num_held and self.area.is_idle
+            assert self.area.num_free == self.slab.num_rows and not self.area.held and self.area.is_idle
