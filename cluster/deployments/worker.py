@@ -21,7 +21,7 @@ from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
-from kvrelay.cluster.store.factory import ClusterStores
+from kvrelay.cluster.store.remote_store import ClusterStores
 from kvrelay.config import Settings, settings_from
 from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvrelay import tracing
-from kvrelay.cluster.store.factory import ClusterStores
 from kvrelay.cluster.store.process import ProcessStore, spawn_store
+from kvrelay.cluster.store.remote_store import ClusterStores
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.service import WorkerService

@@ -15,10 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvrelay.cluster.registry.actor import NAMESPACE, JoinSettings, connect_registry, follow_members, send_heartbeats
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
-from kvrelay.cluster.store.factory import make_service
+from kvrelay.cluster.store.service import make_service
 from kvrelay.config import Settings, settings_from
 from kvrelay.kvcache.stores.placement import StoreAddress
-from kvrelay.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,23 @@ def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
     ]
 
 
-class _NodeThread:
-    """One node, with an event loop on a thread of its own."""
+class StoreActor:
+    """The Ray actor: one node, with an event loop on a thread of its own. Its only method returns its address."""
 
-    def __init__(self, node_id: str, settings: Settings, registry: Any, join: JoinSettings) -> None:
-        self._registry, self._node_id = registry, node_id
+    def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._registry, self._node_id = connect_registry(), node_id
+        join: JoinSettings = ray.get(self._registry.join_settings.remote())
         host = join.host or ray.util.get_node_ip_address()
-        self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings, join.secret, host)
+        self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings_from(settings), join.secret, host)
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
-        self._thread.start()
-        self.record: WorkerRecord = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        threading.Thread(target=self._loop.run_forever, name="store", daemon=True).start()
+        self._record = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    def record(self) -> WorkerRecord:
+        """The node's address, as a registry record."""
+        return self._record
 
     async def _start(self) -> WorkerRecord:
         address = await self._service.start()
@@ -67,21 +71,6 @@ class _NodeThread:
 
     def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
         self._service.set_nodes(store_nodes(members))
-
-
-class StoreActor:
-    """The Ray actor; its only method returns its address."""
-
-    def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
-        logging.basicConfig()
-        configure_logging(f"store-{node_id[:8]}")
-        registry = connect_registry()
-        join: JoinSettings = ray.get(registry.join_settings.remote())
-        self._host = _NodeThread(node_id, settings_from(settings), registry, join)
-
-    def record(self) -> WorkerRecord:
-        """The node's address, as a registry record."""
-        return self._host.record
 
 
 def ensure_store(settings: Settings, node_id: str) -> WorkerRecord:

@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -167,12 +168,16 @@ class StoreClient:
             memory: the caller's slab, if blocks are read from and into it directly.
             shared_keys: of the blocks in `memory`, for other workers.
         """
-        self._options, self._codec, self._transit_bytes, self._memory = options, codec, transit_bytes, memory
-        self._shared_keys = shared_keys
+        self._options, self._transit_bytes, self._shared_keys = options, transit_bytes, shared_keys
         self.links = StoreLinks(self._make_peer, num_replicas=options.num_replicas, on_connected=self._announce_all)
-        self._slabs: list[SharedSlab] = []
-        self._staging: StagingSlab | None = None
-        self._stager: BlockStager | None = None
+        num_cells = min(max(STAGING_BYTES // transit_bytes, _MIN_CELLS), _MAX_CELLS)
+        self._staging = StagingSlab(transit_bytes, num_cells)
+        self._stager = BlockStager(self._staging.memory, memory, codec)
+        self._slabs = [
+            SharedSlab(each, options.secret, options.host, transport=options.transport, transports=options.transports)
+            for each in (self._staging.memory, memory)
+            if each is not None
+        ]
         self.peer_blocks: PeerBlocks | None = None
         self._peer_server: SlabServer | None = None
 
@@ -180,15 +185,7 @@ class StoreClient:
 
     async def start(self, nodes: Sequence[StoreAddress]) -> None:
         """Raises BackendUnavailable."""
-        num_cells = min(max(STAGING_BYTES // self._transit_bytes, _MIN_CELLS), _MAX_CELLS)
-        self._staging = StagingSlab(self._transit_bytes, num_cells)
-        self._stager = BlockStager(self._staging.memory, self._memory, self._codec)
-        for memory in (self._staging.memory, *([self._memory] if self._memory is not None else [])):
-            options = self._options
-            slab = SharedSlab(
-                memory, options.secret, options.host, transport=options.transport, transports=options.transports
-            )
-            self._slabs.append(slab)
+        for slab in self._slabs:
             await slab.start()
         self.links.set_nodes(nodes)
 
@@ -200,12 +197,10 @@ class StoreClient:
         await self.links.aclose()
         for slab in self._slabs:
             await slab.aclose()
-        if self._staging is not None:
-            self._staging.free()
+        self._staging.free()
 
     async def share(self, blocks: PeerBlocks) -> int:
         """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""
-        assert self._memory is not None
         options = self._options
         server = SlabServer(
             self._slabs[IN_PLACE], blocks, options.secret, options.host, stall_s=options.stall_s, tls=options.tls
@@ -230,25 +225,19 @@ class StoreClient:
         order = self.links.order(keys)
 
         async def call(node: NodeLink, chosen: list[int]) -> None:
-            peer = await self.links.peer_of(node)
-            if peer is not None:
-                try:
-                    for i, here in zip(chosen, await peer.exists([keys[i] for i in chosen]), strict=True):
-                        found[i] |= here
-                except PeerLost as error:
-                    self.links.failed(node, error.why)
+            answers = await self.links.ask(node, lambda peer: peer.exists([keys[i] for i in chosen]))
+            for i, here in zip(chosen, answers or (), strict=False):
+                found[i] |= here
 
         await self.links.by_rank(order, found, call)
         return found
 
     async def load(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
         loaded = [False] * len(buffers)
-        staging = self._staging
-        assert staging is not None
         order = self.links.order([buffer.key for buffer in buffers])
 
         async def call(node: NodeLink, chosen: list[int]) -> None:
-            for batch in cut_in_batches([buffers[i] for i in chosen], _BATCH_BYTES, staging.num_cells):
+            for batch in cut_in_batches([buffers[i] for i in chosen], _BATCH_BYTES, self._staging.num_cells):
                 await self._get(node, [buffers[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
 
         await self.links.by_rank(order, loaded, call)
@@ -268,7 +257,6 @@ class StoreClient:
         self, node: NodeLink, buffers: Sequence[BlockBuffer], loaded: list[bool], index: Sequence[int]
     ) -> None:
         """Read one batch from one node, as far as it has the blocks."""
-        assert self._staging is not None and self._stager is not None
         staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
         try:
             async with self._staging.reserve(len(staged)) as free:
@@ -297,7 +285,6 @@ class StoreClient:
 
     def _arrived(self, buffers: Sequence[BlockBuffer], cells: Mapping[int, int], sizes: Sequence[int]) -> list[bool]:
         stager = self._stager
-        assert stager is not None
         return [
             stager.arrived(buffer, cells[i], sizes[i]) if i in cells and sizes[i] else sizes[i] == buffer.view.nbytes
             for i, buffer in enumerate(buffers)
@@ -306,7 +293,6 @@ class StoreClient:
     async def store(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
         """Let every replica read these blocks; returns which are stored by at least one."""
         kept = [False] * len(buffers)
-        assert self._staging is not None
         few = asyncio.Semaphore(_MAX_PUTS)  # one is checksummed while another is read
 
         async def put(batch: list[int]) -> None:
@@ -320,15 +306,14 @@ class StoreClient:
         return kept
 
     async def _store_batch(self, buffers: Sequence[BlockBuffer]) -> set[int]:
-        assert self._staging is not None and self._stager is not None
         staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
         async with self._staging.reserve(len(staged)) as free:
             offers = await asyncio.to_thread(self._stager.offers, buffers, dict(zip(staged, free, strict=True)))
-            groups: dict[int, tuple[NodeLink, list[int]]] = {}
+            groups: defaultdict[NodeLink, list[int]] = defaultdict(list)
             for i, nodes in enumerate(self.links.order([buffer.key for buffer in buffers])):
                 for node in nodes[: self._options.num_replicas] if offers[i] is not None else ():
-                    groups.setdefault(id(node), (node, []))[1].append(i)
-            putting = [self._put(node, chosen, buffers, offers) for node, chosen in groups.values()]
+                    groups[node].append(i)
+            putting = [self._put(node, chosen, buffers, offers) for node, chosen in groups.items()]
             return {i for answers in await asyncio.gather(*putting) for i in answers}
 
     async def _put(
@@ -336,19 +321,13 @@ class StoreClient:
     ) -> list[int]:
         """Indices of the blocks that this node stored."""
         kept: list[int] = []
-        peer = await self.links.peer_of(node)
-        if peer is None:
-            return kept
-        try:
-            for slab in (STAGED, IN_PLACE):
-                some = [i for i in chosen if (buffers[i].offset is None) == (slab == STAGED)]
-                if some:
-                    answers = await peer.put(
-                        slab, [offer for i in some if (offer := offers[i])], within_s=PUT_TIMEOUT_S
-                    )
-                    kept += [i for i, is_kept in zip(some, answers, strict=True) if is_kept]
-        except PeerLost as error:
-            self.links.failed(node, error.why)
+        for slab in (STAGED, IN_PLACE):
+            some = [i for i in chosen if (buffers[i].offset is None) == (slab == STAGED)]
+            if some:
+                wanted = [offer for i in some if (offer := offers[i])]
+                put = partial(SlabPeer.put, slab=slab, blocks=wanted, within_s=PUT_TIMEOUT_S)
+                answers = await self.links.ask(node, put)
+                kept += [i for i, is_kept in zip(some, answers or (), strict=False) if is_kept]
         return kept
 
     async def _find_holders(self, keys: Sequence[bytes]) -> list[str]:
@@ -356,15 +335,9 @@ class StoreClient:
         addresses = [""] * len(keys)
 
         async def call(node: NodeLink, chosen: list[int]) -> None:
-            peer = await self.links.peer_of(node)
-            if peer is not None:
-                try:
-                    answers = await peer.find_holders([keys[i] for i in chosen])
-                except PeerLost as error:
-                    self.links.failed(node, error.why)
-                    return
-                for i, address in zip(chosen, answers, strict=True):
-                    addresses[i] = address
+            answers = await self.links.ask(node, lambda peer: peer.find_holders([keys[i] for i in chosen]))
+            for i, address in zip(chosen, answers or (), strict=False):
+                addresses[i] = address
 
         await self.links.by_rank([nodes[:1] for nodes in self.links.order(keys)], [False] * len(keys), call)
         own = "" if self._peer_server is None else f"{self._options.host}:{self._peer_server.port}"
@@ -372,14 +345,12 @@ class StoreClient:
 
     async def announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Announce changes of the caller's slab to each key's first node."""
-        changes: defaultdict[int, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
-        nodes: dict[int, NodeLink] = {}
+        changes: defaultdict[NodeLink, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
         for which, keys in enumerate((added, removed)):
             for key, (node, *_) in zip(keys, self.links.order(keys) if self.links.nodes else (), strict=False):
-                nodes[id(node)] = node
-                changes[id(node)][which].append(key)
-        for name, (some, gone) in changes.items():
-            peer = await self.links.peer_of(nodes[name])
+                changes[node][which].append(key)
+        for node, (some, gone) in changes.items():
+            peer = await self.links.peer_of(node)
             if peer is not None and self._peer_server is not None:
                 peer.announce(self._options.host, self._peer_server.port, some, gone)
 

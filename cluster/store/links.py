@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 _MAX_WORKERS = 64  # connections to other workers at once
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class NodeLink:
     """The connection to one node, or to a worker."""
 
@@ -83,32 +83,29 @@ class StoreLinks:
     ) -> None:
         """Call each key's first node, all nodes at once; then the second for keys that are not `done`, and so on."""
         for rank in range(max(map(len, order), default=0)):
-            groups: defaultdict[int, list[int]] = defaultdict(list)
-            nodes: dict[int, NodeLink] = {}
+            groups: defaultdict[NodeLink, list[int]] = defaultdict(list)
             for index, choices in enumerate(order):
                 if not done[index] and rank < len(choices):
-                    nodes[id(choices[rank])] = choices[rank]
-                    groups[id(choices[rank])].append(index)
-            if not groups:
-                return
+                    groups[choices[rank]].append(index)
             async with asyncio.TaskGroup() as group:
-                for which, chosen in groups.items():
-                    group.create_task(call(nodes[which], chosen))
+                for node, chosen in groups.items():
+                    group.create_task(call(node, chosen))
 
     async def everywhere(self, call: Callable[[SlabPeer], Awaitable[Answer]]) -> list[Answer]:
         """The results of all nodes that answer."""
+        answers = await asyncio.gather(*(self.ask(node, call) for node in self.nodes))
+        return [answer for answer in answers if answer is not None]
 
-        async def one(node: NodeLink) -> list[Answer]:
-            peer = await self.peer_of(node)
-            if peer is None:
-                return []
-            try:
-                return [await call(peer)]
-            except PeerLost as error:
-                self.failed(node, error.why)
-                return []
-
-        return [answer for answers in await asyncio.gather(*map(one, self.nodes)) for answer in answers]
+    async def ask(self, node: NodeLink, call: Callable[[SlabPeer], Awaitable[Answer]]) -> Answer | None:
+        """One node's result; None when it does not answer."""
+        peer = await self.peer_of(node)
+        if peer is None:
+            return None
+        try:
+            return await call(peer)
+        except PeerLost as error:
+            self.failed(node, error.why)
+            return None
 
     def worker(self, address: str) -> NodeLink:
         """The link to another worker's slab server, whose address came from a node of the store."""

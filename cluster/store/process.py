@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 
-from kvrelay.cluster.store.factory import make_service
+from kvrelay.cluster.store.service import make_service
 from kvrelay.config import Settings, settings_from
 from kvrelay.errors import KvrelayError, WorkerLost
 from kvrelay.kvcache.stores.placement import StoreAddress

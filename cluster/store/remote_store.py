@@ -5,19 +5,28 @@ Blocking calls over a StoreClient, whose event loop runs on a thread of its own.
 
 import asyncio
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrelay.cluster.store.client import BlockBuffer, ClientOptions, StoreClient, offset_in
 from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
+from kvrelay.config import Settings
 from kvrelay.errors import BackendUnavailable, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockMeta, CountingStore, StoreStats
+from kvrelay.kvtransfer.paths.selection import transports_for
+from kvrelay.plane.tls import cluster_tls
 from kvrelay.types import BlockHash, KvMemory
+
+if TYPE_CHECKING:
+    from kvrelay.engine.worker.service import WorkerService
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -171,3 +180,51 @@ class RemoteStore(CountingStore):
         if self._memory is None or not self._is_in_place:
             return None
         return offset_in(self._memory, view)
+
+
+class ClusterStores:
+    """A worker process's clients of the store: made on demand, updated when nodes change. A ClusterStore."""
+
+    def __init__(self, settings: Settings, secret: bytes, *, worker_id: str, host: str) -> None:
+        transfer, tls = settings.transfer, cluster_tls(settings.cluster, secret)
+        self._options = ClientOptions(
+            secret,
+            worker_id,
+            host,
+            num_replicas=settings.store.replicas,
+            transport=transfer.transport,
+            transports=transports_for(tls),
+            tls=tls,
+        )
+        self._nodes: tuple[StoreAddress, ...] = ()
+        self._made: list[RemoteStore] = []
+
+    def __call__(self, block_bytes: int, namespace: bytes, codec: Codec, memory: KvMemory | None) -> RemoteStore:
+        store = RemoteStore(block_bytes, namespace, self._options, codec=codec, memory=memory, nodes=self._nodes)
+        self._made.append(store)
+        return store
+
+    async def share_host_tier(self, worker: "WorkerService") -> None:
+        """Let other workers read this one's host tier; not where blocks are compressed in transit."""
+        host = worker.host_tier
+        if host is None or not self._made or not self._made[0].is_shareable:
+            return
+        store = self._made[0]
+        blocks = PeerBlocks(
+            worker.worker_id,
+            worker.epoch,
+            host,
+            store.shared_keys,
+            call=lambda work: worker.thread.call(lambda engine: work()),
+            post=lambda work: worker.thread.post(lambda engine: work()),
+            is_alive=worker.healthy,
+        )
+        await asyncio.to_thread(store.share, blocks)
+
+    def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        """All live nodes, whenever they change. Any thread."""
+        if tuple(nodes) != self._nodes:
+            logger.info("nodes of the KV store: %s", ", ".join(node.node_id for node in nodes) or "none")
+        self._nodes = tuple(nodes)
+        for store in self._made:
+            store.set_nodes(self._nodes)

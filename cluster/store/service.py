@@ -3,24 +3,27 @@
 Hosted by an actor (actor.py), or by a plain process (process.py).
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
+from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.node import StoreNode
 from kvrelay.cluster.store.repair import Repairer
-from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
+from kvrelay.config import Settings
+from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru, make_policy
+from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
+from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockStore
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, transports_for
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.kvtransfer.slabs.server import SlabServer
 from kvrelay.kvtransfer.slabs.slabs import SharedSlab, allocate_slab, free_slab
 from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.plane.tls import ClusterTls
+from kvrelay.plane.tls import ClusterTls, cluster_tls
 from kvrelay.settings.cache import StoreSettings
-
-logger = logging.getLogger(__name__)
 
 
 class StoreService:
@@ -89,3 +92,39 @@ class StoreService:
         await self._slab.aclose()
         await self.node.aclose()
         free_slab(self._memory)
+
+
+def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> StoreService:
+    """A node; not started."""
+    tls = cluster_tls(settings.cluster, secret)
+    return StoreService(
+        node_id,
+        settings.store,
+        secret,
+        host=host,
+        make_policy=partial(make_policy, settings.cache.eviction_policy),
+        make_disk=_disk(settings, node_id),
+        transport=settings.transfer.transport,
+        transports=transports_for(tls),
+        tls=tls,
+    )
+
+
+def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
+    """Makes the disk below the node's memory, from the bytes of a row; None: no disk."""
+    path = settings.store.disk_path
+    if path is None:
+        return None
+    folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_bytes
+    policy = partial(make_policy, settings.cache.eviction_policy)
+    options = DiskOptions(
+        is_admission_on=False,
+        policy=policy,
+        quota_bytes=settings.store.tenant_quota_bytes,
+    )
+
+    def make(row_bytes: int) -> BlockStore:
+        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes})
+        return DiskStore(folder, limit_bytes, row_bytes, namespace, options=options)
+
+    return make

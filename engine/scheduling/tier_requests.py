@@ -11,6 +11,7 @@ from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.rules import IndexedBlock
 from kvrelay.types import BlockHash, BlockId
 
@@ -21,6 +22,11 @@ class LowerTiers:
     def __init__(self, controller: TierController, block_size: int) -> None:
         self.controller, self._block_size = controller, block_size
         self.hit_tokens = 0
+
+    @property
+    def host(self) -> HostTier:
+        """The tier below the pool."""
+        return self.controller.host
 
     # ---- while a sequence is queued
 

@@ -223,7 +223,7 @@ class EngineMonitor:
 
     def audit(self, hashes: list[bytes]) -> tuple[int, list[int]]:
         """(the last drained event, where each of these blocks really is); see `Audited`."""
-        pool, index = self._scheduler.pool, None if self._tiers is None else self._tiers.controller.host.index
+        pool, index = self._scheduler.pool, None if self._tiers is None else self._tiers.host.index
         is_changing = pool.has_changes or (index is not None and index.has_changes)
         return self._events.audit(hashes, pool.cached_hashes(), index or (), is_changing=is_changing)
 

@@ -26,6 +26,7 @@ from kvrelay.engine.worker.sizing import EngineSizes, context_notice
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import WorkerError
 from kvrelay.kvcache.stores.remote import ClusterStore
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.plane.connection import Server
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import (
@@ -140,6 +141,12 @@ class WorkerService:
     @property
     def worker_id(self) -> str:
         return self.options.worker_id
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """The engine's host tier; None before start(), and without one."""
+        tiers = None if self.thread.engine is None else self.thread.engine.tiers
+        return None if tiers is None else tiers.host
 
     @property
     def cluster_store(self) -> ClusterStore | None:
