@@ -11,7 +11,6 @@ from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.rules import IndexedBlock
 from kvrelay.types import BlockHash, BlockId
 
@@ -20,13 +19,8 @@ class LowerTiers:
     """The lower tiers of one engine, for its sequences."""
 
     def __init__(self, controller: TierController, block_size: int) -> None:
-        self.controller, self._block_size = controller, block_size
+        self.controller, self.host, self._block_size = controller, controller.host, block_size
         self.hit_tokens = 0
-
-    @property
-    def host(self) -> HostTier:
-        """The tier below the pool."""
-        return self.controller.host
 
     # ---- while a sequence is queued
 
@@ -55,7 +49,7 @@ class LowerTiers:
 
     def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""
-        return self.controller.match(seq.block_chain().hashes(num_in_pool, most), 0)
+        return self.host.match(seq.block_chain().hashes(num_in_pool, most), 0)
 
     def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[int]) -> None:
         """Load blocks of `seq` from the host tier into these fresh blocks, which it holds."""
@@ -78,7 +72,7 @@ class LowerTiers:
     def filled(self, seq: Seq, first: int, end: int) -> None:
         """Its blocks first .. end - 1 are full and registered in the prefix cache."""
         if seq.request.hints.keep and self.controller.rules.write == "write-through":
-            self.controller.write_through(self._indexed(seq, first, end))
+            self.controller.save(self._indexed(seq, first, end))
 
     def _indexed(self, seq: Seq, first: int, end: int) -> list[IndexedBlock]:
         chain = seq.block_chain()
@@ -88,22 +82,22 @@ class LowerTiers:
 
     def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
         """Keep its first blocks, which it holds, in the host tier for so long; missing ones are saved."""
-        self.controller.pin(self._indexed(seq, 0, count), self.controller.now_s() + ttl_s)
+        self.controller.pin(self._indexed(seq, 0, count), self.host.now_s() + ttl_s)
 
     # ---- ahead of a request
 
     def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
         """The number of blocks after those in the pool that the host tier has; they stay there for so long."""
         hashes = seq.full_hashes()
-        count = self.controller.match(hashes, num_in_pool)
-        self.controller.pin_cached(hashes[num_in_pool : num_in_pool + count], self.controller.now_s() + ttl_s)
+        count = self.host.match(hashes, num_in_pool)
+        self.host.pin(hashes[num_in_pool : num_in_pool + count], self.host.now_s() + ttl_s)
         return count
 
     def prefetch(self, seq: Seq, num_here: int, ttl_s: float, on_found: Callable[[int], None]) -> bool:
         """Fetch its blocks after the first ones from the stores, and keep them for so long. See Fetches.prefetch."""
         hashes = seq.full_hashes()
         metas = [self._meta(seq, hashes, index) for index in range(num_here, len(hashes))]
-        until_s = self.controller.now_s() + ttl_s
+        until_s = self.host.now_s() + ttl_s
         return self.controller.prefetch(seq.request_id, hashes[num_here:], metas, until_s, on_found)
 
     # ---- the end
@@ -118,7 +112,6 @@ class LowerTiers:
 
     def end_step(self, pool: BlockPool, prefill_tokens_per_s: float) -> None:
         """Under write-back: save what would be evicted next. prefill_tokens_per_s: measured."""
-        self.controller.observe_prefill_speed(prefill_tokens_per_s)
 
         def coldest(count: int) -> list[IndexedBlock]:
             return [
@@ -128,7 +121,7 @@ class LowerTiers:
                 for cold in pool.eviction_candidates(count)
             ]
 
-        self.controller.write_back(coldest)
+        self.controller.end_step(coldest, prefill_tokens_per_s)
 
 
 _RECORDS_PER_BLOCK = 4  # hashes that records may have, for each block of the pool

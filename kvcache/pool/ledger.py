@@ -1,7 +1,7 @@
 """The state of each block: its references, its generation, and the node of the prefix index that holds it. Pure.
 
-Flat arrays, and operations on many blocks at once: single calls into C (native/pool.c) where there is a compiler,
-else the same in Python, block by block for few and with numpy for many.
+Flat arrays, and operations on many blocks at once: single calls into C (native/ledger.c) where there is a compiler,
+else the same in Python.
 """
 
 import functools
@@ -21,8 +21,6 @@ from kvrelay.native.build import load_extension
 BlockIds: TypeAlias = "array[int]"  # "i": a block id array, as fast to slice and join as bytes
 Ints = NDArray[np.int32]
 Run = bytes | bytearray  # concatenated hashes
-
-_FEW = 64  # up to here a loop is faster than array operations
 
 
 class BlockLedger:
@@ -54,43 +52,19 @@ class BlockLedger:
         self.take, self.acquire, self.release, self.held, self.assign, self.common = compiled
 
     def _take(self, table: BlockIds) -> None:
-        if len(table) <= _FEW:
-            for block in table:
-                self.refs[block] = 1
-                self.generations[block] += 1
-        else:
-            ids = np.frombuffer(table, np.int32)
-            self.ref_array[ids] = 1
-            np.frombuffer(self.generations, np.uint32)[ids] += 1
+        for block in table:
+            self.refs[block] = 1
+            self.generations[block] += 1
 
     def _acquire(self, table: BlockIds) -> tuple[int, list[int]]:
-        if len(table) <= _FEW:
-            refs = self.refs
-            nodes = [self.owners[block] for block in table if not refs[block]]
-            assert -1 not in nodes, "a free block cannot be acquired"
-            for block in table:
-                refs[block] += 1
-            return len(nodes), list(dict.fromkeys(nodes))
-        ids = np.frombuffer(table, np.int32)
-        known = self.ref_array.take(ids)
-        owners = self.owner_array.take(ids[known == 0])
-        assert (owners >= 0).all(), "a free block cannot be acquired"
-        self.ref_array[ids] = known + 1
-        return len(owners), _without_repeats(owners)
+        refs = self.refs
+        nodes = [self.owners[block] for block in table if not refs[block]]
+        assert -1 not in nodes, "a free block cannot be acquired"
+        for block in table:
+            refs[block] += 1
+        return len(nodes), list(dict.fromkeys(nodes))
 
     def _release(self, table: BlockIds) -> tuple[int, list[int], bytes]:
-        if len(table) <= _FEW:
-            return self._release_few(table)
-        ids = np.frombuffer(table, np.int32)
-        refs = self.ref_array.take(ids) - 1
-        assert not (refs < 0).any(), "a block is released more often than acquired"
-        self.ref_array[ids] = refs
-        idle = ids[refs == 0]
-        owners = self.owner_array.take(idle)
-        named = owners >= 0
-        return int(named.sum()), _without_repeats(owners[named]), idle[~named].tobytes()
-
-    def _release_few(self, table: BlockIds) -> tuple[int, list[int], bytes]:
         nodes: list[int] = []
         freed = array("i")
         for block in table:
@@ -106,28 +80,11 @@ class BlockLedger:
         return len(nodes), list(dict.fromkeys(nodes)), freed.tobytes()
 
     def _held(self, table: BlockIds) -> int:
-        refs = self.refs
-        if not table or refs[table[-1]]:
-            return len(table)
-        if len(table) <= _FEW:
-            return next((at for at in range(len(table) - 1, 0, -1) if refs[table[at - 1]]), 0)
-        taken = self.ref_array.take(np.frombuffer(table, np.int32))
-        return int(np.flatnonzero(taken)[-1]) + 1 if taken.any() else 0
+        return next((at for at in range(len(table), 0, -1) if self.refs[table[at - 1]]), 0)
 
     def _assign(self, table: BlockIds, node: int) -> None:
-        if len(table) <= _FEW:
-            for block in table:
-                self.owners[block] = node
-        else:
-            self.owner_array[np.frombuffer(table, np.int32)] = node
-
-
-def _without_repeats(owners: Ints) -> list[int]:
-    """The nodes without adjacent repeats; equal ones are mostly adjacent."""
-    if not len(owners):
-        return []
-    edges = np.flatnonzero(owners[1:] != owners[:-1])
-    return [int(owners[0]), *owners[edges + 1].tolist()]
+        for block in table:
+            self.owners[block] = node
 
 
 def _common(run: Run, first: int, other: Run, position: int, most: int) -> int:

@@ -15,7 +15,7 @@ from kvrelay.kvcache.memory.loads import BlockSlab, Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, SharingStore
 from kvrelay.kvcache.tiers.fetches import Fetches
-from kvrelay.kvcache.tiers.host_copies import HostLoads, HostSaves
+from kvrelay.kvcache.tiers.host_copies import HostCopies
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
 from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules, TierStats
@@ -30,11 +30,7 @@ _WRITE_BACK_PAUSE = 20  # write-back looks for blocks to save for a twentieth of
 
 
 class TierController:
-    """All tiers below a worker's pool. All methods run on the engine's thread.
-
-    The face of the tiers for the engine: more than 25 methods, since most pass one call on to the part that does the
-    work (saves, loads, fetches, offload).
-    """
+    """All tiers below a worker's pool. All methods run on the engine's thread."""
 
     def __init__(
         self,
@@ -65,8 +61,7 @@ class TierController:
         self._copies = make_threads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._io = make_threads("kv-store", _STORE_THREADS, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._offload = Offload(self.host, stores, self._io, is_checked=rules.is_checked)
-        self._saves = HostSaves(pool, self.host, self._offload, self._copies, rules, self.stats)
-        self._loads = HostLoads(self.host, self._copies, self.stats, is_checked=rules.is_checked)
+        self._between = HostCopies(pool, self.host, self._offload, self._copies, rules, self.stats)
         self._fetches = Fetches(self.host, stores, self._offload, self._io, rules)
         self._next_write_back_s = 0.0
 
@@ -107,20 +102,7 @@ class TierController:
         """No job is queued, under way, or finished and not collected."""
         return self._copies.is_idle and self._io.is_idle
 
-    def now_s(self) -> float:
-        """The controller's clock."""
-        return self.host.now_s()
-
-    def observe_prefill_speed(self, tokens_per_s: float) -> None:
-        """The measured prefill speed, for the choice between fetching and computing."""
-        self._fetches.prefill_tokens_per_s = tokens_per_s
-
     # ---- down
-
-    def write_through(self, blocks: Sequence[IndexedBlock]) -> None:
-        """These blocks have just been filled: save them, under write-through."""
-        if self.rules.write == "write-through":
-            self._saves.save(blocks)
 
     def used(self, hashes: Sequence[BlockHash], priority: int = 0, *, keep: bool = True) -> None:
         """A request of this priority used these from pool or host tier. `keep`: they may be used again."""
@@ -128,54 +110,49 @@ class TierController:
         if keep and self.rules.write != "write-back":
             self._offload.put([digest for digest in hashes if digest in self.host])
 
-    def write_back(self, candidates: Callable[[int], Sequence[IndexedBlock]]) -> None:
+    def end_step(self, candidates: Callable[[int], Sequence[IndexedBlock]], prefill_tokens_per_s: float) -> None:
         """Under write-back, save the blocks that the pool would evict next, before it runs out of free ones.
 
-        `candidates(count)`: up to `count` such blocks.
+        Args:
+            candidates: (count) -> up to `count` such blocks.
+            prefill_tokens_per_s: measured, for the choice between fetching and computing.
         """
-        began_s = self.now_s()
+        self._fetches.prefill_tokens_per_s = prefill_tokens_per_s
+        began_s = self.host.now_s()
         if self.rules.write != "write-back" or began_s < self._next_write_back_s:
             return
-        wanted = self._pool.num_blocks // _SPARE_SHARE - self._pool.counts().free - len(self._saves)
+        wanted = self._pool.num_blocks // _SPARE_SHARE - self._pool.counts().free - len(self._between)
         if wanted > 0:
-            self._saves.save([block for block in candidates(wanted) if block.digest not in self.host])
+            self._between.save([block for block in candidates(wanted) if block.digest not in self.host])
         self._offload.put_next_victims()
-        now_s = self.now_s()
+        now_s = self.host.now_s()
         self._next_write_back_s = now_s + _WRITE_BACK_PAUSE * (now_s - began_s)
 
     def save(self, blocks: Sequence[IndexedBlock]) -> None:
         """Copy the blocks that the host tier does not have into it; the pool's blocks are held meanwhile."""
-        self._saves.save(blocks)
+        self._between.save(blocks)
 
     def pin(self, blocks: Sequence[IndexedBlock], until_s: float) -> None:
         """Keep these in the host tier and the stores until then, within each one's limit for pins; saves them first."""
-        self._saves.pin(blocks, until_s)
-
-    def pin_cached(self, hashes: Sequence[BlockHash], until_s: float) -> None:
-        """Keep these entries of the host tier, those that are there, until then."""
-        self.host.pin(hashes, until_s)
+        self._between.pin(blocks, until_s)
 
     def unpin(self, hashes: Sequence[BlockHash], shared: Container[BlockHash] = ()) -> None:
         """End the pins of these blocks. `shared`: other pins cover these, so the stores keep their pins of them."""
         self.host.unpin(hashes)
         self._offload.unpin([digest for digest in hashes if digest not in shared])
-        self._saves.cancel_pins(hashes)
+        self._between.cancel_pins(hashes)
 
     # ---- up
-
-    def match(self, hashes: Sequence[BlockHash], start: int) -> int:
-        """How many consecutive blocks from `hashes[start]` on the host tier has."""
-        return self.host.match(hashes, start)
 
     def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
         """Load these blocks of the host tier, all of which are there, into `blocks`, which the caller holds
         meanwhile.
         """
-        return self._loads.load(hashes, blocks)
+        return self._between.load(hashes, blocks)
 
     def discard_load(self, load: Load) -> None:
         """Forget the blocks that this load, which is over, did not bring."""
-        self._loads.discard(load)
+        self._between.discard(load)
 
     @property
     def is_fetching(self) -> bool:
@@ -184,7 +161,7 @@ class TierController:
 
     def fetch(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], start: int) -> None:
         """Fetch a queued request's blocks from the stores; those before `start` are in the pool."""
-        first = start + self.match(hashes, start)
+        first = start + self.host.match(hashes, start)
         if self.is_fetching and first < len(hashes):
             held = self.host.hold(hashes[start:first])  # of no use without these
             self._fetches.fetch(request_id, hashes[first:], metas[first:], held)
@@ -238,7 +215,7 @@ class TierController:
 
     def held_blocks(self) -> list[BlockId]:
         """Blocks of the pool that are being copied: one reference each."""
-        return self._saves.held_blocks()
+        return self._between.held_blocks()
 
     def reset(self) -> None:
         """Discard all entries of the host tier (not of the stores)."""

@@ -1,4 +1,4 @@
-"""Blocks on their way from the pool down to the host tier. Engine's thread; an I/O thread copies the bytes. Pure."""
+"""Blocks on their way between the pool and the host tier. Engine's thread; an I/O thread copies the bytes. Pure."""
 
 import logging
 from collections.abc import Sequence
@@ -12,17 +12,24 @@ from kvrelay.kvcache.tiers.offload import Offload
 from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules, TierStats
 from kvrelay.types import BlockHash, BlockId
 
+logger = logging.getLogger(__name__)
 
-class HostSaves:
-    """Copies blocks into the host tier, pins them there if asked, and offers them to the stores."""
+
+class HostCopies:
+    """Copies blocks into the host tier, pins them there if asked, and offers them to the stores; loads them back layer
+    by layer, from rows that are held and verified first.
+    """
 
     def __init__(
         self, pool: BlockPool, host: HostTier, offload: Offload, threads: Threads, rules: TierRules, stats: TierStats
     ) -> None:
         self._pool, self._host, self._offload, self._threads = pool, host, offload, threads
         self._rules, self._stats = rules, stats
+        self._loads: set[Load] = set()  # under way
         self._saving: dict[BlockHash, BlockId] = {}
         self._pin_when_saved: dict[BlockHash, float] = {}  # of those being saved: until when
+
+    # ---- down
 
     def save(self, blocks: Sequence[IndexedBlock]) -> None:
         """Copy the blocks that the host tier does not have; the pool's blocks are held meanwhile."""
@@ -96,16 +103,7 @@ class HostSaves:
         if self._rules.write != "write-back":
             self._offload.put([block.digest for block in batch if block.digest in self._host])
 
-
-logger = logging.getLogger(__name__)
-
-
-class HostLoads:
-    """Loads sequences' blocks layer by layer, from rows that are held and verified first."""
-
-    def __init__(self, host: HostTier, threads: Threads, stats: TierStats, *, is_checked: bool) -> None:
-        self._host, self._threads, self._stats, self._is_checked = host, threads, stats, is_checked
-        self._loads: set[Load] = set()
+    # ---- up
 
     def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
         """Load these blocks, all of which are in the host tier, into `blocks`, which the caller holds meanwhile."""
@@ -114,7 +112,7 @@ class HostLoads:
         self._loads.add(load)
         expected = self._host.checksums(rows)
         slab = self._host.slab
-        work = partial(load.run, slab, expected, is_checked=self._is_checked, clock=self._host.now_s)
+        work = partial(load.run, slab, expected, is_checked=self._rules.is_checked, clock=self._host.now_s)
         job = IoJob(Urgency.LOAD, len(blocks) * slab.block_bytes, work, lambda result: self._loaded(load, result))
         if not self._threads.put(job):  # the worker is shutting down
             load.over()

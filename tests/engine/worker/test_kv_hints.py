@@ -89,7 +89,7 @@ def test_a_prefetch_that_never_gets_its_request_leaves_nothing(drive, tmp_path):
     counts = it.tiers.host.index.counts()
     assert (counts.held, counts.reserved) == (0, 0)
     others(it, 4)
-    assert it.tiers.match(block_hashes(prompt, BLOCK), 0) == 0
+    assert it.tiers.host.match(block_hashes(prompt, BLOCK), 0) == 0
     assert it.tiers.host.index.counts().pinned == 0
     assert it.engine.pool.counts().used == 0
 

@@ -125,9 +125,9 @@ def test_blocks_come_back_as_they_went(world, monkeypatch, native):
         monkeypatch.setattr(host, "_native", lambda: None)
     it = world()
     entries, expected = it.named(5)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
-    assert it.tiers.match([entry.digest for entry in entries], 0) == 5
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 5
     load, blocks = it.bring_up(entries)
     assert load.wait_verified()
     assert load.wait_layer(LAYOUT.num_layers - 1)
@@ -157,7 +157,7 @@ def test_blocks_are_held_while_they_are_saved_and_given_back(world):
     it = world()
     entries, _ = it.named(5)
     blocks = [entry.block for entry in entries]
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.pool.release(blocks)
     assert sorted(it.tiers.held_blocks()) == sorted(blocks)
     assert it.pool.counts().used == 5
@@ -169,7 +169,7 @@ def test_blocks_are_held_while_they_are_saved_and_given_back(world):
 def test_a_block_that_rotted_in_the_host_tier_is_never_served(world):
     it = world()
     entries, _ = it.named(3)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
     it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
     load, _ = it.bring_up(entries)
@@ -177,7 +177,7 @@ def test_a_block_that_rotted_in_the_host_tier_is_never_served(world):
     assert load.corrupt == (entries[1].digest,)
     load.wait_over()
     it.settle()
-    assert it.tiers.match([entry.digest for entry in entries], 0) == 1
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 1
     assert it.tiers.stats.corrupt == 1
 
 
@@ -185,7 +185,7 @@ def test_with_checks_off_the_same_rot_is_served(world):
     """The check above can fail."""
     it = world(is_checked=False)
     entries, expected = it.named(3)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
     it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
     load, blocks = it.bring_up(entries)
@@ -213,7 +213,7 @@ def test_a_pin_reaches_the_stores_that_can_keep_blocks_and_ends_there_too(world,
     it = world(slots=16, stores=[keeping, plain], write=write)
     entries, _ = it.named(3)
     hashes = {entry.digest for entry in entries}
-    it.tiers.pin(entries, it.tiers.now_s() + 60.0)
+    it.tiers.pin(entries, it.tiers.host.now_s() + 60.0)
     it.settle()
     assert set(keeping.blocks) == hashes
     (kept, ttl_s) = keeping.pins[0]
@@ -242,20 +242,20 @@ def test_what_fell_out_of_the_host_tier_is_fetched_from_the_store_for_a_request_
     store = MemoryStore()
     it = world(slots=4, stores=[store])
     first, expected = it.named(4)
-    it.tiers.write_through(first)
+    it.tiers.save(first)
     it.settle()
     second, _ = it.named(4, salt="other")
-    it.tiers.write_through(second)
+    it.tiers.save(second)
     it.settle()
     hashes = [entry.digest for entry in first]
-    assert it.tiers.match(hashes, 0) == 0
+    assert it.tiers.host.match(hashes, 0) == 0
     store.gate.clear()
     it.tiers.fetch("r1", hashes, [entry.meta for entry in first], 0)
     assert it.tiers.is_waiting("r1")
     store.gate.set()
     it.settle()
     assert not it.tiers.is_waiting("r1")
-    assert it.tiers.match(hashes, 0) == 4
+    assert it.tiers.host.match(hashes, 0) == 4
     assert it.tiers.host.index.counts().held == 4  # nobody takes them away before the request has its turn
     load, blocks = it.bring_up(first)
     it.tiers.end_fetch("r1")
@@ -292,20 +292,20 @@ def test_a_store_that_fails_costs_a_miss(world):
     it.tiers.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
     it.settle()
     assert not it.tiers.is_waiting("r1")
-    assert it.tiers.match([entry.digest for entry in entries], 0) == 0
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 0
     assert it.tiers.host.index.counts().reserved == 0
 
 
 def test_a_full_host_tier_whose_slots_are_all_held_saves_nothing_and_loses_nothing(world):
     it = world(slots=2)
     entries, _ = it.named(2)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
     held = it.tiers.host.index.hold([entry.digest for entry in entries])
     more, _ = it.named(3, salt="other")
-    it.tiers.write_through(more)
+    it.tiers.save(more)
     it.settle()
-    assert it.tiers.match([entry.digest for entry in more], 0) == 0
+    assert it.tiers.host.match([entry.digest for entry in more], 0) == 0
     assert it.tiers.held_blocks() == []
     it.tiers.host.index.unhold(held)
 
@@ -377,13 +377,13 @@ def test_what_the_host_tier_has_of_a_prompt_stays_while_the_rest_is_fetched(worl
     it.tiers.save(others)
     store.gate.set()
     it.settle()
-    assert it.tiers.match([entry.digest for entry in entries], 0) >= 2
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) >= 2
 
 
 def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
     it = world()
     entries, _ = it.named(3)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
 
     def broken(slots):
@@ -393,13 +393,13 @@ def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
     it.tiers.discard_load(load)
-    assert it.tiers.match([entry.digest for entry in entries], 0) == 0
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 0
 
 
 def test_a_good_copy_that_came_after_a_corrupt_one_stays(world):
     it = world()
     entries, _ = it.named(2)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
     it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
     load, _ = it.bring_up(entries)
@@ -407,7 +407,7 @@ def test_a_good_copy_that_came_after_a_corrupt_one_stays(world):
     it.tiers.discard_load(load)
     it.tiers.save(entries)
     it.settle()
-    assert it.tiers.match([entry.digest for entry in entries], 0) == 2
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 2
 
 
 def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_half_the_host_tier(world):
@@ -417,12 +417,12 @@ def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_
     store.gate.clear()
     entries, _ = it.named(8)
     hashes = [entry.digest for entry in entries]
-    it.tiers.write_through(entries[:2])
+    it.tiers.save(entries[:2])
     while not it.tiers.host.index.counts().held:  # on their way to the store
         it.woken.acquire(timeout=10)
         it.tiers.poll()
     it.tiers.used(hashes[:2])
-    it.tiers.write_through(entries[2:])
+    it.tiers.save(entries[2:])
     while len(it.tiers.host.index) < 8:
         it.woken.acquire(timeout=10)
         it.tiers.poll()
@@ -453,7 +453,7 @@ def test_write_back_looks_for_work_a_small_part_of_the_time(world):
 
     it.pool.allocate(2)
     for _ in range(100):
-        it.tiers.write_back(slow)
+        it.tiers.end_step(slow, 0.0)
         clock.now_s += 0.1
     assert 1 <= len(seen) <= 2
 
@@ -462,7 +462,7 @@ def test_closing_with_a_request_in_line_lets_its_blocks_go(world):
     store = MemoryStore()
     it = world(slots=4, stores=[store], prefetch="wait")
     entries, _ = it.named(4)
-    it.tiers.write_through(entries[:2])
+    it.tiers.save(entries[:2])
     it.settle()
     store.gate.clear()
     want(it, "r1", entries)
@@ -476,7 +476,7 @@ def test_closing_with_work_in_line_gives_everything_back():
     it = World(stores=[store := MemoryStore()])
     store.gate.clear()
     entries, _ = it.named(6)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     store.gate.set()
     it.tiers.close()
     assert it.tiers.held_blocks() == []

@@ -15,7 +15,7 @@ SOON_S = 1000.0  # a pin that no test outlives
 def chain(it, count, salt=""):
     """(hashes, metas) of a chain that the store has and nobody else."""
     entries, _ = it.named(count, salt)
-    it.tiers.write_through(entries)
+    it.tiers.save(entries)
     it.settle()
     it.tiers.reset()
     it.pool.release([entry.block for entry in entries])
@@ -54,7 +54,7 @@ def test_what_was_prefetched_outlives_pressure_and_holds_nothing(stored):
     it.settle()
     assert told == [4]
     fill(it, 8, "other")
-    assert it.tiers.match(hashes, 0) == 4
+    assert it.tiers.host.match(hashes, 0) == 4
     counts = it.tiers.host.index.counts()
     assert (counts.held, counts.reserved, it.tiers.num_fetching) == (0, 0, 0)
     assert it.pool.counts().used == 0
@@ -65,7 +65,7 @@ def test_a_prefetch_whose_request_never_comes_ends_by_itself(stored):
     ahead(it, hashes, metas, ttl_s=0.0)
     it.settle()
     fill(it, 8, "other")
-    assert it.tiers.match(hashes, 0) == 0
+    assert it.tiers.host.match(hashes, 0) == 0
     assert it.tiers.host.index.counts().pinned == 0
     assert len(it.tiers._fetches._prefetches) == 0
 
@@ -97,7 +97,7 @@ def test_a_request_that_goes_while_it_waits_for_a_prefetch_leaves_nothing(stored
     store.gate.set()
     it.settle()
     assert it.tiers.host.index.counts().held == 0
-    assert it.tiers.match(hashes, 0) == 2
+    assert it.tiers.host.match(hashes, 0) == 2
 
 
 def test_what_no_store_has_is_not_on_its_way(stored):
@@ -147,7 +147,7 @@ def test_with_prefetch_off_nothing_is_brought(world):  # noqa: F811
     hashes, metas = chain(it, 4)
     assert ahead(it, hashes, metas) == [0]
     it.settle()
-    assert it.tiers.match(hashes, 0) == 0
+    assert it.tiers.host.match(hashes, 0) == 0
 
 
 # ---- pins
@@ -165,7 +165,7 @@ def test_a_pinned_chain_stays_in_the_host_tier_under_pressure(world, write, is_p
     it.settle()
     for salt in "abc":
         fill(it, 4, salt)
-    assert (it.tiers.match([entry.digest for entry in entries], 0) == 3) == is_pinned
+    assert (it.tiers.host.match([entry.digest for entry in entries], 0) == 3) == is_pinned
 
 
 def test_a_pin_ends_early_even_before_its_block_has_arrived(world):  # noqa: F811
@@ -175,7 +175,7 @@ def test_a_pin_ends_early_even_before_its_block_has_arrived(world):  # noqa: F81
     it.tiers.unpin([entry.digest for entry in entries])
     it.settle()
     assert it.tiers.host.index.counts().pinned == 0
-    assert not it.tiers._saves._pin_when_saved
+    assert not it.tiers._between._pin_when_saved
 
 
 def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
@@ -184,5 +184,5 @@ def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
     it.tiers.pin(entries, time.monotonic() + SOON_S)
     it.settle()
     assert it.tiers.host.index.counts().pinned == 4
-    assert it.tiers.match([entry.digest for entry in entries], 0) == 7
-    assert not it.tiers._saves._pin_when_saved
+    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 7
+    assert not it.tiers._between._pin_when_saved

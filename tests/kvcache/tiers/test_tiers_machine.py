@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers import fetches, rules
-from kvrelay.kvcache.tiers.host_copies import HostLoads, HostSaves
+from kvrelay.kvcache.tiers.host_copies import HostCopies
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
 from tests.kvcache.pool import machine_steps
@@ -55,19 +55,19 @@ def test_the_lives_of_the_kv_cache_take_enough_steps_together():
 def broken(monkeypatch, what):
     """Each is a line of the code gone wrong."""
     if what == "a saved block is given back at once":
-        real = HostSaves._save_batch
+        real = HostCopies._save_batch
 
         def save(self, batch):
             before = set(self._saving)
             real(self, batch)
             self._pool.release([block for digest, block in self._saving.items() if digest not in before])
 
-        def saved(self, batch, rows, result, real=HostSaves._saved):
+        def saved(self, batch, rows, result, real=HostCopies._saved):
             self._pool.acquire([entry.block for entry in batch if self._pool.num_holders(entry.block)])
             real(self, batch, rows, result)
 
-        monkeypatch.setattr(HostSaves, "_save_batch", save)
-        monkeypatch.setattr(HostSaves, "_saved", saved)
+        monkeypatch.setattr(HostCopies, "_save_batch", save)
+        monkeypatch.setattr(HostCopies, "_saved", saved)
     elif what == "a generation is skipped":
         monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._ledger.generations[block] // 2 * 2)
     elif what == "holds are ignored in eviction":
@@ -92,7 +92,7 @@ def broken(monkeypatch, what):
     elif what == "a request waits for all for ever":
         monkeypatch.setattr(rules, "WAIT_LIMIT_S", float("inf"))
     elif what == "what failed is found again":
-        monkeypatch.setattr(HostLoads, "discard", lambda self, load: None)
+        monkeypatch.setattr(HostCopies, "discard", lambda self, load: None)
     elif what == "a checksum is kept when its row changes hands":
         put = HostTier.put
 

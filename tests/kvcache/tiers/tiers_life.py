@@ -300,7 +300,7 @@ class Life:
         hashes, match = seq.prompt.hashes, self.pool.match(seq.prompt.chain)
         for digest, block in zip(hashes, match.blocks, strict=False):
             assert self.slab.content[block] == digest, "the pool serves another block"
-        below = self.tiers.match(hashes, len(match))
+        below = self.tiers.host.match(hashes, len(match))
         self.pool.acquire(match.blocks)
         fresh = self.fresh(len(hashes) - len(match))
         if fresh is None:
@@ -364,8 +364,8 @@ class Life:
         seq.is_computed = True
         self.pool.insert(seq.prompt.chain, array("i", seq.blocks), seq.num_in_pool, len(hashes), priority=seq.priority)
         seq.num_named = len(hashes)
-        if argument % 8:  # else: "do not keep" below
-            self.tiers.write_through([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
+        if argument % 8 and self.rules.write == "write-through":  # else: "do not keep" below
+            self.tiers.save([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
 
     def settle(self, seq: Seq) -> Load:
         """As the engine does: nothing else happens on its thread until the load is over."""
@@ -374,7 +374,7 @@ class Life:
         while not load.is_over:
             assert load.rows and self.copies.step(0), "a load that nobody works on is awaited"
         now = [self.index.generation(slot) for slot in load.rows]
-        assert now == seq.load_generations or load not in self.tiers._loads._loads, (
+        assert now == seq.load_generations or load not in self.tiers._between._loads, (
             "a slot was handed out while it was read"
         )
         return load
@@ -422,7 +422,7 @@ class Life:
         """A hint that a request will come."""
         prompt = PROMPTS[argument % len(PROMPTS)]
         here = len(self.pool.match(prompt.chain))
-        here += self.tiers.match(prompt.hashes, here)
+        here += self.tiers.host.match(prompt.hashes, here)
         self.arrivals += 1
         name = f"ahead-{self.arrivals}"
         self.unanswered.add(name)
@@ -440,7 +440,7 @@ class Life:
                 IndexedBlock(c.digest, c.block, BlockMeta(c.parent, c.end_tokens, c.priority, c.tenant)) for c in colds
             ]
 
-        self.tiers.write_back(coldest)
+        self.tiers.end_step(coldest, 0.0)
 
     def reset(self, argument: int) -> None:
         if argument % 4 == 0:
@@ -503,10 +503,10 @@ class Life:
         pool, index = self.pool.counts(), self.index.counts()
         assert pool.free + pool.used + pool.cached == BLOCKS, "a block is lost"
         assert index.free + index.reserved + index.cached + index.leaving == SLOTS, "a slot is lost"
-        held = sum(len(load.rows) for load in self.tiers._loads._loads) + self.tiers._offload._num_held
+        held = sum(len(load.rows) for load in self.tiers._between._loads) + self.tiers._offload._num_held
         held += sum(len(fetch.held) for fetch in self.tiers._fetches._fetches.values())
         assert sum(self.index.rows.holds.values()) == held, "a hold is lost or nobody's"
-        assert index.reserved == len(self.tiers._saves._saving) + self.io.num_rows(Urgency.FETCH), (
+        assert index.reserved == len(self.tiers._between._saving) + self.io.num_rows(Urgency.FETCH), (
             "a reserved slot is nobody's"
         )
         assert self.io.num_rows(Urgency.OFFLOAD) == self.tiers._offload._num_held
@@ -547,7 +547,7 @@ class Life:
         self.check()
         self.publish(0)
         assert not self.unanswered, "a prefetch was never answered"
-        assert not self.tiers._saves._pin_when_saved and not self.tiers._fetches._prefetches
+        assert not self.tiers._between._pin_when_saved and not self.tiers._fetches._prefetches
         assert self.pool.counts().free == BLOCKS, "a block was never given back"
         assert self.index.counts().free == SLOTS, "a slot was never given back"
         assert not any(store.is_open for store in self.stores)
