@@ -173,7 +173,7 @@ class Pinning:
         for record in others:
             self._pool.pin(_chain(record), len(record), record.until_s - now_s)
             if tiers is not None:
-                tiers.controller.pin_cached(record.hashes(), tiers.controller.now_s() + record.until_s - now_s)
+                tiers.host.pin(record.hashes(), tiers.host.now_s() + record.until_s - now_s)
 
     def _record(self, seq: Seq, count: int, ttl_s: float) -> None:
         now_s, chain = self._pool.now_s, seq.block_chain()
