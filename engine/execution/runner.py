@@ -22,6 +22,8 @@ from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.kernels.async_backend import PendingTokens, TokenFeed
 from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec
+from kvrelay.kvcache.memory.storage import KV_DTYPES
+from kvrelay.types import KvLayout
 
 _PLACEHOLDER = 0  # for a token that is being drawn; the device replaces it, and it is gone before it is read here
 
@@ -58,8 +60,6 @@ class InFlightStep:
         """Whether any of its sequences still runs."""
         return any(item.seq.state is State.RUNNING for item in self.plan.work)
 
-    # ---- the blocks
-
     def keep(self, seq: Sequence) -> None:
         """`seq` is about to release its blocks: if the step computes it, they stay taken until `release_kept`."""
         if any(item.seq is seq for item in self.plan.work):
@@ -73,8 +73,6 @@ class InFlightStep:
         """The device has done the step."""
         while self._kept:
             self.aside.unquarantine(self._kept.pop())
-
-    # ---- the tokens
 
     @contextmanager
     def with_placeholders(self, is_last: Callable[[Sequence], bool]) -> Iterator[None]:
@@ -120,6 +118,16 @@ def sampled(plan: StepPlan) -> tuple[list[int], list[Sequence]]:
             rows += range(end - 1 - len(item.drafts), end)
             seqs += [item.seq] * (1 + len(item.drafts))
     return rows, seqs
+
+
+def kv_layout(model: DecoderModel) -> KvLayout:
+    """How KV of this model lies in blocks."""
+    shape = model.attention_shape
+    dtype = next(name for name, value in KV_DTYPES.items() if value is (shape.kv_dtype or shape.dtype))
+    return KvLayout(
+        model.spec.num_layers, 1, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=shape.kv_layout,
+        is_latent=shape.latent_dim is not None,
+    )  # fmt: skip
 
 
 class Runner:

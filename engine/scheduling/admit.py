@@ -17,7 +17,7 @@ from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
 from kvrelay.engine.scheduling.sequence import GroupTable, Scheduled, Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, ranks_before
-from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens
+from kvrelay.hashing import HASH_BYTES, pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.kvcache.pool.radix import Match
@@ -49,21 +49,26 @@ class Turns:
         is_skipped = None if self._tiers is None else self._tiers.is_waiting
         seq = queue.head(is_skipped)
         while seq is not None and not queue.is_oldest_next:
-            num_uncached = (
-                self._overdue_tokens(seq) if queue is self._queues.waiting else self._overdue_reservation_tokens(seq)
-            )
+            num_uncached = self._overdue_tokens(seq, is_reservation=queue is self._queues.reserving)
             if num_uncached is None:
                 break
             queue.mark_overdue(seq, num_uncached)
             seq = queue.head(is_skipped)
         return seq
 
-    def _overdue_tokens(self, seq: Sequence) -> int | None:
-        """Its uncached tokens if it misses its TTFT target even when it begins now. Found once for each sequence."""
+    def _overdue_tokens(self, seq: Sequence, *, is_reservation: bool) -> int | None:
+        """Its uncached tokens if it misses its TTFT target even when it begins now. Found once for each sequence.
+
+        A reservation is overdue, with all its tokens, once its target has passed.
+        """
         request = seq.request
-        if request.ttft_target_s is None or seq.overdue_tokens or seq.has_begun or request.deadline_s is not None:
+        if request.ttft_target_s is None or seq.overdue_tokens or request.deadline_s is not None:
             return None
         left_s = seq.arrived_s + request.ttft_target_s - self._now_s
+        if is_reservation:
+            return seq.num_tokens if left_s <= 0 else None
+        if seq.has_begun:
+            return None
         speed = self._speeds.compute_tokens_per_s
         if left_s > 0 and not speed:
             return None
@@ -72,13 +77,6 @@ class Turns:
             return None
         num_uncached = seq.num_tokens - len(self._pool.match(seq.block_chain())) * seq.block_size
         return num_uncached if num_uncached > possible else None
-
-    def _overdue_reservation_tokens(self, seq: Sequence) -> int | None:
-        """The tokens of a queued reservation whose TTFT target has passed. Found once for each sequence."""
-        request = seq.request
-        if request.ttft_target_s is None or seq.overdue_tokens or request.deadline_s is not None:
-            return None
-        return seq.num_tokens if seq.arrived_s + request.ttft_target_s <= self._now_s else None
 
     def return_ready(self) -> None:
         """Sequences whose blocks have come from a store are no longer skipped."""
@@ -130,7 +128,9 @@ class PromptBlocks:
         wants_all_logits = seq.request.sampling.prompt_logprobs is not None
         most = 0 if wants_all_logits else (seq.num_tokens - leave_one) // seq.block_size
         match = self._pool.match(seq.block_chain(), most)
-        num_lower = self._num_lower(seq, match, most)
+        num_lower = 0  # blocks after the match that the host tier has
+        if self._tiers is not None and most > len(match):
+            num_lower = self._tiers.num_below(seq, len(match), most)
         may_copy = leave_one and not wants_all_logits and not num_lower
         partial, num_partial = self._partial_block(seq, match) if may_copy else (array("i"), 0)
         blocks = self.take(seq, match.blocks + partial, num_reserved, num_to_copy=len(partial))
@@ -149,10 +149,6 @@ class PromptBlocks:
         self.hit_tokens += seq.num_cached
         self.query_tokens += seq.num_tokens
         return True
-
-    def _num_lower(self, seq: Sequence, match: Match, most: int) -> int:
-        """Blocks after the match that the host tier has."""
-        return self._tiers.num_below(seq, len(match), most) if self._tiers is not None and most > len(match) else 0
 
     def _partial_block(self, seq: Sequence, match: Match) -> tuple[BlockIds, int]:
         """(a block that begins with the next tokens of `seq`, how many of them), never its last token; or (none, 0)."""
@@ -178,18 +174,14 @@ class PromptBlocks:
         if seq.group is not None and will_fork(seq):
             spare = max(spare, min(spare + seq.group.blocks_to_fork(), pool.num_blocks - need - len(cached)))
         is_short = need + spare > pool.num_available
-        if is_short and not num_reserved and not self._may_come_back():  # only pins are in the way: end them early
+        if is_short and not (num_reserved or queues.running or queues.receiving or queues.held or self._aside):
+            # only pins are in the way: end them early
             is_short = not pool.unpin_for(need + spare)
         fresh = None if is_short else pool.allocate(need)
         if fresh is None:
             pool.release(cached)
             return None
         return cached + fresh
-
-    def _may_come_back(self) -> bool:
-        """Whether used blocks will be released without anything being done about it."""
-        queues = self._queues
-        return bool(queues.running or queues.receiving or queues.held or self._aside)
 
 
 class Admission:
@@ -267,7 +259,7 @@ BUDGET_CUT = 32
 
 
 def finds_more_next_step(seq: Sequence, chunks: Iterable[Scheduled], pool: BlockPool, token_budget: int) -> bool:
-    """Whether this step's chunks compute enough of the prefix of `seq` that it should wait for them."""
+    """Whether this step's chunks compute enough of the prefix of `seq`, after what is cached, that it should wait."""
     if not pool.is_caching or seq.request.sampling.prompt_logprobs is not None:
         return False
     chain, size = seq.block_chain(), seq.block_size
@@ -277,29 +269,13 @@ def finds_more_next_step(seq: Sequence, chunks: Iterable[Scheduled], pool: Block
     alike = [one for one in chunks if one.seq.request.hints.keep and one.seq.block_chain().data[:HASH_BYTES] == first]
     if not alike:
         return False
-    computed = [(one.seq.block_chain(), (one.start + one.num_tokens) // size) for one in alike]
     num_usable = (seq.num_tokens - 1) // size
-    least = least_blocks(token_budget, size)
-    return is_spared(chain, len(pool.match(chain, num_usable)), num_usable, least, computed)
-
-
-def least_blocks(token_budget: int, block_size: int) -> int:
-    """The least number of a prompt's blocks that are worth a step's wait."""
-    return max(1, -(-token_budget // (BUDGET_CUT * block_size)))
-
-
-def is_spared(
-    chain: HashChain, num_found: int, num_usable: int, least: int, computed: Iterable[tuple[HashChain, int]]
-) -> bool:
-    """Whether at least `least` of the chain's blocks after those found are among what is computed now.
-
-    Args:
-        num_usable: blocks of the chain that can be used at all.
-        computed: chains, and how many of their blocks will be there after this step.
-    """
-    last = num_found + least - 1
+    least = max(1, -(-token_budget // (BUDGET_CUT * size)))
+    last = len(pool.match(chain, num_usable)) + least - 1
     if last >= num_usable:
         return False
-    begin = last * HASH_BYTES
-    digest = chain.data[begin : begin + HASH_BYTES]  # stands for all blocks before it, too
-    return any(last < count and other.data[begin : begin + HASH_BYTES] == digest for other, count in computed)
+    begin, end = last * HASH_BYTES, (last + 1) * HASH_BYTES
+    digest = chain.data[begin:end]  # stands for all blocks before it, too
+    return any(
+        last < (one.start + one.num_tokens) // size and one.seq.block_chain().data[begin:end] == digest for one in alike
+    )

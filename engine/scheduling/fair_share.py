@@ -173,8 +173,6 @@ class FairShare:
     def _places_taken(self, tenant: str, num_more: int = 0) -> float:
         return (self.num_waiting[tenant] + num_more) / self.rules.tenant_weights.get(tenant, 1.0)
 
-    # ---- what others may know
-
     def computed(self, tenant: str, num_tokens: int) -> None:
         """Count what was computed, again after a pre-emption, too.
 

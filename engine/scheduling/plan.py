@@ -135,7 +135,7 @@ class StepPlanner:
     def _schedule_prompts(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Schedule the rest of prompts that have begun, in the order in which they were queued; a few may pass them."""
         queues, num_passing = self._queues, 0
-        for seq in sorted(prompts, key=self._prompt_order):
+        for seq in sorted(prompts, key=lambda one: (queues.waiting.may_pass(one), one.queue_rank)):
             if seq.num_uncomputed > 1 and not draft.preempted and not queues.swapped and queues.waiting.may_pass(seq):
                 num_running = len(queues.running)
                 self._admit(draft, before=seq)
@@ -147,9 +147,6 @@ class StepPlanner:
                 draft.add(seq)
                 if seq.overdue_tokens:
                     seq.num_passed = 0  # it yields between any two of its chunks
-
-    def _prompt_order(self, seq: Sequence) -> tuple[bool, tuple[float, ...]]:
-        return self._queues.waiting.may_pass(seq), seq.queue_rank
 
     # ---- blocks
 

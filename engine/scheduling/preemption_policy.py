@@ -129,13 +129,19 @@ class PreemptionChoice:
             shared += num_shared_blocks * block_size
             lower += num_lower
             copied += num_computed - num_shared_blocks
+        # not while blocks are being loaded, nor once a transfer knows which ones hold the KV
+        is_bound = any(seq.load is not None or seq.hold for seq in group)
+        may_return = all(
+            seq.prefill_tokens_per_s > 0 and seq.request.num_prefill_returns < MAX_RETURNS and not seq.hold
+            for seq in group
+        )
         block_bytes, area = self._token_bytes * block_size, self._area
         return VictimGroup(
             num_tokens=tokens, shared_tokens=shared, tier_tokens=lower * block_size,
             tier_bytes=int(lower * block_bytes), swap_bytes=int(copied * block_bytes),
             transfer_bytes=int(tokens * self._token_bytes), num_others=num_others,
-            can_swap=area is not None and copied <= area.num_free and all(_may_swap(seq) for seq in group),
-            can_return=all(_may_return(seq) for seq in group),
+            can_swap=area is not None and copied <= area.num_free and not is_bound,
+            can_return=may_return,
         )  # fmt: skip
 
     def _rates(self, remote_tokens_per_s: float) -> MeasuredSpeeds:
@@ -156,13 +162,3 @@ def num_shared(pool: BlockPool, seq: Sequence) -> int:
             break
         count += 1
     return count
-
-
-def _may_swap(seq: Sequence) -> bool:
-    """Not while its blocks are being loaded, nor once a transfer knows which blocks hold its KV."""
-    return seq.load is None and not seq.hold
-
-
-def _may_return(seq: Sequence) -> bool:
-    """Whether a prefill worker has computed its prompt and may do so again."""
-    return seq.prefill_tokens_per_s > 0 and seq.request.num_prefill_returns < MAX_RETURNS and not seq.hold

@@ -276,8 +276,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may change something."""
-        return self.queues.has_work
+        """Whether a step may change something. A step that did not (StepResult.is_stuck) need not be repeated."""
+        return bool(self.running or self.queues.has_demand)
 
     def check_idle(self) -> None:
         """Raise AssertionError if blocks are used although no sequence holds any: they leaked.

@@ -12,7 +12,7 @@ from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.memory.swap import SwappedBlocks
 from kvrelay.kvcache.pool.ledger import BlockIds
-from kvrelay.plane.messages import SequenceRequest, TokenLogprob
+from kvrelay.plane.messages import Beams, Sampling, SequenceRequest, TokenLogprob
 from kvrelay.types import BlockHash, FinishReason
 
 
@@ -213,14 +213,10 @@ class SequenceGroup:
         )
 
 
-def search_of(request: SequenceRequest, eos_ids: tuple[int, ...]) -> BeamSearch | None:
-    """A new beam search, when the request asks for one."""
-    if request.group is None or (beams := request.group.beams) is None:
-        return None
-    params = request.sampling
-    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-    rules = BeamRules(beams.width, params.max_tokens, end_ids, beams.length_penalty, beams.early_stopping)
-    return BeamSearch(rules)
+def search_of(params: Sampling, beams: Beams, eos_ids: tuple[int, ...]) -> BeamSearch:
+    """A new beam search. eos_ids: end its hypotheses, too, unless they are to be ignored."""
+    end_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
+    return BeamSearch(BeamRules(beams.width, params.max_tokens, end_ids, beams.length_penalty, beams.early_stopping))
 
 
 class GroupTable:
@@ -243,13 +239,12 @@ class GroupTable:
         """The leader of a new group has arrived."""
         request, asked = leader.request, leader.request.group
         assert asked is not None
-        group = leader.group = self.by_id[request.request_id] = SequenceGroup(
-            request, leader, search_of(request, self._eos_ids)
-        )
+        group = leader.group = self.by_id[request.request_id] = SequenceGroup(request, leader)
         emitted = asked.emitted or [[] for _ in asked.seeds]
         group.outputs = {k: list(tokens) for k, tokens in enumerate(emitted) if k not in asked.ended}
-        if asked.beams is not None:
-            group.outputs = {rank: [] for rank in range(asked.beams.width)}  # for the count of blocks
+        if (beams := asked.beams) is not None:
+            group.search = search_of(request.sampling, beams, self._eos_ids)
+            group.outputs = {rank: [] for rank in range(beams.width)}  # for the count of blocks
 
     def ended(self, seq: Sequence) -> None:
         """A leader or a member has ended."""

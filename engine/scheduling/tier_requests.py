@@ -22,8 +22,6 @@ class LowerTiers:
         self.controller, self.host, self._block_size = controller, controller.host, block_size
         self.hit_tokens = 0
 
-    # ---- while a sequence is queued
-
     def arrived(self, seq: Seq, num_in_pool: int) -> None:
         """`seq` is queued; its first blocks are in the pool. Fetch the rest from the stores."""
         hashes = self._usable(seq) if self.controller.is_fetching else []
@@ -44,8 +42,6 @@ class LowerTiers:
         parent = hashes[index - 1] if index else None
         end = (index + 1) * self._block_size
         return BlockMeta(parent, end, seq.request.hints.priority, tenant_name(seq.chain.root))
-
-    # ---- once it is admitted
 
     def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""
@@ -78,13 +74,9 @@ class LowerTiers:
         chain = seq.block_chain()
         return [IndexedBlock(chain[i], BlockId(seq.blocks[i]), self._meta(seq, chain, i)) for i in range(first, end)]
 
-    # ---- pins
-
     def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
         """Keep its first blocks, which it holds, in the host tier for so long; missing ones are saved."""
         self.controller.pin(self._indexed(seq, 0, count), self.host.now_s() + ttl_s)
-
-    # ---- ahead of a request
 
     def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
         """The number of blocks after those in the pool that the host tier has; they stay there for so long."""
@@ -100,15 +92,11 @@ class LowerTiers:
         until_s = self.host.now_s() + ttl_s
         return self.controller.prefetch(seq.request_id, hashes[num_here:], metas, until_s, on_found)
 
-    # ---- the end
-
     def gone(self, seq: Seq) -> None:
         """`seq` releases its blocks, or left its queue."""
         seq.end_load()
         seq.num_loaded_blocks = 0
         self.controller.end_fetch(seq.request_id)
-
-    # ---- for the engine
 
     def end_step(self, pool: BlockPool, prefill_tokens_per_s: float) -> None:
         """Under write-back: save what would be evicted next. prefill_tokens_per_s: measured."""

@@ -343,11 +343,6 @@ class Queues:
         return len(self.waiting) + len(self.reserving)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step may change something. A step that did not (StepResult.is_stuck) need not be repeated."""
-        return bool(self.running or self.waiting or self.reserving or self.swapped)
-
-    @property
     def has_demand(self) -> bool:
         """Whether a sequence is queued for blocks."""
         return bool(self.waiting or self.reserving or self.swapped)

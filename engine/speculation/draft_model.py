@@ -18,7 +18,7 @@ import torch
 from kvrelay.config import Settings
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.preflight import num_blocks_for
-from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.execution.runner import Runner, kv_layout
 from kvrelay.engine.execution.sampler import Sampler
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.spec import ModelSpec
@@ -33,7 +33,6 @@ from kvrelay.engine.speculation.draft_fit import (
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.memory.storage import DTYPES, KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.types import KvLayout
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +67,7 @@ class DraftModel:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Raises ConfigError when the KV memory holds fewer than two blocks."""
-        shape, spec = model.attention_shape, model.spec
-        dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
-        layout = KvLayout(
-            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=shape.kv_layout,
-            is_latent=shape.latent_dim is not None,
-        )  # fmt: skip
+        spec, layout = model.spec, kv_layout(model)
         num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
         self.share, self._name = config.share, name
         self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len)

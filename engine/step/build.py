@@ -13,7 +13,7 @@ from kvrelay.engine.checkpoints.checkpoint import model_digest
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.preflight import num_blocks_for
 from kvrelay.engine.execution.launch import LayerEvents, LayerHook, StepExecutor, StepLoads
-from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.execution.runner import Runner, kv_layout
 from kvrelay.engine.execution.sampler import OutputProcessor, Sampler
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.blocks import Headroom
@@ -36,7 +36,7 @@ from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.machine import free_host_bytes
 from kvrelay.plane.messages import PROTOCOL_VERSION
-from kvrelay.types import Fingerprint, KvLayout
+from kvrelay.types import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +50,12 @@ class Extensions:
         swap_area: makes the area to which preempted sequences are swapped; started.
         draft_model: drafts tokens.
         layer_hook: called as layers of held sequences become final.
-        layers_per_hook: layers that are reported together; 0: a quarter of the model's.
     """
 
     tiers: Callable[[KvCache], LowerTiers | None] = lambda cache: None
     swap_area: Callable[[KvCache], SwapArea | None] = lambda cache: None
     draft_model: DraftModel | None = None
     layer_hook: LayerHook | None = None
-    layers_per_hook: int = 0
 
 
 def load_engine(
@@ -129,7 +127,8 @@ def make_engine(
     loads = StepLoads(scheduler, tiers, num_layers=spec.num_layers, may_load=tiers is not None or area is not None)
     outputs = OutputProcessor(batch.end, clock, eos_ids=spec.eos_ids, max_model_len=max_model_len)
     groups = GroupSteps(scheduler.groups, batch.end, runner.forget)
-    layer_events = _layer_events(extensions, spec.num_layers)
+    hook = extensions.layer_hook
+    layer_events = None if hook is None else LayerEvents(hook, num_layers=spec.num_layers)
     executor = StepExecutor(
         scheduler, runner, cache.storage, loads, Sampler(backend, tuple(spec.eos_ids)), outputs, groups, drafts.note,
         layer_events, backend.asynchronous, clock,
@@ -147,30 +146,19 @@ def make_engine(
     )  # fmt: skip
 
 
-def _layer_events(extensions: Extensions, num_layers: int) -> LayerEvents | None:
-    if extensions.layer_hook is None:
-        return None
-    step = extensions.layers_per_hook or max(1, -(-num_layers // 4))
-    return LayerEvents(extensions.layer_hook, num_layers=num_layers, step=step)
-
-
 def make_kv_cache(model: DecoderModel, backend: Backend, config: EngineConfig, digest: str = "") -> KvCache:
     """The memory of an engine's KV, its pool and its fingerprint.
 
     Raises ConfigError: there is no room for two blocks.
     """
-    shape, spec = model.attention_shape, model.spec
+    shape = model.attention_shape
     compute_dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
-    dtype = next(name for name, value in KV_DTYPES.items() if value is shape.kv_dtype)
-    layout = KvLayout(
-        spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=config.kv_layout,
-        is_latent=shape.latent_dim is not None,
-    )  # fmt: skip
+    layout = kv_layout(model)
     num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
     layout = replace(layout, num_blocks=num_blocks)
     fingerprint = Fingerprint(
-        PROTOCOL_VERSION, digest, dtype, config.block_size, layout.model_layers, layout.model_kv_heads, shape.head_dim,
-        HASH_SEED, order=layout.order, tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
+        PROTOCOL_VERSION, digest, layout.dtype, config.block_size, layout.model_layers, layout.model_kv_heads,
+        shape.head_dim, HASH_SEED, order=layout.order, tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
         versions=versions(), compute_dtype=compute_dtype, num_parts=layout.num_parts,
         quantization=str(config.quantization or "none"),
     )  # fmt: skip

@@ -212,8 +212,6 @@ class Engine:
             self.batch.forget(seq)
         return self.scheduler.preempt_group(group)
 
-    # ---- reports
-
     def drain_events(self) -> KvEvents | None:
         """What changed in the prefix cache since the last call."""
         return self.reports.drain_events()
@@ -221,8 +219,6 @@ class Engine:
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""
         return self.reports.load()
-
-    # ---- blocks
 
     def take_probe_blocks(self, count: int) -> list[BlockId]:
         """Up to `count` free blocks for a probe, filled with noise; see BlocksAside.take_probe_blocks."""

@@ -213,8 +213,6 @@ class Requests:
         """How fast KV comes from prefill workers: for the choice of a preemption mode."""
         self._speeds.transfer_bytes_per_s, self._speeds.transfer_latency_s = bytes_per_s, latency_s
 
-    # ---- pins
-
     def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
         """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
         self._scheduler.pool.tick(self._clock())

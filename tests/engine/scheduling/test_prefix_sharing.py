@@ -5,9 +5,8 @@ step.
 import msgspec
 import pytest
 
-from kvrelay.engine.scheduling.admit import is_spared, least_blocks
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from kvrelay.hashing import HashChain, block_hashes
+from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
 
@@ -117,16 +116,3 @@ def test_the_order_of_the_line_stays():
     sched = scheduler(request("a", FIRST), request("b", SECOND), request("c", [7, 8, 9]))
     assert [name for name, _, _ in step(sched)] == ["a"]
     assert [name for name, _, _ in step(sched)] == ["b", "c"]
-
-
-def test_least_blocks_is_a_share_of_a_step():
-    assert [least_blocks(budget, 16) for budget in (16, 512, 2048, 8192)] == [1, 1, 4, 16]
-
-
-def test_spared_is_what_lies_behind_what_was_found():
-    chain = HashChain.of(SECOND, BLOCK)
-    same, other = HashChain.of(FIRST, BLOCK), HashChain.of([9, *FIRST], BLOCK)
-    cases = {(0, 1): True, (4, 1): True, (5, 1): False, (4, 2): False, (3, 2): True}
-    for (found, least), wanted in cases.items():
-        assert is_spared(chain, found, 5, least, [(same, 5)]) is wanted
-    assert not is_spared(chain, 0, 5, 1, [(other, 5)]) and not is_spared(chain, 4, 5, 1, [(same, 4)])

@@ -43,7 +43,7 @@ class Driven:
             namespace = namespace_of(kv.fingerprint, kv.memory.layout)
             return make_lower_tiers(kv.pool, kv.memory, settings, checks, namespace, self.woken.release)
 
-        extensions = Extensions(lower_tiers, layer_hook=hook, layers_per_hook=1)
+        extensions = Extensions(lower_tiers, layer_hook=hook)
         self.engine = load_engine(folder, backend, torch.float32, config, extensions)
 
     @property

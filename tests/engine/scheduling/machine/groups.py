@@ -74,8 +74,8 @@ class GroupLife:
 
     def alone(self, request: SequenceRequest) -> list[Hypothesis]:
         """The same search without any scheduler."""
-        search = search_of(request, ())
-        assert search is not None and request.group is not None
+        assert request.group is not None and request.group.beams is not None
+        search = search_of(request.sampling, request.group.beams, ())
         keys = keys_of("", request.token_ids)[-1:]
         while not search.is_done:
             step = search.step([self._after(key) for key in keys])
