@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrelay import metrics
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
@@ -55,82 +54,83 @@ class _Table:
 
 
 _HISTOGRAMS = (  # with the field of ServeStats
-    (metrics.REQUEST_TTFT_SECONDS, "Time to a sequence's first token.", "ttft_s"),
-    (metrics.REQUEST_ITL_SECONDS, "Gaps between tokens.", "itl_s"),
-    (metrics.REQUEST_TPOT_SECONDS, "Mean time per token after the first.", "tpot_s"),
-    (metrics.REQUEST_SECONDS, "Time from a sequence's arrival to its end.", "total_s"),
-    (metrics.KVTRANSFER_SECONDS, "KV transfers, first byte to verified.", "transfer_s"),
+    ("kvrelay_request_ttft_seconds", "Time to a sequence's first token.", "ttft_s"),
+    ("kvrelay_request_itl_seconds", "Gaps between tokens.", "itl_s"),
+    ("kvrelay_request_tpot_seconds", "Mean time per token after the first.", "tpot_s"),
+    ("kvrelay_request_seconds", "Time from a sequence's arrival to its end.", "total_s"),
+    ("kvrelay_kvtransfer_seconds", "KV transfers, first byte to verified.", "transfer_s"),
 )
 _OF_INGRESS = (
-    (metrics.REQUESTS_RUNNING, "Sequences in flight.", "running"),
-    (metrics.REQUEST_DEFERRALS_TOTAL, "Sequences that were deferred at the ingress.", "deferred"),
-    (metrics.REQUEST_RETRIES_TOTAL, "Attempts after a worker's fault.", "retries"),
-    (metrics.PROMPT_TOKENS_TOTAL, "Prompt tokens.", "prompt_tokens"),
-    (metrics.OUTPUT_TOKENS_TOTAL, "Output tokens.", "output_tokens"),
-    (metrics.ROUTER_CACHED_PREFIX_TOKENS_TOTAL, "Prompt tokens found in a prefix cache.", "cached_prefix_tokens"),
+    ("kvrelay_requests_running", "Sequences in flight.", "running"),
+    ("kvrelay_request_deferrals_total", "Sequences that were deferred at the ingress.", "deferred"),
+    ("kvrelay_request_retries_total", "Attempts after a worker's fault.", "retries"),
+    ("kvrelay_prompt_tokens_total", "Prompt tokens.", "prompt_tokens"),
+    ("kvrelay_output_tokens_total", "Output tokens.", "output_tokens"),
+    ("kvrelay_router_cached_prefix_tokens_total", "Prompt tokens found in a prefix cache.", "cached_prefix_tokens"),
 )
 
 
 def _counted(stats: ServeStats, table: _Table) -> None:
-    table.add_counts(metrics.REQUESTS_TOTAL, "Sequences by how they ended.", {}, "outcome", stats.outcomes)
-    table.add_counts(metrics.ROUTER_DECISIONS_TOTAL, "Routing decisions by path.", {}, "path", stats.decisions)
+    table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", stats.outcomes)
+    table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", stats.decisions)
     for (name, verdict), count in stats.slo_verdicts.items():
-        table.add(metrics.SLO_VERDICTS_TOTAL, "Requests with an SLO.", {"class": name, "verdict": verdict}, count)
+        table.add("kvrelay_slo_verdicts_total", "Requests with an SLO.", {"class": name, "verdict": verdict}, count)
     for (name, is_kept), count in stats.slo_outcomes.items():
         labels = {"class": name, "met": "true" if is_kept else "false"}
-        table.add(metrics.SLO_OUTCOMES_TOTAL, "Finished requests by promised class.", labels, count)
+        table.add("kvrelay_slo_outcomes_total", "Finished requests by promised class.", labels, count)
 
 
 def _forecast(forecast: Forecast, table: _Table) -> Iterable[Metric]:
     """How far predictions were from observed times."""
-    ratios = HistogramMetricFamily(metrics.SLO_PREDICTION_RATIO, "Observed over predicted.", labels=["time"])
+    ratios = HistogramMetricFamily("kvrelay_slo_prediction_ratio", "Observed over predicted.", labels=["time"])
     for time, errors in (("ttft", forecast.ttft_errors), ("tpot", forecast.tpot_errors)):
         bounds = [*map(str, RATIO_BOUNDS), "+Inf"]
         ratios.add_metric([time], list(zip(bounds, accumulate(errors.counts), strict=True)), errors.total)
         what = "Mean of |observed - predicted| / observed over the last ones."
-        table.add(metrics.SLO_PREDICTION_ERROR_RATIO, what, {"time": time}, errors.mean_error())
+        table.add("kvrelay_slo_prediction_error_ratio", what, {"time": time}, errors.mean_error())
     yield ratios
 
 
 _OF_WORKER = (  # with the field of the worker's LoadReport
-    (metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", "queued_tokens"),
-    (metrics.WORKER_STEP_SECONDS, "Moving average of the step time.", "step_s"),
-    (metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences preempted.", "preemptions"),
-    (metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL, "Tokens looked up in the prefix cache.", "prefix_query_tokens"),
-    (metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Tokens found in the prefix cache.", "prefix_hit_tokens"),
-    (metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Tokens of prefix hits loaded from lower tiers.", "tier_hit_tokens"),
-    (metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL,
+    ("kvrelay_worker_queued_tokens", "Prompt tokens not yet computed.", "queued_tokens"),
+    ("kvrelay_worker_step_seconds", "Moving average of the step time.", "step_s"),
+    ("kvrelay_worker_preemptions_total", "Sequences preempted.", "preemptions"),
+    ("kvrelay_worker_prefix_query_tokens_total", "Tokens looked up in the prefix cache.", "prefix_query_tokens"),
+    ("kvrelay_worker_prefix_hit_tokens_total", "Tokens found in the prefix cache.", "prefix_hit_tokens"),
+    ("kvrelay_worker_tier_hit_tokens_total", "Tokens of prefix hits loaded from lower tiers.", "tier_hit_tokens"),
+    ("kvrelay_worker_cascade_saved_tokens_total",
      "KV tokens that sequences of a step shared instead of reading each.", "cascade_saved_tokens"),
-    (metrics.WORKER_FETCHING, "Queued sequences that wait for blocks from a store.", "fetching"),
-    (metrics.WORKER_WAITING_TENANTS, "Tenants with queued sequences.", "waiting_tenants"),
-    (metrics.WORKER_DEADLINE_REFUSALS_TOTAL, "Sequences refused, past their deadline.", "deadline_refusals"),
-    (metrics.WORKER_DISPLACED_TOTAL, "Sequences dropped from a full queue for another tenant's.", "displaced"),
-    (metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens of preempted sequences that are recomputed.", "recomputed_tokens"),
-    (metrics.WORKER_SWAPPED, "Sequences swapped out to host memory.", "swapped"),
-    (metrics.WORKER_SWAPPED_BLOCKS, "KV blocks swapped out to host memory.", "swapped_blocks"),
-    (metrics.WORKER_SWAPPED_BYTES, "KV bytes swapped out to host memory.", "swapped_bytes"),
-    (metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL, "Swapped blocks found corrupt and recomputed.", "swap_corrupt_blocks"),
-    (metrics.KVTRANSFER_LEASES, "KV transfers in flight.", "kv_leases"),
-    (metrics.KVTRANSFER_LEASE_EXPIRED_TOTAL, "Leases that expired before their transfer ended.", "kv_expired_leases"),
+    ("kvrelay_worker_fetching", "Queued sequences that wait for blocks from a store.", "fetching"),
+    ("kvrelay_worker_waiting_tenants", "Tenants with queued sequences.", "waiting_tenants"),
+    ("kvrelay_worker_deadline_refusals_total", "Sequences refused, past their deadline.", "deadline_refusals"),
+    ("kvrelay_worker_displaced_total", "Sequences dropped from a full queue for another tenant's.", "displaced"),
+    ("kvrelay_worker_recomputed_tokens_total",
+     "Tokens of preempted sequences that are recomputed.", "recomputed_tokens"),
+    ("kvrelay_worker_swapped", "Sequences swapped out to host memory.", "swapped"),
+    ("kvrelay_worker_swapped_blocks", "KV blocks swapped out to host memory.", "swapped_blocks"),
+    ("kvrelay_worker_swapped_bytes", "KV bytes swapped out to host memory.", "swapped_bytes"),
+    ("kvrelay_worker_swap_corrupt_blocks_total", "Swapped blocks found corrupt and recomputed.", "swap_corrupt_blocks"),
+    ("kvrelay_kvtransfer_leases", "KV transfers in flight.", "kv_leases"),
+    ("kvrelay_kvtransfer_lease_expired_total", "Leases that expired before their transfer ended.", "kv_expired_leases"),
 )  # fmt: skip
 _OF_TIER = (
-    (metrics.KV_TIER_BLOCKS, "Blocks in a tier below the pool.", "num_blocks"),
-    (metrics.KV_TIER_BYTES, "Bytes in a tier, as stored.", "num_bytes"),
-    (metrics.KV_TIER_CAPACITY_BYTES, "Bytes that a tier may use; 0: no limit.", "capacity_bytes"),
-    (metrics.KV_TIER_STORED_BLOCKS_TOTAL, "Blocks stored in a tier.", "stored_blocks"),
-    (metrics.KV_TIER_LOADED_BLOCKS_TOTAL, "Blocks loaded from a tier.", "loaded_blocks"),
-    (metrics.KV_TIER_STORE_SECONDS_TOTAL, "Time spent on storing.", "store_s"),
-    (metrics.KV_TIER_LOAD_SECONDS_TOTAL, "Time spent on loading.", "load_s"),
-    (metrics.KV_TIER_REJECTED_BLOCKS_TOTAL, "Blocks not admitted, or without room.", "rejected_blocks"),
-    (metrics.KV_TIER_EVICTED_BLOCKS_TOTAL, "Blocks evicted from a tier.", "evicted_blocks"),
-    (metrics.KV_TIER_CORRUPT_BLOCKS_TOTAL, "Blocks found corrupt and discarded.", "corrupt_blocks"),
-    (metrics.KV_TIER_FAILURES_TOTAL, "Tier operations that failed.", "failures"),
+    ("kvrelay_kv_tier_blocks", "Blocks in a tier below the pool.", "num_blocks"),
+    ("kvrelay_kv_tier_bytes", "Bytes in a tier, as stored.", "num_bytes"),
+    ("kvrelay_kv_tier_capacity_bytes", "Bytes that a tier may use; 0: no limit.", "capacity_bytes"),
+    ("kvrelay_kv_tier_stored_blocks_total", "Blocks stored in a tier.", "stored_blocks"),
+    ("kvrelay_kv_tier_loaded_blocks_total", "Blocks loaded from a tier.", "loaded_blocks"),
+    ("kvrelay_kv_tier_store_seconds_total", "Time spent on storing.", "store_s"),
+    ("kvrelay_kv_tier_load_seconds_total", "Time spent on loading.", "load_s"),
+    ("kvrelay_kv_tier_rejected_blocks_total", "Blocks not admitted, or without room.", "rejected_blocks"),
+    ("kvrelay_kv_tier_evicted_blocks_total", "Blocks evicted from a tier.", "evicted_blocks"),
+    ("kvrelay_kv_tier_corrupt_blocks_total", "Blocks found corrupt and discarded.", "corrupt_blocks"),
+    ("kvrelay_kv_tier_failures_total", "Tier operations that failed.", "failures"),
 )
 _OF_PATH = (  # both ends count a transfer: sum over one role
-    (metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", "num_bytes"),
-    (metrics.KVTRANSFER_READ_SECONDS_TOTAL, "Time spent on reading and verifying, summed over reads.", "seconds"),
-    (metrics.KVTRANSFER_EXPOSED_SECONDS_TOTAL, "Transfer time that prefill did not hide.", "exposed_s"),
-    (metrics.KVTRANSFER_RETRIES_TOTAL, "Reads retried over another path.", "retries"),
+    ("kvrelay_kvtransfer_bytes_total", "KV bytes moved.", "num_bytes"),
+    ("kvrelay_kvtransfer_read_seconds_total", "Time spent on reading and verifying, summed over reads.", "seconds"),
+    ("kvrelay_kvtransfer_exposed_seconds_total", "Transfer time that prefill did not hide.", "exposed_s"),
+    ("kvrelay_kvtransfer_retries_total", "Reads retried over another path.", "retries"),
 )
 
 
@@ -145,31 +145,31 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         "quarantined": load.quarantined_blocks,
         "probe": load.probe_blocks,
     }
-    table.add_counts(metrics.KV_BLOCKS, "KV blocks by state.", worker, "state", blocks)
+    table.add_counts("kvrelay_kv_blocks", "KV blocks by state.", worker, "state", blocks)
     sequences = {"running": load.running, "waiting": load.waiting, "receiving": load.receiving}
-    table.add_counts(metrics.WORKER_SEQUENCES, "Sequences on a worker.", worker, "state", sequences)
+    table.add_counts("kvrelay_worker_sequences", "Sequences on a worker.", worker, "state", sequences)
     by_model = load.model_drafted_tokens, load.model_accepted_tokens
     from_text = load.drafted_tokens - by_model[0], load.accepted_tokens - by_model[1]
     for source, (drafted, accepted) in (("ngram", from_text), ("model", by_model)):
         labels = {**worker, "source": source}
-        table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Draft tokens verified.", labels, drafted)
-        table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Draft tokens accepted.", labels, accepted)
+        table.add("kvrelay_worker_drafted_tokens_total", "Draft tokens verified.", labels, drafted)
+        table.add("kvrelay_worker_accepted_tokens_total", "Draft tokens accepted.", labels, accepted)
     waiting = load.waiting_by_priority
-    table.add_counts(metrics.WORKER_WAITING, "Queued sequences, by priority.", worker, "priority", waiting)
+    table.add_counts("kvrelay_worker_waiting", "Queued sequences, by priority.", worker, "priority", waiting)
     computed = {tenant or "none": count for tenant, count in load.tenant_tokens.items()}
     computed["other"] = load.other_tenant_tokens
-    table.add_counts(metrics.WORKER_TENANT_TOKENS_TOTAL, "Tokens computed, by tenant.", worker, "tenant", computed)
-    table.add_counts(metrics.WORKER_PREEMPTED_TOTAL, "Sequences preempted, by mode.", worker, "mode", load.preempted)
+    table.add_counts("kvrelay_worker_tenant_tokens_total", "Tokens computed, by tenant.", worker, "tenant", computed)
+    table.add_counts("kvrelay_worker_preempted_total", "Sequences preempted, by mode.", worker, "mode", load.preempted)
     swaps, what = {"out": load.swap_out_s, "in": load.swap_in_s}, "Time spent on copies between pool and swap area."
-    table.add_counts(metrics.WORKER_SWAP_SECONDS_TOTAL, what, worker, "direction", swaps)
+    table.add_counts("kvrelay_worker_swap_seconds_total", what, worker, "direction", swaps)
     for tier in load.tiers:
         table.add_fields(_OF_TIER, tier, {**worker, "tier": tier.tier})
     for path in load.kv_paths:
         table.add_fields(_OF_PATH, path, {**worker, "path": path.path})
     is_source = info.role == Role.PREFILL  # it hashes before a path is chosen
     checks = {"any": load.kv_check_s} if is_source else {path.path: path.check_s for path in load.kv_paths}
-    table.add_counts(metrics.KVTRANSFER_CHECK_SECONDS_TOTAL, "Time spent on KV checksums.", worker, "path", checks)
-    table.add_counts(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", worker, "reason", load.kv_refused)
+    table.add_counts("kvrelay_kvtransfer_check_seconds_total", "Time spent on KV checksums.", worker, "path", checks)
+    table.add_counts("kvrelay_kvtransfer_refusals_total", "KV transfers refused.", worker, "reason", load.kv_refused)
 
 
 def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
@@ -179,20 +179,20 @@ def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
         ends = dict(zip(("source", "target"), pair.key, strict=True))
         is_ok = "true" if pair.verdict is Verdict.OK else "false"
         labels = {**ends, "path": pair.path.path if pair.path is not None else "none", "ok": is_ok}
-        table.add(metrics.KVTRANSFER_PAIRS, "Prefill and decode workers that are paired.", labels, 1)
+        table.add("kvrelay_kvtransfer_pairs", "Prefill and decode workers that are paired.", labels, 1)
         for path in pair.report.paths:
             labels, speed, latency_s = {**ends, "path": path.path}, path.bytes_per_s, path.latency_s
             if speed:
-                table.add(metrics.KVTRANSFER_PATH_BYTES_PER_SECOND, "Last measured bandwidth.", labels, speed)
+                table.add("kvrelay_kvtransfer_path_bytes_per_second", "Last measured bandwidth.", labels, speed)
             if latency_s:
-                table.add(metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "Probed latency of one block.", labels, latency_s)
+                table.add("kvrelay_kvtransfer_path_latency_seconds", "Probed latency of one block.", labels, latency_s)
 
 
 def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
     counts = index.audit_counts(worker_id)
     results = {"agreed": counts.compared - counts.wrong - counts.missed, "wrong": counts.wrong, "missed": counts.missed}
     what = "Index entries compared with a worker's cache."
-    table.add_counts(metrics.ROUTER_AUDITED_HASHES_TOTAL, what, {"worker": worker_id}, "result", results)
+    table.add_counts("kvrelay_router_audited_hashes_total", what, {"worker": worker_id}, "result", results)
 
 
 class ServeCollector(Collector):
@@ -207,9 +207,9 @@ class ServeCollector(Collector):
         table = _Table()
         table.add_fields(_OF_INGRESS, self._stats, {})
         what = "Moving average of observed minus predicted time to first token."
-        table.add(metrics.ROUTER_PREDICTION_ERROR_SECONDS, what, {}, self._router.prediction_error_s)
+        table.add("kvrelay_router_prediction_error_seconds", what, {}, self._router.prediction_error_s)
         what = "Sequences deferred at the ingress, as their first token would miss its target anyway."
-        table.add(metrics.REQUESTS_DEFERRED, what, {}, self._router.num_deferred)
+        table.add("kvrelay_requests_deferred", what, {}, self._router.num_deferred)
         _counted(self._stats, table)
         if self._router.forecast is not None:
             yield from _forecast(self._router.forecast, table)
@@ -218,7 +218,7 @@ class ServeCollector(Collector):
             _worker(info, load, table)
             roles[info.role] = roles.get(info.role, 0) + 1
             _audited(info.worker_id, self._router.index, table)
-        table.add_counts(metrics.WORKERS, "Connected workers.", {}, "role", roles)
+        table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles)
         _pairs(self._workers.pairs.book.pairs, table)
         yield from table.families.values()
 
