@@ -169,9 +169,9 @@ def _report_sizes(settings: Settings, console: Console) -> None:
         if worker is None:
             continue
         line, *notices = worker["sizes"]
-        console.print(f"  {role:<8} {line}", highlight=False, markup=False)
+        console.print(f"  {role:<8} {line}", highlight=False, markup=False, soft_wrap=True)
         for notice in filter(None, [*notices, worker["backend"].get("warning")]):
-            console.print(f"[yellow]warning:[/yellow] {role}: {escape(notice)}", highlight=False)
+            console.print(f"[yellow]warning:[/yellow] {role}: {escape(notice)}", highlight=False, soft_wrap=True)
 
 
 def _probe(settings: Settings, model: str) -> str:

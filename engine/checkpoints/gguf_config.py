@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 # Texts that end a turn or a document in any vocabulary that has them as one token (from llama.cpp's list).
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|end|>")
-_LLAMA3_CANDIDATES = ((1.0, 4.0, 8192),)  # low_freq_factor, high_freq_factor, original context of every Llama 3.x
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # all of 3.x
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,26 +195,20 @@ def _scaling(meta: Metadata) -> Json:
 def _llama3(meta: Metadata, rope_freqs: Sequence[float], theta: float, head_dim: int) -> Json:
     """Recover Llama 3's rope settings from the file's divisors; refuses divisors that do not match."""
     factor = round(max(rope_freqs), 4)
-    for low, high, original in _LLAMA3_CANDIDATES:
-        divisors = [_llama3_divisor(theta, head_dim, i, factor, low, high, original) for i in range(head_dim // 2)]
-        if len(divisors) == len(rope_freqs) and all(
-            math.isclose(a, b, rel_tol=1e-3) for a, b in zip(divisors, rope_freqs, strict=True)
-        ):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    raise UnsupportedModel(meta.source, "rope_freqs.weight is not Llama 3's rope scaling")
+    divisors = [_llama3_divisor(theta ** (2 * index / head_dim), factor) for index in range(head_dim // 2)]
+    if len(divisors) != len(rope_freqs) or not all(map(_is_close, divisors, rope_freqs)):
+        raise UnsupportedModel(meta.source, "rope_freqs.weight is not Llama 3's rope scaling")
+    return {"rope_type": "llama3", "factor": factor} | _LLAMA3
 
 
-def _llama3_divisor(
-    theta: float, head_dim: int, index: int, factor: float, low: float, high: float, original: int
-) -> float:
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3)
+
+
+def _llama3_divisor(turn: float, factor: float) -> float:
     """The divisor of one frequency. Source: Llama 3.1's rope scaling."""
-    wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
+    low, high, original = _LLAMA3.values()
+    wavelength = 2 * math.pi * turn
     if wavelength < original / high:
         return 1.0
     if wavelength > original / low:
@@ -238,9 +232,6 @@ def end_ids(meta: Metadata) -> list[int]:
 
 def generation_config(meta: Metadata) -> Json:
     """generation_config.json: BOS, EOS and padding ids."""
-    ids = {
-        "bos_token_id": meta.token("bos"),
-        "eos_token_id": end_ids(meta) or None,
-        "pad_token_id": meta.token("padding"),
-    }
+    ids = {"bos_token_id": meta.token("bos"), "eos_token_id": end_ids(meta) or None}
+    ids |= {"pad_token_id": meta.token("padding")}
     return {key: value for key, value in ids.items() if value is not None}

@@ -62,14 +62,14 @@ class ExpertMlp:
         shared: Mlp | None,
         shared_gate: Linear | None,
     ) -> None:
-        self._backend, self._choice, self._router, self._correction = backend, choice, router, correction
-        self._experts, self._shared, self._shared_gate = experts, shared, shared_gate
+        self._backend, self._choice, self.router, self._correction = backend, choice, router, correction
+        self.experts, self._shared, self._shared_gate = experts, shared, shared_gate
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = self._backend.widened(x)
-        weights, chosen = self._backend.choose_experts(self._router(wide), self._correction, self._choice)
+        weights, chosen = self._backend.choose_experts(self.router(wide), self._correction, self._choice)
         base = None if self._shared is None else self._shared(x)
-        return self._experts(x, weights, chosen, base, None if self._shared_gate is None else self._shared_gate(wide))
+        return self.experts(x, weights, chosen, base, None if self._shared_gate is None else self._shared_gate(wide))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class DecoderModel:
             kv_dtype or dtype,
             latent_dim=None if spec.latent is None else spec.latent.kv_rank,
         )
-        self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
+        self._backend, self._embedding, self.layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies
         self._embed_scale = float(torch.tensor(spec.embed_scale or 1.0, dtype=dtype))
@@ -168,8 +168,8 @@ class DecoderModel:
         self.reserve_positions(batch.max_context_len)
         positions, slots = batch.positions, batch.slot_mapping  # on the CPU: the backend moves them, once per step
         residual = backend.embed(token_ids.to(backend.device), self._embedding, self._embed_scale)
-        x = backend.rms_norm(residual, self._layers[0].input_norm, spec.norm_eps)
-        for index, layer in enumerate(self._layers):
+        x = backend.rms_norm(residual, self.layers[0].input_norm, spec.norm_eps)
+        for index, layer in enumerate(self.layers):
             x = self._attend(layer, index, x, positions, slots, plan, kv_layers[index])
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
             x = layer.mlp(x)
@@ -182,7 +182,7 @@ class DecoderModel:
 
     def _norm_after(self, index: int) -> Tensor:
         """The norm that follows layer `index`: the next layer's first, or the final one."""
-        return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._final_norm
+        return self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self._final_norm
 
     def _attend(
         self, layer: Layer, index: int, x: Tensor, positions: Tensor, slots: Tensor, plan: Any, kv_layer: Tensor

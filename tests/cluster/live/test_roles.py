@@ -83,6 +83,15 @@ async def test_each_role_runs_with_its_own_section(folder):
         )
 
 
+async def test_a_worker_reports_its_sizes_and_a_context_that_the_pool_cuts(folder):
+    async with started(folder, Role.DECODE) as (worker, _, _):
+        [line] = worker.status()["sizes"]
+        assert line.startswith("KV pool 4 MiB (engine.kv_memory), 128 tokens a step, 64 sequences")
+    async with started(folder, Role.DECODE, decode={"kv_memory": "512KiB"}) as (worker, info, _):
+        _, notice = worker.status()["sizes"]
+        assert f"cut from 2,048 to {info.max_model_len:,} tokens" in notice and "engine.kv_memory" in notice
+
+
 async def test_larger_blocks_and_another_order_give_the_same_tokens_and_hit_the_same_prefix(folder):
     async with started(folder, Role.DECODE) as (_, _, connection):
         expected, _ = await generate(connection, "plain", tokens_per_hash=16)

@@ -185,7 +185,7 @@ def test_settings_choose_the_scheme_and_a_backend_without_it_is_refused_by_name(
 def test_a_choice_of_experts_is_not_quantised(folders, backend):
     """The router decides in float32; the experts are quantised."""
     model = load_model(folders("deepseek_v3"), backend, torch.float32, quantization=INT8)
-    mlps = [layer.mlp for layer in model._layers if isinstance(layer.mlp, ExpertMlp)]
+    mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertMlp)]
     assert mlps
     for mlp in mlps:
-        assert not hasattr(mlp._router, "error") and mlp._experts.error.num_weights == 8 * 3 * 32 * 64
+        assert not hasattr(mlp.router, "error") and mlp.experts.error.num_weights == 8 * 3 * 32 * 64

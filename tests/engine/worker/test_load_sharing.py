@@ -290,4 +290,4 @@ def test_when_all_is_over_nobody_counts_anything_not_even_of_an_ingress_that_was
         assert {view.worker_id for view in views} == {"p0", "p1", "d0", "d1"}
         assert [(view.load.queued_tokens, view.load.sequences) for view in views] == [(0, 0)] * 4
     reports = [worker.reports for worker in sim.workers if worker.is_alive]
-    assert all(report._assigned._total == (0, 0, 0, 0) for report in reports)
+    assert all(report._assigned.total() == (0, 0, 0, 0) for report in reports)
