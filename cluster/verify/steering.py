@@ -109,7 +109,7 @@ async def served_in_order(
 def _reached_s(cluster: LocalCluster, request_id: str, stage: str) -> float:
     """When the ingress learnt that a request had reached the stage."""
     (record,) = cluster.dispatcher.requests.find(request_id)
-    return record.started_s + next((one.at_s for one in record.stages if one.name == stage), float("inf"))
+    return record.started_s + next((one["at_s"] for one in record.stages if one["name"] == stage), float("inf"))
 
 
 def is_mixed(plan: StepPlan) -> bool:

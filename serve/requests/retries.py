@@ -129,20 +129,14 @@ class SloUnreachable(RequestError):
         self.retry_after_s, self.slo = retry_after_s, slo
 
 
-def slo_refusal(refusal: RoutingRefusal) -> SloUnreachable:
-    """The error for a refusal of reason "slo"."""
-    assert refusal.verdict is not None
-    return SloUnreachable(refusal.message, refusal.retry_after_s, verdict_fields(refusal.verdict))
-
-
 def error_of_refusal(refusal: RoutingRefusal) -> KvrelayError:
     """The client's error when the router refuses the first attempt."""
     if refusal.reason == "slo":
-        return slo_refusal(refusal)
+        assert refusal.verdict is not None
+        return SloUnreachable(refusal.message, refusal.retry_after_s, verdict_fields(refusal.verdict))
     if refusal.reason == "incompatible":
-        return Unavailable(
-            f"no two workers can exchange KV: {refusal.message}", refusal.retry_after_s, "kv_incompatible"
-        )
+        message = f"no two workers can exchange KV: {refusal.message}"
+        return Unavailable(message, refusal.retry_after_s, "kv_incompatible")
     if refusal.reason == "too_long":
         return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
     if refusal.reason == "full":

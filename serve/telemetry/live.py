@@ -65,28 +65,19 @@ def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
         return {**view, "health": "down"}
     health = "leaving" if is_leaving or load.is_draining else "silent" if link.silent_s > SILENT_S else "up"
     facts = {name: getattr(info, name) for name in ("node_id", "device", "block_size", "max_running", "max_model_len")}
-    return {**view, "health": health, "silent_s": link.silent_s, **facts, "load": msgspec.to_builtins(_whole(load))}
-
-
-def _whole(load: LoadReport) -> dict[str, Any]:
-    """With the fields that are zero, which msgspec would omit."""
-    plain = msgspec.structs.asdict(load)
-    plain["kv_paths"] = [msgspec.structs.asdict(path) for path in load.kv_paths]
-    plain["tiers"] = [msgspec.structs.asdict(tier) for tier in load.tiers]
-    return plain
+    whole = msgspec.structs.asdict(load)  # with the fields that are zero, which msgspec would omit
+    whole |= {name: [msgspec.structs.asdict(one) for one in whole[name]] for name in ("kv_paths", "tiers")}
+    return {**view, "health": health, "silent_s": link.silent_s, **facts, "load": msgspec.to_builtins(whole)}
 
 
 def _pair(pair: WorkerPair, in_flight: int) -> dict[str, Any]:
-    source, target = pair.key
-    path = pair.path
-    return {
-        "source": source,
-        "target": target,
-        "verdict": str(pair.verdict),
-        "in_flight": in_flight,
-        "path": path.path if path is not None else None,
-        "bytes_per_s": path.bytes_per_s if path is not None else 0.0,
-    }
+    (source, target), path = pair.key, pair.path
+    name, speed = (None, 0.0) if path is None else (path.path, path.bytes_per_s)
+    ends = {"source": source, "target": target, "verdict": str(pair.verdict)}
+    return {**ends, "in_flight": in_flight, "path": name, "bytes_per_s": speed}
+
+
+_ROW = ("path", "prefill", "decode", "prompt_tokens", "cached_tokens", "max_tokens", "attempts", "why")
 
 
 def request_row(record: RequestRecord, now_s: float) -> dict[str, Any]:
@@ -96,18 +87,11 @@ def request_row(record: RequestRecord, now_s: float) -> dict[str, Any]:
         "id": record.request_id,
         "state": _state(record),
         "is_live": record.ended_s is None,
-        "path": record.path,
-        "prefill": record.prefill,
-        "decode": record.decode,
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
+        **{name: getattr(record, name) for name in _ROW},
         "tokens": record.num_tokens,
-        "max_tokens": record.max_tokens,
-        "attempts": record.attempts,
         "age_s": now_s - record.started_s,
         "total_s": end_s - record.started_s,
         "ttft_s": None if record.first_s is None else record.first_s - record.started_s,
-        "why": record.why,
     }
 
 
@@ -117,16 +101,15 @@ def _state(record: RequestRecord) -> str:
         return record.outcome
     if record.num_tokens:
         return "KV in transfer" if record.is_transferring else "decoding"
-    return record.stages[-1].name if record.stages else "arrived"
+    return str(record.stages[-1]["name"])
 
 
 def request_detail(record: RequestRecord, now_s: float) -> dict[str, Any]:
     """The row and every stage, ordered by time."""
-    stages = sorted(record.stages, key=lambda stage: stage.at_s)
     gaps = record.num_tokens - 1
     tpot_s = (record.last_s - record.first_s) / gaps if record.first_s and record.last_s and gaps > 0 else None
-    plain = [{"name": stage.name, "at_s": stage.at_s, **stage.facts} for stage in stages]
-    return {**request_row(record, now_s), "tpot_s": tpot_s, "stages": plain}
+    stages = sorted(record.stages, key=lambda stage: stage["at_s"])
+    return {**request_row(record, now_s), "tpot_s": tpot_s, "stages": stages}
 
 
 class LiveFeed:

@@ -94,15 +94,6 @@ class RequestArrival:
     tokenised_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """`at_s` counts from the request's arrival. `facts` are numbers and names, never the client's text."""
-
-    name: str
-    at_s: float
-    facts: dict[str, Any]
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """The log of one sequence, written by its RequestObserver. None: not reached yet. A record of 19 attributes."""
@@ -112,7 +103,7 @@ class RequestRecord:
     started_s: float
     prompt_tokens: int
     max_tokens: int
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)  # name, at_s from the request's arrival, facts
     path: str | None = None
     prefill: str | None = None
     decode: str | None = None
@@ -128,11 +119,11 @@ class RequestRecord:
     submitted_s: float = 0.0
 
     def note(self, name: str, now_s: float, **facts: Any) -> None:
-        """Add a stage. Facts that are None are left out."""
+        """Add a stage. Facts are numbers and names, never the client's text; those that are None are left out."""
         if len(self.stages) == STAGES_KEPT:
             del self.stages[STAGES_KEPT // 2]
         given = {key: value for key, value in facts.items() if value is not None}
-        self.stages.append(Stage(name, now_s - self.started_s, given))
+        self.stages.append({"name": name, "at_s": now_s - self.started_s, **given})
 
 
 class RequestLog:

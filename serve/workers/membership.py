@@ -179,7 +179,7 @@ class Membership:
         listed = {member.worker_id: member for member in members}
         for link in self._links.members():
             if listed.get(link.worker_id) != link.member:
-                self._retire(self._links.remove(link.worker_id))
+                self._retire(link)
         for worker_id, member in listed.items():
             if self._links.get(worker_id) is None:
                 link = WorkerLink(member, self._secret, self._events, tls=self._tls)
@@ -188,8 +188,8 @@ class Membership:
                     link.start()
 
     def _retire(self, link: WorkerLink) -> None:
+        self._links.retire(link)
         if self._is_open:
-            self._links.add_retired(link)
             link.retire()
         self._router.worker_down(link.worker_id)
         self.pairs.worker_down(link.worker_id)
@@ -265,7 +265,6 @@ class Membership:
     def _lost(self, link: WorkerLink, why: str) -> None:
         """All that the worker held is lost."""
         logger.info("worker %s is gone: %s", link.worker_id, why)
-        self._links.discard_retired(link)
         if self._links.get(link.worker_id) in (link, None):
             self._router.worker_down(link.worker_id)
             self.pairs.worker_down(link.worker_id)

@@ -185,15 +185,10 @@ class Links:
     def add(self, link: WorkerLink) -> None:
         self._members[link.worker_id] = link
 
-    def remove(self, worker_id: str) -> WorkerLink:
-        """It is no member any more."""
-        return self._members.pop(worker_id)
-
-    def add_retired(self, link: WorkerLink) -> None:
+    def retire(self, link: WorkerLink) -> None:
+        """It is no member any more; its sequences go on while it is connected."""
+        del self._members[link.worker_id]
         self._retired = {known for known in self._retired if known.is_up} | {link}
-
-    def discard_retired(self, link: WorkerLink) -> None:
-        self._retired.discard(link)
 
     def take_all(self) -> list[WorkerLink]:
         """Every link, to be closed; none is left here."""

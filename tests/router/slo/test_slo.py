@@ -15,7 +15,7 @@ from kvrelay.router.slo.learning import EVIDENCE_HALF_LIFE_S, WINDOW, Bias, Dura
 from kvrelay.router.types import Decision, Prediction, RouteRequest, RoutingRefusal, SloRequirement, SloTarget
 from kvrelay.serve.api.parameters import slo_of
 from kvrelay.serve.api.schemas import SloFields
-from kvrelay.serve.requests.retries import slo_refusal
+from kvrelay.serve.requests.retries import error_of_refusal
 from kvrelay.serve.telemetry.explain import SloRecord
 from kvrelay.settings.router import RouterSettings, SloSettings
 from kvrelay.types import Fingerprint
@@ -558,7 +558,7 @@ def test_a_class_that_is_not_there_is_refused_and_so_is_an_slo_where_none_is_con
 def test_a_refusal_tells_what_was_wanted_and_what_is_predicted():
     cluster = Cluster()
     cluster.send(cluster.ask(8000))
-    error = slo_refusal(cluster.send(cluster.ask(1000, slo=wants(ttft_s=2.0))))
+    error = error_of_refusal(cluster.send(cluster.ask(1000, slo=wants(ttft_s=2.0))))
     assert (error.status, error.code) == (429, "slo_unreachable")
     assert error.slo["wanted"] == {"ttft_s": 2.0, "tpot_s": None}
     assert error.slo["predicted"]["ttft_s"] == pytest.approx(9.0, rel=0.1)

@@ -64,7 +64,7 @@ async def test_its_turn_comes_with_the_first_token_of_who_was_there(crowded):
     assert explain.deferred_s > 0 and explain.parts_us()["deferred"] > 0
     assert sum(explain.parts_us().values()) == explain.ttft_us()
     assert cluster.dispatcher.stats.deferred == 1 and nothing_waits(cluster)
-    stages = [stage.name for stage in cluster.dispatcher.requests.find("r2")[0].stages]
+    stages = [stage["name"] for stage in cluster.dispatcher.requests.find("r2")[0].stages]
     assert stages.index("deferred") < stages.index("routed")
     await cluster.all_released()
 

@@ -84,7 +84,7 @@ def test_times_count_from_the_arrival_of_the_request_not_from_its_admission():
     it.observer.ended("stop")
     row = request_row(it.record, 100.0)
     assert (row["ttft_s"], row["total_s"], row["age_s"]) == (4.0, 5.0, 97.0)
-    assert [(stage.name, stage.at_s) for stage in it.record.stages] == [
+    assert [(stage["name"], stage["at_s"]) for stage in it.record.stages] == [
         ("arrived", 0.0),
         ("tokenised", 1.5),
         ("ended", 5.0),
