@@ -43,10 +43,7 @@ def create_app(
     model: ModelCard,
     sessions: Sessions,
 ) -> Starlette:
-    """The app; requests before the first worker is connected get 503 with Retry-After.
-
-    `sessions`: shared with other ingresses.
-    """
+    """The app; requests before the first worker is connected get 503. `sessions`: shared with other ingresses."""
     slo = settings.slo if settings.slo.is_on else None
     front = Front(dispatcher, tokenizer, settings, model, sessions, slo)
     live = ui.LiveView(front)

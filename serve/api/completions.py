@@ -140,10 +140,7 @@ _RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 
 
 class _Reply:
-    """Turns a generation's pieces into one object, or into chunks.
-
-    The two kinds of replies differ in what a choice looks like.
-    """
+    """Turns a generation's pieces into one object, or into chunks. The kinds differ in what a choice looks like."""
 
     kind = chunk_kind = ""  # the field `object`
 

@@ -305,9 +305,7 @@ class SequenceAttempt:
         self._submission.inbox.put(("", error))
 
     def close(self, reason: str) -> None:
-        """The one release path: workers that may still hold something get an Abort, and the router counts nothing
-        any more. Idempotent.
-        """
+        """The one release path: workers that may still hold something get an Abort. Idempotent."""
         if not self._submission.is_closed:
             self._placer.ended(self.id)
             self._submission.close(reason)

@@ -126,12 +126,10 @@ class RequestDriver:
         self._observer.ended(outcome)
 
     def _learn(self) -> None:
-        """Report the observed times to the router's forecast, and whether the promise was met.
-
-        A sequence that changed workers says nothing about any one of them.
-        """
+        """Report the observed times to the router's forecast, and whether the promise was met."""
         observer = self._observer
-        if self._attempt is not None and self._num_attempts == 1 and observer.num_tokens:
+        is_one_pair = self._num_attempts == 1  # a sequence that changed workers says nothing about any one of them
+        if self._attempt is not None and is_one_pair and observer.num_tokens:
             self._placer.finished(self._attempt.id, observer.num_tokens, observer.tpot_s, observer.now_s())
         verdict = self._slo.verdict if self._slo is not None else None
         if verdict is not None and (target := verdict.target) is not None:
@@ -141,10 +139,7 @@ class RequestDriver:
     # ---- place
 
     async def _place(self) -> SequenceAttempt:
-        """Choose workers and count the sequence as theirs; may wait.
-
-        Raises the error that ends it when the router refuses.
-        """
+        """Choose workers and count the sequence as theirs; may wait. Raises the error that ends it."""
         if self._is_time_up:
             raise self._time_limit_error()
         self._num_attempts += 1

@@ -42,10 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class QueueRank:
-    """What decides a request's place in the workers' queues; as in wire.SequenceRequest.
-
-    `deadline_s` counts from the sequence's submission.
-    """
+    """A request's place in the workers' queues, as in wire.SequenceRequest; `deadline_s` from the submission on."""
 
     priority: int = 0
     deadline_s: float | None = None

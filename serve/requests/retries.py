@@ -69,9 +69,7 @@ class Retries:
         return choice
 
     def error_of(self, refusal: RoutingRefusal) -> KvrelayError | AttemptFailed:
-        """The client's error when the router refuses; AttemptFailed where the stream has begun and the request
-        waits on.
-        """
+        """The client's error when the router refuses; AttemptFailed where a stream that has begun waits on."""
         if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
         if refusal.reason not in ("incompatible", "too_long", "full", "slo"):

@@ -29,9 +29,7 @@ def _us(seconds: float) -> int:
 
 @dataclass(slots=True)
 class Explain:
-    """Filled while a sequence runs. Times are of the ingress's clock, summed over attempts. A record of 14
-    attributes.
-    """
+    """Filled while a sequence runs; 14 attributes. Times are of the ingress's clock, summed over attempts."""
 
     received_s: float
     submitted_s: float = 0.0
@@ -176,10 +174,7 @@ class SloRecord:
 
     @property
     def priority(self) -> int | None:
-        """The queue priority of the promised class, or of the requested one before the verdict.
-
-        None: the class has none.
-        """
+        """The queue priority of the promised class, or of the requested one before the verdict; None: it has none."""
         target = self.verdict.target if self.verdict is not None else None
         return (target or self.requirement.targets[0]).priority
 

@@ -134,10 +134,7 @@ class LiveFeed:
         return self._task is not None
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """The current snapshot, then one per tick, as server-sent events; a slow viewer misses ticks.
-
-        Raises Overloaded.
-        """
+        """The snapshot, then one per tick, as server-sent events; a slow viewer misses ticks. Raises Overloaded."""
         if len(self._viewers) >= self._max_viewers:
             raise Overloaded(f"{self._max_viewers} viewers have this page open already", 10.0)
         viewer = object()

@@ -356,10 +356,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name.
-
-    A template is code from the checkpoint, so it runs in jinja's immutable sandbox.
-    """
+    """One compiled template and the special tokens that it may name; a checkpoint's code, so it runs in a sandbox."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelError when the template does not compile."""

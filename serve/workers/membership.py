@@ -103,9 +103,7 @@ class Placer:
     # ---- deferral and load sharing
 
     def wake_deferred(self) -> None:
-        """Call after anything that may let a deferred request go: load, a first token, an end, a worker that comes
-        or goes.
-        """
+        """Call after anything that may let a deferred request go: load, a first token, an end, a worker up or down."""
         while (request_id := self._router.take_ready()) is not None:
             turn = self._turns[request_id]
             if not turn.done():
@@ -130,10 +128,7 @@ class Placer:
 
 
 class Membership:
-    """The members, their links and pairs. Lives on one event loop.
-
-    15 attributes: most are the parts that get what the links deliver.
-    """
+    """The members, their links and pairs. 15 attributes: most are the parts that get what the links deliver."""
 
     def __init__(
         self,
@@ -215,9 +210,7 @@ class Membership:
         return min((info.max_running for info, _ in self.live_workers()), default=1 << 16)
 
     def is_ready(self) -> bool:
-        """Whether a decode worker is connected (one can serve alone), and KV can travel where there are prefill
-        workers.
-        """
+        """Whether a decode worker is connected (one can serve alone), and KV can travel to it from prefill workers."""
         return any(info.role == "decode" for info, _ in self.live_workers()) and not self._placer.is_blocked
 
     async def wait_for(self, condition: Callable[["Membership"], bool]) -> None:

@@ -26,10 +26,7 @@ A = TypeVar("A", wire.Status, wire.Prefetched, wire.Audited)
 
 
 class Queries:
-    """Sends questions over the links and waits for their answers.
-
-    Every question raises WorkerLost without an answer.
-    """
+    """Sends questions over the links and waits for their answers; each raises WorkerLost without one."""
 
     def __init__(self, links: Links, *, max_open: int) -> None:
         """max_open: of prefetches; more raise Overloaded."""
