@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.planning.capacity import prompts_of
 from kvrelay.router.planning.types import Interval, PlanningTarget, WorkerModel, Workload
-from kvrelay.serve.telemetry.observer import Histogram, ServeStats
+
+if TYPE_CHECKING:  # `kvrelay plan --help` is to import no numpy
+    from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 
 REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
@@ -30,7 +33,7 @@ KV_BYTES_PER_TOKEN = "kvrelay_kv_bytes_per_token"
 Values = Mapping[str, float]
 
 
-def ingress_report(stats: ServeStats, alone_shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+def ingress_report(stats: "ServeStats", alone_shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """One ingress's report: counters of its requests, and for each worker the share of its blocks that no other has."""
     ended = sum(stats.outcomes.values())
     return {
@@ -46,7 +49,7 @@ def ingress_report(stats: ServeStats, alone_shares: Mapping[str, float] = Mappin
     }
 
 
-def _bounds(name: str, histogram: Histogram) -> dict[str, float]:
+def _bounds(name: str, histogram: "Histogram") -> dict[str, float]:
     return {f"{name}/{bound:g}": float(count) for bound, count in histogram.cumulative()}
 
 

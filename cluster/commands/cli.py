@@ -145,12 +145,11 @@ def status(
 ) -> None:
     """Show the workers, their load and KV pools, and how KV travels between them."""
     from kvrelay.cluster.commands import status as status_command
-    from kvrelay.cluster.launch.endpoints import endpoints, hint_to_start
+    from kvrelay.cluster.launch.endpoints import addressed
     from kvrelay.environment import environment_api_key
 
     api_key = api_key or environment_api_key()
-    api_url, dashboard_url = endpoints(url, dashboard)
-    with hint_to_start():
+    with addressed(url, dashboard) as (api_url, dashboard_url):
         if watch:
             from kvrelay.cluster.commands import watch as watch_command
 
@@ -171,12 +170,11 @@ def doctor(
     The exit code is 1 when a pair is incompatible.
     """
     from kvrelay.cluster.commands import doctor as doctor_command
-    from kvrelay.cluster.launch.endpoints import endpoints, hint_to_start
+    from kvrelay.cluster.launch.endpoints import addressed
     from kvrelay.environment import environment_api_key
 
-    api_url, _ = endpoints(url, None)
     api_key = api_key or environment_api_key()
-    with hint_to_start():
+    with addressed(url) as (api_url, _):
         code = doctor_command.show(console, api_url, api_key, as_json=as_json, is_probe=probe)
     raise typer.Exit(code)
 
@@ -192,14 +190,13 @@ def scale(
 ) -> None:
     """Change how many workers run, without restarting the others."""
     from kvrelay.cluster.commands import status as status_command
-    from kvrelay.cluster.launch.endpoints import endpoints, hint_to_start
+    from kvrelay.cluster.launch.endpoints import addressed
 
     given = {"prefill": prefill, "decode": decode, "ingress": ingress}
     counts = {name: count for name, count in given.items() if count is not None}
     if not counts:
         raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
-    _, dashboard_url = endpoints(url, dashboard)
-    with hint_to_start():
+    with addressed(url, dashboard) as (_, dashboard_url):
         status_command.scale(dashboard_url, counts, console, wait=wait)
 
 

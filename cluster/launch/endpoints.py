@@ -79,10 +79,13 @@ def other_clusters(api_url: str) -> str | None:
 
 
 @contextmanager
-def hint_to_start() -> Iterator[None]:
-    """Add how to start a cluster to an error that none answers, where `kvrelay serve` has started none here."""
+def addressed(url: str | None, dashboard: str | None = None) -> Iterator[tuple[str, str]]:
+    """API and dashboard URL, for requests made inside the context.
+
+    Adds how to start a cluster to an error that none answers, where `kvrelay serve` has started none here.
+    """
     try:
-        yield
+        yield endpoints(url, dashboard)
     except ServerUnreachable as error:
         if running():
             raise

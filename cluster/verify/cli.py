@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -151,7 +151,10 @@ def workers_log(console: Console) -> Iterator[Callable[[bool], None]]:
 
     The file is named and kept if the function that is yielded was called with True last, or never.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="kvrelay-verify-", suffix=".log", delete=False) as log:
+    with (
+        tempfile.NamedTemporaryFile("w", prefix="kvrelay-verify-", suffix=".log", delete=False) as log,
+        redirect_stderr(log),
+    ):
         before, is_kept = os.dup(2), True
 
         def keep(value: bool) -> None:

@@ -1,6 +1,9 @@
 """The oracle, on tiny random models of every family and on the real one; and the oracle can fail."""
 
 import io
+import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +125,35 @@ def test_the_command_refuses_what_cannot_run_here(monkeypatch):
     result = run_command("--transport", "shm")
     assert result.exit_code == 1 and "shared mapping" in result.output
     assert run_command("--transport", "pigeon").exit_code == 2
+
+
+@pytest.mark.slow
+def test_the_command_prints_rows_as_they_end_and_its_controls_log_to_a_file(capfd):
+    result = run_command("--family", "llama", "--transport", "shm", "--tokens", "4", "--max-model-len", "192")
+    assert result.exit_code == 0
+    rows = [line for line in result.output.splitlines() if re.match(r" +\d/8 ok +\S", line)]
+    assert len(rows) == 8 and rows[0].startswith("  1/8 ok   aggregated (one worker): 7 of 7 (")
+    assert "8 of 8 rows ok" in result.output and "left out: everything else (kvrelay verify --all)" in result.output
+    assert "the workers' log" not in result.output and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_workers_log_is_named_and_kept_where_a_row_failed(is_kept):
+    text = io.StringIO()
+    with cli.workers_log(Console(file=text)) as keep:
+        os.write(2, b"a checksum mismatch")
+        keep(is_kept)
+    found = [Path(word) for word in text.getvalue().split() if word.startswith("/")]
+    assert [path.read_text() for path in found] == ["a checksum mismatch"] * is_kept
+    for path in found:
+        path.unlink()
+
+
+def test_all_rows_are_counted_before_the_first_one(tmp_path):
+    """Of a model that is no random one: all that `kvrelay verify --all` has over two transports."""
+    verifier = Verifier(tiny_checkpoint("llama", tmp_path / "llama"), max_model_len=512, num_output=16)
+    setups = cli.all_setups(verifier, ["shm", "tcp"], tmp_path, is_random=False, is_first=True)
+    assert sum(setup.num_rows for _, setup in setups) == 69
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
