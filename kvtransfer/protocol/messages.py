@@ -190,6 +190,12 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Base of all messages."""
 
 
+class _OfTransfer(_Message, frozen=True):
+    """`nonce`: the ticket's."""
+
+    nonce: bytes
+
+
 class Offer(msgspec.Struct, frozen=True):
     """One transport over which the source's pool can be read."""
 
@@ -211,18 +217,16 @@ class Hello(_Message, frozen=True, tag="hello"):
     offers: list[Offer]
 
 
-class Open(_Message, frozen=True, tag="open"):
+class Open(_OfTransfer, frozen=True, tag="open"):
     """Begin the transfer that this ticket admits."""
 
-    nonce: bytes
     request_id: str
     ticket: bytes
 
 
-class Announce(_Message, frozen=True, tag="announce"):
+class Announce(_OfTransfer, frozen=True, tag="announce"):
     """These chunks are final in these layers. `checksums`: u64 little-endian, layer-major, of those to be checked."""
 
-    nonce: bytes
     first_chunk: int  # counted from the sequence's first token
     chunks: list[int]  # where they lie in the source's pool: plans.End.numbers
     first_layer: int  # the model's number
@@ -238,10 +242,9 @@ class Probe(_Message, frozen=True, tag="probe"):
     checksums: bytes  # as Announce's, of every layer; empty under checks "off"
 
 
-class Commit(_Message, frozen=True, tag="commit"):
+class Commit(_OfTransfer, frozen=True, tag="commit"):
     """Everything has been announced; `payload` is for the decode worker. `seal`: Transcript's, of all of it."""
 
-    nonce: bytes
     payload: bytes
     seal: bytes
 
@@ -256,16 +259,13 @@ class Alive(_Message, frozen=True, tag="alive"):
     """Answer to Renew: the target lives."""
 
 
-class Confirmed(_Message, frozen=True, tag="confirmed"):
+class Confirmed(_OfTransfer, frozen=True, tag="confirmed"):
     """The source held the announced blocks, unchanged, until after the last read."""
 
-    nonce: bytes
 
-
-class Cancel(_Message, frozen=True, tag="cancel"):
+class Cancel(_OfTransfer, frozen=True, tag="cancel"):
     """The source gave up; its blocks may be re-used from now on."""
 
-    nonce: bytes
     reason: str
 
 
@@ -287,10 +287,9 @@ class Probed(_Message, frozen=True, tag="probed"):
     paths: list[PathReport]
 
 
-class Progress(_Message, frozen=True, tag="progress"):
+class Progress(_OfTransfer, frozen=True, tag="progress"):
     """`num_bytes` more of this transfer have been read."""
 
-    nonce: bytes
     num_bytes: int
 
 
@@ -302,24 +301,20 @@ class Rejected(_Message, frozen=True, tag="rejected"):
     remedy: str = ""
 
 
-class Refusal(_Message, frozen=True, tag="refusal"):
+class Refusal(_OfTransfer, frozen=True, tag="refusal"):
     """The transfer ended at the target, which will not commit it. `kind` names the error class."""
 
-    nonce: bytes
     kind: str
     why: str
 
 
-class ReadDone(_Message, frozen=True, tag="read-done"):
+class ReadDone(_OfTransfer, frozen=True, tag="read-done"):
     """Every region has been read and verified."""
 
-    nonce: bytes
 
-
-class Committed(_Message, frozen=True, tag="committed"):
+class Committed(_OfTransfer, frozen=True, tag="committed"):
     """The target's sequence owns the blocks."""
 
-    nonce: bytes
     transport: str  # the path that moved most of it
     num_bytes: int
     seconds: float

@@ -33,6 +33,12 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Base of all messages."""
 
 
+class _Numbered(_Message, frozen=True):
+    """A request, or the answer that repeats its number."""
+
+    number: int
+
+
 class SlabOffer(msgspec.Struct, frozen=True):
     """A slab, and the transports over which it can be read."""
 
@@ -65,17 +71,15 @@ class SlabRejected(_Message, frozen=True, tag="slab-rejected"):
     why: str
 
 
-class AcquireLease(_Message, frozen=True, tag="acquire-lease"):
+class AcquireLease(_Numbered, frozen=True, tag="acquire-lease"):
     """Hold these blocks, those that are there, until ReleaseLease or the end of the lease."""
 
-    number: int
     keys: list[bytes]
 
 
-class LeaseGranted(_Message, frozen=True, tag="lease-granted"):
+class LeaseGranted(_Numbered, frozen=True, tag="lease-granted"):
     """One entry for each key of AcquireLease, in order."""
 
-    number: int
     lease_s: float
     offsets: list[int]  # bytes from the slab's beginning, or MISSING
     sizes: list[int]
@@ -83,10 +87,8 @@ class LeaseGranted(_Message, frozen=True, tag="lease-granted"):
     generations: list[int]  # of the row: a change means another block
 
 
-class ReleaseLease(_Message, frozen=True, tag="release-lease"):
+class ReleaseLease(_Numbered, frozen=True, tag="release-lease"):
     """The blocks leased under this number have been read. Not answered."""
-
-    number: int
 
 
 class BlockOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -102,49 +104,43 @@ class BlockOffer(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
 
 
-class PutBlocks(_Message, frozen=True, tag="put-blocks"):
+class PutBlocks(_Numbered, frozen=True, tag="put-blocks"):
     """Store copies of these blocks, which stay in the client's slab number `slab` until the answer or for `hold_s`
     seconds.
     """
 
-    number: int
     slab: int
     hold_s: float
     blocks: list[BlockOffer]
 
 
-class PutResult(_Message, frozen=True, tag="put-result"):
+class PutResult(_Numbered, frozen=True, tag="put-result"):
     """Which blocks are stored, in the order of PutBlocks; those stored earlier count."""
 
-    number: int
     kept: list[bool]
 
 
-class Exists(_Message, frozen=True, tag="exists"):
+class Exists(_Numbered, frozen=True, tag="exists"):
     """Which of these blocks are there? Answered by ExistsResult."""
 
-    number: int
     keys: list[bytes]
 
 
-class ExistsResult(_Message, frozen=True, tag="exists-result"):
+class ExistsResult(_Numbered, frozen=True, tag="exists-result"):
     """In the order of Exists."""
 
-    number: int
     found: list[bool]
 
 
-class Forget(_Message, frozen=True, tag="forget"):
+class Forget(_Numbered, frozen=True, tag="forget"):
     """Delete these blocks, in memory and on disk. Answered by Done with their number."""
 
-    number: int
     keys: list[bytes]
 
 
-class Pin(_Message, frozen=True, tag="pin"):
+class Pin(_Numbered, frozen=True, tag="pin"):
     """Pin these blocks for `ttl_s` seconds; 0 ends their pins. Answered by Done with the number of pinned blocks."""
 
-    number: int
     keys: list[bytes]
     ttl_s: float
 
@@ -162,44 +158,37 @@ class AnnounceBlocks(_Message, frozen=True, tag="announce-blocks"):
     removed: list[bytes] = []
 
 
-class FindHolders(_Message, frozen=True, tag="find-holders"):
+class FindHolders(_Numbered, frozen=True, tag="find-holders"):
     """Which workers announced these blocks? Answered by HolderAddresses."""
 
-    number: int
     keys: list[bytes]
 
 
-class HolderAddresses(_Message, frozen=True, tag="holder-addresses"):
+class HolderAddresses(_Numbered, frozen=True, tag="holder-addresses"):
     """For each key the "host:port" of a worker that announced it, or ""."""
 
-    number: int
     addresses: list[str]
 
 
-class Describe(_Message, frozen=True, tag="describe"):
+class Describe(_Numbered, frozen=True, tag="describe"):
     """Answered by Description."""
 
-    number: int
 
-
-class Description(_Message, frozen=True, tag="description"):
+class Description(_Numbered, frozen=True, tag="description"):
     """The server's state as JSON, for people and metrics."""
 
-    number: int
     text: bytes
 
 
-class Done(_Message, frozen=True, tag="done"):
+class Done(_Numbered, frozen=True, tag="done"):
     """The request was carried out."""
 
-    number: int
     count: int = 0
 
 
-class SlabRequestFailed(_Message, frozen=True, tag="failed"):
+class SlabRequestFailed(_Numbered, frozen=True, tag="failed"):
     """The request was not carried out."""
 
-    number: int
     why: str
 
 

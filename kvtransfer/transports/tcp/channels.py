@@ -11,43 +11,12 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 LOOK_S = 0.25  # a receive call that gets nothing comes back after this, so that the thread can be stopped
 STALL_S = 15.0  # a peer that takes no byte for so long is given up
 _USER_TIMEOUT_MS = 8_000  # unacknowledged bytes mean a dead host after this
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4))  # seconds, seconds, probes
 _VECTOR = 1024  # buffers of one call: UIO_MAXIOV
-
-
-class Channel(Protocol):
-    """What both kinds of channels can do. Every method may raise OSError; the channel is then of no more use."""
-
-    can_look: bool  # whether `land` can be asked not to wait
-
-    def send(self, data: bytes) -> None:
-        """All of it. For messages that the socket's buffers hold."""
-
-    def send_answer(self, header: bytes, views: Sequence[memoryview], num_bytes: int) -> None:
-        """The header, then the `num_bytes` that `views` show. Raises OSError when the peer took nothing for STALL_S."""
-
-    def land(self, views: Sequence[memoryview], *, may_wait: bool = True) -> int:
-        """Receive into `views`, in order, until they are full or LOOK_S passed; the number of bytes that came.
-
-        Raises ConnectionError at the end of the stream.
-        """
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether there is something to receive (or an end) within `timeout_s`, to the microsecond."""
-
-    def receive_some(self, buffer: memoryview, timeout_s: float | None) -> int:
-        """At least one byte. Raises TimeoutError, ConnectionError at the end of the stream."""
-
-    def shut(self) -> None:
-        """From any thread: nothing more comes or goes. Never raises."""
-
-    def close(self) -> None:
-        """By the channel's own thread."""
 
 
 def tune(sock: socket.socket) -> None:
@@ -65,10 +34,10 @@ def shut(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # an SSLSocket's own would forget its keys under the reader
 
 
-class PlainChannel:
-    """Over the socket itself, vectored."""
+class Channel:
+    """Over the socket itself, vectored. Every method may raise OSError; the channel is then of no more use."""
 
-    can_look = True
+    can_look = True  # whether `land` can be asked not to wait
 
     def __init__(self, sock: socket.socket, *, receive_s: float | None) -> None:
         """`receive_s`: what a receive call waits for at most; None: for ever."""
@@ -79,9 +48,11 @@ class PlainChannel:
         self._sock = sock
 
     def send(self, data: bytes) -> None:
+        """All of it. For messages that the socket's buffers hold."""
         self._sock.sendall(data)
 
     def send_answer(self, header: bytes, views: Sequence[memoryview], num_bytes: int) -> None:
+        """The header, then the `num_bytes` that `views` show. Raises OSError when the peer took nothing for STALL_S."""
         left, num_left = [memoryview(header), *views], len(header) + num_bytes
         while num_left:
             sent = self._sock.sendmsg(left[:_VECTOR])
@@ -89,6 +60,10 @@ class PlainChannel:
             left = rest(left, sent) if num_left else []
 
     def land(self, views: Sequence[memoryview], *, may_wait: bool = True) -> int:
+        """Receive into `views`, in order, until they are full or LOOK_S passed; the number of bytes that came.
+
+        Raises ConnectionError at the end of the stream.
+        """
         try:
             flags = socket.MSG_WAITALL if may_wait else socket.MSG_DONTWAIT
             return _not_ended(self._sock.recvmsg_into(views[:_VECTOR], 0, flags)[0])
@@ -96,24 +71,29 @@ class PlainChannel:
             return 0
 
     def wait(self, timeout_s: float) -> bool:
+        """Whether there is something to receive (or an end) within `timeout_s`, to the microsecond."""
         return _wait_readable(self._sock, timeout_s)
 
     def receive_some(self, buffer: memoryview, timeout_s: float | None) -> int:
+        """At least one byte. Raises TimeoutError, ConnectionError at the end of the stream."""
         if timeout_s is not None and not _wait_readable(self._sock, timeout_s):
             raise TimeoutError("the rest of a request did not come")
         return _not_ended(self._sock.recv_into(buffer))
 
     def shut(self) -> None:
+        """From any thread: nothing more comes or goes. Never raises."""
         shut(self._sock)
 
     def close(self) -> None:
+        """By the channel's own thread."""
         self._sock.close()
 
 
-class TlsChannel:
+class TlsChannel(Channel):
     """Over TLS: a record of up to 16 KiB at a time, decrypted right into the pool."""
 
     can_look = False
+    _sock: ssl.SSLSocket
 
     def __init__(self, sock: ssl.SSLSocket, *, receive_s: float | None) -> None:
         self._sock, self._receive_s = sock, receive_s
@@ -149,12 +129,6 @@ class TlsChannel:
     def receive_some(self, buffer: memoryview, timeout_s: float | None) -> int:
         self._sock.settimeout(timeout_s)
         return _not_ended(self._sock.recv_into(buffer))
-
-    def shut(self) -> None:
-        shut(self._sock)
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 def rest(views: list[memoryview], done: int) -> list[memoryview]:

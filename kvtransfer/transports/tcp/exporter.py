@@ -16,7 +16,7 @@ import msgspec
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.transports.base import host_id
-from kvrelay.kvtransfer.transports.tcp.channels import Channel, PlainChannel, TlsChannel, shut, tune
+from kvrelay.kvtransfer.transports.tcp.channels import Channel, TlsChannel, shut, tune
 from kvrelay.kvtransfer.transports.tcp.protocol import HANDSHAKE_S, Inbox, bytes_of, greet_target
 from kvrelay.plane.connection import connections
 from kvrelay.plane.tls import ClusterTls
@@ -151,7 +151,7 @@ class TcpExporter:
         """The channel to a peer that has proved itself. Raises PermissionError, OSError."""
         if self._tls is None:
             greet_target(peer.sock, self._secret, until)
-            return PlainChannel(peer.sock, receive_s=None)
+            return Channel(peer.sock, receive_s=None)
         peer.sock = sock = self._tls.server().wrap_socket(peer.sock, server_side=True, do_handshake_on_connect=False)
         if self._is_closing:  # aclose() may have shut the socket that was wrapped
             raise ConnectionError("the exporter is closing")

@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id, open_off_loop, why_not_on_host
-from kvrelay.kvtransfer.transports.tcp.channels import LOOK_S, Channel, PlainChannel, TlsChannel, tune
+from kvrelay.kvtransfer.transports.tcp.channels import LOOK_S, Channel, TlsChannel, tune
 from kvrelay.kvtransfer.transports.tcp.connection import Share, Stream, StreamRead
 from kvrelay.kvtransfer.transports.tcp.exporter import TcpDescriptor, TcpExporter
 from kvrelay.kvtransfer.transports.tcp.protocol import (
@@ -77,7 +77,7 @@ class TcpReader:
             tune(sock)
             if self._tls is None:
                 greet_source(sock, self._secret, until)
-                return PlainChannel(sock, receive_s=LOOK_S)
+                return Channel(sock, receive_s=LOOK_S)
             sock = secured = self._tls.client().wrap_socket(sock)
             greet_source(secured, self._secret, until)
             return TlsChannel(secured, receive_s=LOOK_S)
