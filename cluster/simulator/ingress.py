@@ -6,16 +6,13 @@ are delays. A restarted ingress begins with an empty Router and receives snapsho
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.cluster.simulator.clock import Clock
-from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import SimulatedAttempt, SimulatedRequest
+from kvrelay.cluster.simulator.scenario import World
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.simulator.worker_links import WorkerLinks
-from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.decision.router import Router
@@ -24,27 +21,12 @@ from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
 from kvrelay.serve.telemetry.observer import ServeStats
 
 
-@dataclass(frozen=True, slots=True)
-class IngressRules:
-    """What every ingress of a simulation has in common.
-
-    max_tokens: output that clients allow; message_s: a message's delay.
-    """
-
-    settings: Settings
-    block_size: int
-    bytes_per_token: int
-    max_tokens: int
-    slo: SloRequirement | None
-    message_s: float
-
-
 class SimulatedRequestDriver:
     """One request from its arrival to its end."""
 
     def __init__(self, job: SimulatedRequest, ingress: "SimulatedIngress") -> None:
         self.job, self._ingress = job, ingress
-        self._retries = Retries(ingress.rules.settings.router.retry_budget)
+        self._retries = Retries(ingress.world.settings.router.retry_budget)
         self._attempt: SimulatedAttempt | None = None
         self._num_emitted, self._is_deferred = 0, False
         self._deadline = ingress.time_limit.begin(self._end, "error")
@@ -55,19 +37,20 @@ class SimulatedRequestDriver:
 
     def begin(self) -> None:
         """Place the request, and send it to be reserved or prefilled."""
-        ingress, job, rules = self._ingress, self.job, self._ingress.rules
+        ingress, job, world = self._ingress, self.job, self._ingress.world
+        block_size = world.profile.block_size
         attempt_number = job.num_attempts + 1
         request_id = f"{job.index}" if attempt_number == 1 else f"{job.index}~{attempt_number}"
-        max_tokens = max(rules.max_tokens, job.output_tokens)
-        request = job.request(request_id, rules.block_size, max_tokens, self._num_emitted)
+        max_tokens = max(world.scenario.max_tokens, job.output_tokens)
+        request = job.request(request_id, block_size, max_tokens, self._num_emitted)
         num_tokens, remaining = len(request.token_ids), max_tokens - self._num_emitted
         query = RouteRequest(
             request_id=request_id,
-            block_hashes=tuple(request.block_hashes[: num_tokens // rules.block_size]),
+            block_hashes=tuple(request.block_hashes[: num_tokens // block_size]),
             num_tokens=num_tokens,
             max_tokens=remaining,
             needs_decode=remaining > 1,
-            slo=rules.slo if attempt_number == 1 else None,
+            slo=ingress.slo if attempt_number == 1 else None,
             session=job.session,
             tenant=job.tenant,
             may_wait=attempt_number == 1,
@@ -82,7 +65,7 @@ class SimulatedRequestDriver:
             self._not_placed(choice)
             return
         request = msgspec.structs.replace(request, tpot_target_s=choice.tpot_target_s)
-        attempt = self._attempt = SimulatedAttempt(self, request, choice, rules.bytes_per_token)
+        attempt = self._attempt = SimulatedAttempt(self, request, choice, world.profile.kv_bytes_per_token)
         self._set_ttft_target(attempt)
         ingress.attach(attempt)
         if choice.path == "disaggregated":
@@ -205,21 +188,16 @@ class SimulatedIngress:
     """
 
     def __init__(
-        self, clock: Clock, network: Network, rules: IngressRules, on_ended: Callable[[SimulatedRequest], object]
+        self, world: World, slo: SloRequirement | None, on_ended: Callable[[SimulatedRequest], object]
     ) -> None:
-        self.clock, self.network, self.rules, self._on_ended = clock, network, rules, on_ended
-        self.links = WorkerLinks(
-            clock,
-            rules.settings,
-            message_s=rules.message_s,
-            block_size=rules.block_size,
-            load_changed=self.start_deferred,
-        )
+        self.world, self.slo, self._on_ended = world, slo, on_ended
+        self.clock, self.network = world.clock, world.network
+        self.links = WorkerLinks(world, self.start_deferred)
         self.attempts: dict[str, SimulatedAttempt] = {}
         self.drivers: dict[SimulatedRequestDriver, None] = {}
         self.deferred: dict[str, SimulatedRequestDriver] = {}
         self.stats = ServeStats()
-        self.time_limit = clock.timer(rules.settings.serve.request_timeout_s)
+        self.time_limit = world.clock.timer(world.settings.serve.request_timeout_s)
 
     @property
     def router(self) -> Router:
@@ -264,7 +242,7 @@ class SimulatedIngress:
     # ---- requests
 
     def arrive(self, job: SimulatedRequest) -> None:
-        if len(self.drivers) >= self.rules.settings.router.max_inflight:
+        if len(self.drivers) >= self.world.settings.router.max_inflight:
             job.outcome = "overloaded"
             self.stats.outcomes["overloaded"] += 1
             self._on_ended(job)
@@ -314,7 +292,7 @@ class SimulatedIngress:
 
     def transferred(self, attempt: SimulatedAttempt, source: SimulatedWorker, target: SimulatedWorker) -> None:
         """All KV has been read; the decode worker has the prefill worker confirm it, a message each way."""
-        self.clock.after(2 * self.rules.message_s, self._confirmed, attempt, source, target)
+        self.clock.after(2 * self.world.scenario.message_s, self._confirmed, attempt, source, target)
 
     def _confirmed(self, attempt: SimulatedAttempt, source: SimulatedWorker, target: SimulatedWorker) -> None:
         if attempt.is_over:

@@ -1,5 +1,6 @@
 """What is simulated: the cluster, its settings, and what happens to it. From a YAML file or from flags."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -7,7 +8,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.worker import Delays
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.config import Settings, in_one_line, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -108,12 +111,21 @@ class Scenario(_Section):
             return profile
         return profile.model_copy(update={"num_blocks": max(1, tokens // profile.block_size)})
 
-    def delays(self, settings: Settings) -> Delays:
-        return Delays(self.message_s, self.report_s, self.noise, settings.router.reserve_timeout_s)
-
     def worker_ids(self) -> list[tuple[str, Role]]:
         prefills = [(f"p{number}", Role.PREFILL) for number in range(self.prefill)]
         return prefills + [(f"d{number}", Role.DECODE) for number in range(self.decode)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """What all parts of one simulation share."""
+
+    scenario: Scenario
+    profile: SimulatorProfile
+    settings: Settings
+    clock: Clock
+    network: Network
+    sources: BlockSources
 
 
 def scenario_from(data: dict[str, Any], name: str = "scenario") -> Scenario:

@@ -10,13 +10,13 @@ from typing import Any
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.clock import Clock
-from kvrelay.cluster.simulator.ingress import IngressRules, SimulatedIngress
+from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.operations.faults import FaultInjector
 from kvrelay.cluster.simulator.operations.fleet import Autoscaler, SimulatedFleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
 from kvrelay.cluster.simulator.results import RunTimeline, Tally
-from kvrelay.cluster.simulator.scenario import Scenario
+from kvrelay.cluster.simulator.scenario import Scenario, World
 from kvrelay.cluster.simulator.steps import Machine
 from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.cluster.simulator.worker import SimulatedWorker
@@ -48,13 +48,12 @@ class Simulation:
         self.settings = scenario.product_settings()
         promised = slo_of(None, self.settings.slo, 1) if self.settings.slo.is_on else None
         self._slo = promised.requirement if promised is not None else None
-        self.delays = scenario.delays(self.settings)
         self.clock = Clock()
         self.network = Network(
             self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
             local_bytes_per_s=profile.local_bytes_per_s,
         )  # fmt: skip
-        self.holders = BlockSources()
+        self.world = World(scenario, profile, self.settings, self.clock, self.network, BlockSources())
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[SimulatedWorker] = []  # stopped ones, too
@@ -67,21 +66,10 @@ class Simulation:
         self.fleet = SimulatedFleet(self, drain_s=scenario.drain_s)
         is_planned = self.settings.planner.mode != "off"
         self._autoscaler = Autoscaler(self, self.fleet, self.settings, profile) if is_planned else None
-        self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
+        self.ingresses = [SimulatedIngress(self.world, self._slo, self._ended) for _ in range(scenario.ingress)]
         self._turns = itertools.cycle(self.ingresses)
         for number, (worker_id, role) in enumerate(scenario.worker_ids()):
             self.start_worker(worker_id, role, self.node_of(number))
-
-    def _ingress(self) -> SimulatedIngress:
-        rules = IngressRules(
-            self.settings,
-            self.profile.block_size,
-            self.profile.kv_bytes_per_token,
-            self.scenario.max_tokens,
-            self._slo,
-            self.delays.message_s,
-        )
-        return SimulatedIngress(self.clock, self.network, rules, self._ended)
 
     def node_of(self, number: int) -> str:
         return f"n{number // self.profile.workers_per_node}"
@@ -91,9 +79,8 @@ class Simulation:
     ) -> SimulatedWorker:
         """Add a worker that takes requests from now on. paid_from_s: when its start began; default: now."""
         worker = SimulatedWorker(
-            worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
-            settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network,
-            machine=self._machines[node_id], seed=self.scenario.seed, paid_from_s=paid_from_s,
+            self.world, worker_id, role, node_id, epoch=len(self.workers), machine=self._machines[node_id],
+            paid_from_s=paid_from_s,
         )  # fmt: skip
         self.workers.append(worker)
         for ingress in self.ingresses:

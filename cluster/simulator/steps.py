@@ -46,7 +46,7 @@ class WorkerSteps:
     """The steps of one worker's engine, one stride at a time.
 
     Args:
-        machine: of all workers that compute beside this one; None where they do not slow each other.
+        machine: of all workers that compute beside this one.
         slowdown: factor on a step's time while 1, 2, ... workers of the machine compute.
         noise, draw: sigma of the logarithm of each step's factor, and what draws it; 0: none.
         on_end: called with what a stride brought, when it has ended.
@@ -56,14 +56,15 @@ class WorkerSteps:
         self,
         engine: SimulatedEngine,
         clock: Clock,
-        machine: Machine | None,
+        machine: Machine,
         slowdown: tuple[float, ...],
         *,
         noise: float,
         draw: random.Random,
         on_end: Callable[[StepEvents], object],
     ) -> None:
-        self._engine, self._clock, self._machine, self._slowdown = engine, clock, machine, slowdown
+        self._engine, self._clock, self._slowdown = engine, clock, slowdown
+        self._machine = machine if slowdown else None  # they do not slow each other
         self._noise, self._draw, self._on_end = noise, draw, on_end
         self.stride: Stride | None = None
         self.slowness = 1.0  # a fault's factor on the time of steps that begin from now on

@@ -7,36 +7,21 @@ progress; cache events are sent after a step, load reports at most every `report
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.clock import Clock, Event
+from kvrelay.cluster.simulator.clock import Event
 from kvrelay.cluster.simulator.engine import SimulatedEngine, StepEvents, Stride
-from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import SimulatedAttempt
+from kvrelay.cluster.simulator.scenario import World
 from kvrelay.cluster.simulator.steps import Machine, WorkerSteps
-from kvrelay.cluster.simulator.tiers import BlockSources, make_tiers
+from kvrelay.cluster.simulator.tiers import make_tiers
 from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerReports
-from kvrelay.config import Settings
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.plane.messages import PREEMPTED, Assigned, KvSnapshot, LoadReport, TokenOutput, WorkerInfo
 from kvrelay.types import Fingerprint, Role
 
 LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/launch.py does
-
-
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """Seconds. message_s: a message.
-
-    report_s: between load reports. noise: sigma of the logarithm of each step's factor.
-    """
-
-    message_s: float = 0.001
-    report_s: float = 0.05
-    noise: float = 0.0
-    reserve_timeout_s: float = 10.0
 
 
 class SimulatedWorker:
@@ -48,51 +33,30 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self,
-        worker_id: str,
-        role: Role,
-        node_id: str,
-        *,
-        epoch: int,
-        profile: SimulatorProfile,
-        settings: Settings,
-        clock: Clock,
-        delays: Delays,
-        holders: BlockSources,
-        network: Network,
-        machine: Machine,
-        seed: int,
+        self, world: World, worker_id: str, role: Role, node_id: str, *, epoch: int, machine: Machine,
         paid_from_s: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """paid_from_s: when its start began, which costs already; default: now."""
+        scenario, settings, clock = world.scenario, world.settings, world.clock
+        profile = scenario.profile_of(role, world.profile)
         self.worker_id, self.role, self.node_id = worker_id, role, node_id
-        self._clock, self._holders, self._waits = clock, holders, clock.timer(delays.reserve_timeout_s)
+        self._clock, self._sources, self._waits = clock, world.sources, clock.timer(settings.router.reserve_timeout_s)
         self.engine = SimulatedEngine(
             profile, settings, role, clock,
             lambda pool: make_tiers(
-                pool, profile, settings, holders, network, clock, worker_id=worker_id, node_id=node_id,
-                wake=lambda: self.post(_nothing), message_s=delays.message_s,
+                pool, profile, settings, world.sources, world.network, clock, worker_id=worker_id, node_id=node_id,
+                wake=lambda: self.post(_nothing), message_s=scenario.message_s,
             ),
         )  # fmt: skip
-        slowdown = profile.slowdown_of(role)
         self.steps = WorkerSteps(
-            self.engine,
-            clock,
-            machine if slowdown else None,
-            slowdown,
-            noise=delays.noise,
-            draw=random.Random(f"{seed}:{worker_id}:{epoch}"),
-            on_end=self._steps_ended,
-        )
+            self.engine, clock, machine, profile.slowdown_of(role), noise=scenario.noise,
+            draw=random.Random(f"{scenario.seed}:{worker_id}:{epoch}"), on_end=self._steps_ended,
+        )  # fmt: skip
         self.info = _info(worker_id, role, node_id, epoch, profile, self.engine)
         self.reports = WorkerReports(
-            self,
-            clock,
-            message_s=delays.message_s,
-            report_s=delays.report_s,
-            measure=self._measure,
+            self, clock, message_s=scenario.message_s, report_s=scenario.report_s, measure=self._measure,
             on_heartbeat=self._heartbeat,
-        )
+        )  # fmt: skip
         self.started_s, self.stopped_s = clock.now_s, math.inf
         self.paid_from_s = clock.now_s if paid_from_s is None else paid_from_s
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
@@ -333,7 +297,7 @@ class SimulatedWorker:
         self.steps.rest()
         if self.engine.tiers is not None:
             self.engine.tiers.close()
-            self._holders.remove_worker(self.worker_id)
+            self._sources.remove_worker(self.worker_id)
         self.steps.drop()
         self.reports.close()
         if self._tier_timeout is not None:

@@ -3,40 +3,31 @@
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.scenario import World
 from kvrelay.cluster.simulator.worker import SimulatedWorker
-from kvrelay.config import Settings
 from kvrelay.pacing import Paced
 from kvrelay.plane.messages import SHARE_LOAD_S, AssignedByOthers, KvEvents, KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
 
 
 class WorkerLinks:
-    """The Router of one ingress and the workers that report to it.
+    """The Router of one ingress and the workers that report to it."""
 
-    Args:
-        message_s: how long a message takes.
-        load_changed: is called after what a worker reports may let a deferred request go.
-    """
-
-    def __init__(
-        self, clock: Clock, settings: Settings, *, message_s: float, block_size: int, load_changed: Callable[[], object]
-    ) -> None:
-        self._clock, self._settings, self._message_s, self._block_size = clock, settings, message_s, block_size
-        self._load_changed = load_changed
+    def __init__(self, world: World, load_changed: Callable[[], object]) -> None:
+        """load_changed: is called after what a worker reports may let a deferred request go."""
+        self._clock, self._world, self._load_changed = world.clock, world, load_changed
         self.router = self._new_router()
         self.members: dict[str, SimulatedWorker] = {}
         self._has_others = False
-        self._sharing = Paced(self._share_assigned, SHARE_LOAD_S, now=clock.time, after=clock.after)
+        self._sharing = Paced(self._share_assigned, SHARE_LOAD_S, now=self._clock.time, after=self._clock.after)
 
     def _new_router(self) -> Router:
-        settings = self._settings
-        return Router(
-            settings.router, tokens_per_hash=self._block_size, max_waiting=settings.engine.max_waiting, slo=settings.slo
-        )
+        settings, size = self._world.settings, self._world.profile.block_size
+        max_waiting = settings.engine.max_waiting
+        return Router(settings.router, tokens_per_hash=size, max_waiting=max_waiting, slo=settings.slo)
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
-        self._clock.after(self._message_s, call, *args)
+        self._clock.after(self._world.scenario.message_s, call, *args)
 
     # ---- membership
 

@@ -99,7 +99,7 @@ def test_the_stores_own_nodes_hold_what_all_workers_have_let_go_of():
     without = simulate(load, workers=profile(**WORKERS), **HERE, settings=small | {"store": {"memory": "1KiB"}})
     with_node = simulate(load, workers=profile(**WORKERS), **HERE, settings=small | node)
     assert with_node.tally.cached_tokens > without.tally.cached_tokens
-    kept = sum(len(node.hashes()) for node in with_node.holders.nodes.values())
+    kept = sum(len(node.hashes()) for node in with_node.world.sources.nodes.values())
     assert with_node.summary()["tiers"]["stored_blocks"] == kept > 100  # what is there already is not stored again
     everything_is_given_back(with_node)
 
@@ -110,7 +110,7 @@ def test_a_crashed_worker_lends_nothing_any_more():
     back = [{"kind": "crash", "at_s": 3.0, "target": who, "for_s": 1.0} for who in ("p0", "p1", "d0", "d1")]
     sim = simulate(load, settings=cached(**SHARED) | rule, faults=back, detect_s=0.0)
     assert sim.tally.outcomes == {"done": 2} and sim.tally.cached_tokens == 0
-    assert {name for holders in sim.holders.workers.values() for name in holders} <= {
+    assert {name for holders in sim.world.sources.workers.values() for name in holders} <= {
         one.worker_id for one in sim.live_workers()
     }
 
