@@ -136,10 +136,7 @@ class PairBook:
         return max(0.0, min(times) - now_s) if times else None
 
     def answered(self, report: PairReport, now_s: float) -> WorkerPair | None:
-        """Apply a prefill worker's report; None when the pair no longer exists.
-
-        A pair that is not OK is probed again.
-        """
+        """Apply a prefill worker's report; None when the pair is no more. One that is not OK is probed again."""
         pair = self._pairs.get((report.source, report.target))
         if pair is None or pair.target.epoch != report.target_epoch:
             return None
@@ -190,8 +187,7 @@ class PairBook:
         return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
 
     def blocked(self) -> str | None:
-        """Why nothing may be served though workers of both roles are members: no pair is compatible, or none could be
-        formed.
+        """Why nothing may be served though workers of both roles are members: no pair is compatible, or none formed.
 
         Without this check the decode workers would silently compute every prompt themselves.
         """
@@ -199,16 +195,12 @@ class PairBook:
         if incompatible and len(incompatible) == len(self._pairs):
             return "; ".join(incompatible.values())
         has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
-        away = [
-            line
-            for (role, _), line in zip(self._rejected.values(), self.rejected(), strict=True)
-            if role == Role.PREFILL
-        ]
-        return "; ".join(away) if away and not has_prefill else None
+        return "; ".join(self.rejected(Role.PREFILL)) or None if not has_prefill else None
 
-    def rejected(self) -> list[str]:
-        """The members that this ingress cannot work with, and why."""
-        return [f"{worker_id} is rejected: {why}" for worker_id, (_, why) in self._rejected.items()]
+    def rejected(self, role: str | None = None) -> list[str]:
+        """The members of this role, or of any, that this ingress cannot work with, and why."""
+        known = self._rejected.items()
+        return [f"{worker_id} is rejected: {why}" for worker_id, (own, why) in known if role in (None, own)]
 
     def view(self) -> dict[str, Any]:
         """For GET /kvrelay/pairs and `kvrelay doctor`."""
@@ -226,13 +218,8 @@ def _view(pair: WorkerPair) -> dict[str, Any]:
     source, target = pair.key
     report = pair.report or PairReport(source=source, target=target, target_epoch=pair.target.epoch, ok=False)
     plain = {name: getattr(report, name) for name in ("source", "target", "reason", "detail", "remedy")}
-    paths = [msgspec.structs.asdict(path) for path in report.paths]
-    return {
-        **plain,
-        "verdict": str(pair.verdict),
-        "line": "" if pair.verdict is Verdict.OK else pair.line(),
-        "paths": paths,
-    }
+    line, paths = "" if pair.verdict is Verdict.OK else pair.line(), map(msgspec.structs.asdict, report.paths)
+    return {**plain, "verdict": str(pair.verdict), "line": line, "paths": list(paths)}
 
 
 class PairWatch:
