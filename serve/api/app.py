@@ -37,11 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(
-    dispatcher: Dispatcher,
-    tokenizer: Tokenizer,
-    settings: Settings,
-    model: ModelCard,
-    sessions: Sessions,
+    dispatcher: Dispatcher, tokenizer: Tokenizer, settings: Settings, model: ModelCard, sessions: Sessions
 ) -> Starlette:
     """The app; requests before the first worker is connected get 503. `sessions`: shared with other ingresses."""
     slo = settings.slo if settings.slo.is_on else None

@@ -146,16 +146,12 @@ class _Reply:
 
     def __init__(self, front: Front, body: CompletionBody | ChatBody, generation: Generation) -> None:
         self._codec, self._generation, self._job = front.codec, generation, generation.job
-        self._model, self._created = front.model.name, int(time.time())
+        self.request_id, self._model, self._created = self._job.request_id, front.model.name, int(time.time())
         options = body.stream_options
         self._has_usage = bool(options and options.include_usage)  # of a stream, at its end
         self._has_usage_always = bool(self._has_usage and options and options.continuous_usage_stats)
         self._usage_between: UnsetType | None = UNSET  # in the chunks before
         self._wants_logprobs = self._shows_first = False
-
-    @property
-    def request_id(self) -> str:
-        return self._job.request_id
 
     def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> object:
         """Choice `index`, whole, returned in this place."""

@@ -315,15 +315,7 @@ class ChoiceText:
 # Hugging Face always defines these, and templates rely on it (`tools is not none`).
 _DEFAULTS: dict[str, Any] = {"tools": None, "documents": None}
 # What a template raises on purpose, and what its code raises on messages that it did not foresee.
-_REFUSALS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -195,7 +195,7 @@ class PairBook:
         if incompatible and len(incompatible) == len(self._pairs):
             return "; ".join(incompatible.values())
         has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
-        return "; ".join(self.rejected(Role.PREFILL)) or None if not has_prefill else None
+        return None if has_prefill else "; ".join(self.rejected(Role.PREFILL)) or None
 
     def rejected(self, role: str | None = None) -> list[str]:
         """The members of this role, or of any, that this ingress cannot work with, and why."""
@@ -226,10 +226,7 @@ class PairWatch:
     """Keeps a PairBook up to date while it runs. Lives on the ingress's loop."""
 
     def __init__(
-        self,
-        send: Callable[[str, wire.ToWorker], object],
-        on_change: Callable[[], None],
-        clock: Callable[[], float],
+        self, send: Callable[[str, wire.ToWorker], object], on_change: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         """`send` raises ConnectionLost; `on_change` is called after every report."""
         self.book = PairBook()
