@@ -26,8 +26,8 @@ _WHEEL_BYTES = 93 << 20
 _CONVERSION = 2  # part of every cache key: raise it when conversions change
 _HEAD_BYTES = 1 << 20
 _POLL_S = 0.2
-_HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt")
-_HUB_DOUBLES = ("consolidated*", "original/*", "onnx/*")  # duplicates of the weights in other formats
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt"]
+_HUB_DOUBLES = ["consolidated*", "original/*", "onnx/*"]  # duplicates of the weights in other formats
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
 
 
@@ -54,54 +54,48 @@ def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None
     report = progress or (lambda what, share: None)
     source, path = settings.source, Path(settings.source).expanduser()
     if source == DEFAULT_MODEL:
-        return cached(settings.source, f"{DEFAULT_MODEL}-v{_CONVERSION}", _default_model, report)
+        return cached(source, f"{DEFAULT_MODEL}-v{_CONVERSION}", _default_model, report)
     if path.is_dir():
-        return _from_folder(path, settings, report)
+        return _from_folder(path, source, report)
     if path.is_file():
-        return _from_gguf(path, settings, report)
+        return _from_gguf(path, source, report)
     match = _HUB_ID.fullmatch(source)
     if match is None or _looks_like_path(source):
         raise ModelNotFound(
             source, f"no such folder or file; give a folder, a .gguf file, a hub id (org/name) or {DEFAULT_MODEL}"
         )
-    return _from_hub(match["repo"], match["file"], settings, report)
+    return _from_hub(match["repo"], match["file"], source, report)
 
 
 def _looks_like_path(source: str) -> bool:
     return source.startswith(("/", "./", "../", "~")) or (source.endswith(".gguf") and ":" not in source)
 
 
-def _from_folder(folder: Path, settings: ModelSettings, report: Progress) -> Path:
+def _from_folder(folder: Path, source: str, report: Progress) -> Path:
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / "config.json").exists():
         if len(files) > 1:
             raise ModelNotFound(str(folder), f"holds {len(files)} GGUF files; name one, such as {files[0].name}")
-        return _from_gguf(files[0], settings, report)
+        return _from_gguf(files[0], source, report)
     check_folder(folder)
-    return _with_tokenizer_json(folder.resolve(), settings, report)
+    return _with_tokenizer_json(folder.resolve(), source, report)
 
 
-def _with_tokenizer_json(folder: Path, settings: ModelSettings, report: Progress) -> Path:
+def _with_tokenizer_json(folder: Path, source: str, report: Progress) -> Path:
     """The folder; if it lacks tokenizer.json, a cached folder of links that adds one."""
-    from kvrelay.engine.checkpoints.tokenizer import complete_folder, lacks_tokenizer_json, tokenizer_key
-
-    if not lacks_tokenizer_json(folder):
+    if (folder / "tokenizer.json").is_file():
         return folder
+    from kvrelay.engine.checkpoints.tokenizer import complete_folder, tokenizer_key
 
-    def build(work: Path, target: Path, report: Progress) -> None:
-        complete_folder(folder, target)
-
-    return cached(settings.source, f"{folder.name}-{tokenizer_key(folder)}-v{_CONVERSION}", build, report)
+    key = f"{folder.name}-{tokenizer_key(folder)}-v{_CONVERSION}"
+    return cached(source, key, lambda work, target, report: complete_folder(folder, target), report)
 
 
-def _from_gguf(path: Path, settings: ModelSettings, report: Progress) -> Path:
+def _from_gguf(path: Path, source: str, report: Progress) -> Path:
     if path.suffix != ".gguf":
         raise ModelNotFound(str(path), "is neither a folder nor a .gguf file")
-
-    def build(work: Path, target: Path, report: Progress) -> None:
-        _convert(path, target, report)
-
-    return cached(settings.source, f"{path.stem}-{_file_key(path)}-v{_CONVERSION}", build, report)
+    key = f"{path.stem}-{_file_key(path)}-v{_CONVERSION}"
+    return cached(source, key, lambda work, target, report: _convert(path, target, report), report)
 
 
 def _file_key(path: Path) -> str:
@@ -180,7 +174,7 @@ def _sha256(path: Path) -> str:
 # ---- the hub
 
 
-def _from_hub(repo: str, file: str | None, settings: ModelSettings, report: Progress) -> Path:
+def _from_hub(repo: str, file: str | None, source: str, report: Progress) -> Path:
     """Through the normal Hugging Face cache, honouring its own switches."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
@@ -190,26 +184,20 @@ def _from_hub(repo: str, file: str | None, settings: ModelSettings, report: Prog
         if file is not None:
             path = Path(hf_hub_download(repo, file, local_files_only=offline))
         else:
-            path = Path(
-                snapshot_download(
-                    repo,
-                    allow_patterns=list(_HUB_FILES),
-                    ignore_patterns=list(_HUB_DOUBLES),
-                    local_files_only=offline,
-                )
-            )
+            patterns = {"allow_patterns": _HUB_FILES, "ignore_patterns": _HUB_DOUBLES}
+            path = Path(snapshot_download(repo, **patterns, local_files_only=offline))
     except Exception as error:  # the hub client's errors vary by version; all mean that the model is not available
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = (
             "offline mode is on and it is not in the local cache" if offline else f"the hub did not return it ({first})"
         )
         raise ModelNotFound(
-            settings.source,
+            source,
             f"{why}; check the name, the network and (for gated models) your Hugging Face login, "
             "or give --model a local folder or a .gguf file",
         ) from error
     report(f"fetched {repo}", 1.0)
     if file is not None:
-        return _from_gguf(path, settings, report)
+        return _from_gguf(path, source, report)
     check_folder(path)
-    return _with_tokenizer_json(path, settings, report)
+    return _with_tokenizer_json(path, source, report)

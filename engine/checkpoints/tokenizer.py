@@ -19,11 +19,6 @@ _USUAL_NAMES = {"bos": ("<bos>", "<s>"), "eos": ("<eos>", "</s>"), "unknown": ("
 _SOURCES = ("tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json", "config.json")
 
 
-def lacks_tokenizer_json(folder: Path) -> bool:
-    """Whether tokenizer.json must be made from an older form."""
-    return not (folder / "tokenizer.json").is_file()
-
-
 def tokenizer_key(folder: Path) -> str:
     """16 hex digits that change with the folder's path and the source files of tokenizer.json."""
     digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8)

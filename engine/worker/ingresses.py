@@ -17,19 +17,8 @@ from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import ConnectionLost
 from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.pacing import Paced
+from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
-from kvrelay.plane.messages import (
-    SHARE_LOAD_S,
-    Assigned,
-    Failed,
-    KvSnapshot,
-    LoadReport,
-    Refused,
-    SequenceRequest,
-    Timings,
-    TokenOutput,
-    encode,
-)
 from kvrelay.tracing import Spans
 from kvrelay.types import Role
 
@@ -49,11 +38,11 @@ class IngressLink:
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; its reader sees a lost connection."""
         with contextlib.suppress(ConnectionLost):
-            self._connection.send_nowait(encode(message))
+            self._connection.send_nowait(wire.encode(message))
 
     def send_from_thread(self, message: msgspec.Struct) -> bool:
         """Send a message from any thread, now, if the socket takes it. False: the loop must send it."""
-        return self._connection.send_from_thread(encode(message))
+        return self._connection.send_from_thread(wire.encode(message))
 
     def send_parts(self, parts: Iterable[msgspec.Struct]) -> None:
         """Send a snapshot's parts as fast as the ingress reads, other messages between them. Replaces an earlier
@@ -71,7 +60,7 @@ class IngressLink:
         with contextlib.suppress(ConnectionLost):
             for part in parts:
                 await asyncio.sleep(0)
-                await self._connection.send(encode(part))
+                await self._connection.send(wire.encode(part))
 
 
 class RequestTable:
@@ -96,7 +85,7 @@ class RequestTable:
     def admit(
         self,
         link: IngressLink,
-        request: SequenceRequest,
+        request: wire.SequenceRequest,
         take: Callable[[Engine], None],
         drop: Callable[[str, str], None],
     ) -> bool:
@@ -124,7 +113,7 @@ class RequestTable:
         self._thread.post(take_or_refuse)
         return True
 
-    def _add(self, link: IngressLink, request: SequenceRequest) -> bool:
+    def _add(self, link: IngressLink, request: wire.SequenceRequest) -> bool:
         request_id = request.request_id
         if self.is_draining:
             self.refuse(link, request_id, "draining", f"{self._worker_id} is shutting down")
@@ -147,9 +136,9 @@ class RequestTable:
             spans.close("given up")
         return link
 
-    def by_link(self, outputs: Iterable[TokenOutput]) -> dict[IngressLink, list[TokenOutput]]:
+    def by_link(self, outputs: Iterable[wire.TokenOutput]) -> dict[IngressLink, list[wire.TokenOutput]]:
         """Outputs of requests that have not been removed, by the link that they go to."""
-        batches: dict[IngressLink, list[TokenOutput]] = defaultdict(list)
+        batches: dict[IngressLink, list[wire.TokenOutput]] = defaultdict(list)
         for output in outputs:
             if (link := self._links.get(output.request_id)) is not None:
                 batches[link].append(output)
@@ -159,7 +148,9 @@ class RequestTable:
 
     def refuse(self, link: IngressLink, request_id: str, reason: str, message: str) -> None:
         """Answer a request that was not added. `reason`: see Refused."""
-        link.send(Refused(request_id=request_id, reason=reason, message=message, retry_after_s=self._retry_after_s()))
+        link.send(
+            wire.Refused(request_id=request_id, reason=reason, message=message, retry_after_s=self._retry_after_s())
+        )
 
     def refuse_added(self, request_id: str, reason: str, message: str) -> None:
         """Refuse a request that was added, and remove it."""
@@ -173,7 +164,7 @@ class RequestTable:
             spans.close(message)
         link = self.remove(request_id)
         if link is not None:
-            link.send(Failed(request_id=request_id, code=code, message=message, retryable=True))
+            link.send(wire.Failed(request_id=request_id, code=code, message=message, retryable=True))
 
     # ---- spans: no-ops for a request that is not traced
 
@@ -188,13 +179,13 @@ class RequestTable:
         if (spans := self._spans.get(request_id)) is not None:
             spans.end(name, **attributes)
 
-    def trace_output(self, output: TokenOutput) -> None:
+    def trace_output(self, output: wire.TokenOutput) -> None:
         """The spans that end or begin with it: prefill with a first token, decode with the last."""
         spans = self._spans.get(output.request_id)
         if spans is None:
             return
         if spans.has("prefill"):
-            timings = output.timings or Timings()
+            timings = output.timings or wire.Timings()
             spans.end(
                 "prefill",
                 cached_tokens=output.cached_tokens or 0,
@@ -221,9 +212,9 @@ class EngineReports:
     def __init__(
         self,
         thread: EngineThread,
-        load: LoadReport,
+        load: wire.LoadReport,
         *,
-        completed: Callable[[LoadReport], LoadReport],
+        completed: Callable[[wire.LoadReport], wire.LoadReport],
         changes: Callable[[], msgspec.Struct | None],
     ) -> None:
         self._thread, self._load, self._completed, self._changes = thread, load, completed, changes
@@ -231,14 +222,14 @@ class EngineReports:
         self._links: set[IngressLink] = set()  # connected
         self._subscribers: set[IngressLink] = set()
         self._assigned: AssignedShares[IngressLink] = AssignedShares()
-        self._share = Paced(self._send_assigned, SHARE_LOAD_S, now=loop.time, after=loop.call_later)
+        self._share = Paced(self._send_assigned, wire.SHARE_LOAD_S, now=loop.time, after=loop.call_later)
         self._heartbeat = asyncio.create_task(self._beat(), name="heartbeat")
 
     async def aclose(self) -> None:
         self._heartbeat.cancel()
         await asyncio.gather(self._heartbeat, return_exceptions=True)
 
-    def load(self) -> LoadReport:
+    def load(self) -> wire.LoadReport:
         """The last load report, completed."""
         return self._completed(self._load)
 
@@ -261,7 +252,7 @@ class EngineReports:
     def subscribe(self, link: IngressLink) -> None:
         """Send the snapshot's first part, then events in the engine's order; the other parts come between them."""
 
-        def begin(snapshot: KvSnapshot) -> None:
+        def begin(snapshot: wire.KvSnapshot) -> None:
             if link in self._links:
                 parts = parts_of(snapshot)
                 link.send(next(parts))
@@ -278,7 +269,7 @@ class EngineReports:
         self._subscribers.discard(link)
         self._thread.post(snap)
 
-    def assign(self, link: IngressLink, share: Assigned) -> None:
+    def assign(self, link: IngressLink, share: wire.Assigned) -> None:
         """This is what `link` has assigned to the worker now."""
         if self._assigned.hear(link, share):
             self._share.request()

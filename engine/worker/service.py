@@ -27,35 +27,9 @@ from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import WorkerError
 from kvrelay.kvcache.stores.remote import ClusterStore
 from kvrelay.kvcache.tiers.host_tier import HostTier
+from kvrelay.plane import messages as wire
 from kvrelay.plane.connection import Server
 from kvrelay.plane.framing import Connection
-from kvrelay.plane.messages import (
-    PREEMPTED,
-    PROTOCOL_VERSION,
-    Abort,
-    Assigned,
-    Audit,
-    Audited,
-    CacheReset,
-    EndPins,
-    Generate,
-    LoadReport,
-    Pair,
-    PairReport,
-    Prefetch,
-    Prefetched,
-    Prefill,
-    Reserve,
-    Status,
-    StatusQuery,
-    Subscribe,
-    TokenOutput,
-    Tokens,
-    ToWorker,
-    Welcome,
-    WorkerInfo,
-    decode_to_worker,
-)
 from kvrelay.plane.tls import ClusterTls, cluster_tls
 from kvrelay.types import Role
 
@@ -69,7 +43,7 @@ class WorkerService:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.options, self.epoch = options, uuid.uuid4().hex
-        self.info: WorkerInfo | None = None
+        self.info: wire.WorkerInfo | None = None
         self.tls = cluster_tls(options.settings.cluster, options.secret)
         self.thread = EngineThread(
             self.build_engine, on_step=self._on_step, on_failure=self._on_failure, send=self._send_tokens,
@@ -93,7 +67,7 @@ class WorkerService:
 
     # ---- life
 
-    async def start(self) -> WorkerInfo:
+    async def start(self) -> wire.WorkerInfo:
         """Load the model, start the engine and listen. Raises ModelError, ConfigError, BackendUnavailable."""
         options = self.options
         engine = await self.thread.start()
@@ -155,9 +129,9 @@ class WorkerService:
     def healthy(self) -> bool:
         return self.thread.is_alive
 
-    def load(self) -> LoadReport:
+    def load(self) -> wire.LoadReport:
         """The last load report, with the transfers' counters."""
-        return self._reports.load() if self._reports is not None else self._completed(LoadReport(seq=0))
+        return self._reports.load() if self._reports is not None else self._completed(wire.LoadReport(seq=0))
 
     def status(self) -> dict[str, Any]:
         """Everything that `kvrelay status` shows of this worker."""
@@ -193,9 +167,9 @@ class WorkerService:
             facts["weights"] = f"{engine.config.quantization}, relative RMS error {error.relative:.2%}"
         return facts
 
-    def _describe(self, engine: Engine, role: WorkerRole, port: int) -> WorkerInfo:
+    def _describe(self, engine: Engine, role: WorkerRole, port: int) -> wire.WorkerInfo:
         layout, options = engine.cache.memory.layout, self.options
-        return WorkerInfo(
+        return wire.WorkerInfo(
             worker_id=options.worker_id,
             role=str(self.role),
             epoch=self.epoch,
@@ -214,7 +188,7 @@ class WorkerService:
             kv_port=role.kv_port,
         )
 
-    def _completed(self, load: LoadReport) -> LoadReport:
+    def _completed(self, load: wire.LoadReport) -> wire.LoadReport:
         """With what the engine does not know: whether the worker drains, and its transfers' counters."""
         if self.requests.is_draining:
             load = msgspec.structs.replace(load, is_draining=True)
@@ -242,21 +216,21 @@ class WorkerService:
     def _send_tokens(self, result: StepResult) -> None:
         """On the engine's thread: send the outputs in a stream's middle; leave the others to the loop."""
         watches_all = self._role is None or self._role.watches_outputs
-        plain: list[TokenOutput] = []
-        watched: list[TokenOutput] = []
+        plain: list[wire.TokenOutput] = []
+        watched: list[wire.TokenOutput] = []
         for output in result.outputs:
             is_watched = watches_all or output.finish_reason is not None or self.requests.is_traced(output.request_id)
             (watched if is_watched else plain).append(output)
         result.outputs = watched
         for link, outputs in self.requests.by_link(plain).items():
-            if not link.send_from_thread(Tokens(outputs=outputs)):
+            if not link.send_from_thread(wire.Tokens(outputs=outputs)):
                 result.outputs += outputs
 
     def _on_step(self, result: StepResult) -> None:
         if self._role is None or self._reports is None:
             return  # a tier woke the engine while the worker starts: there are no requests yet
         for link, outputs in self.requests.by_link(result.outputs).items():
-            link.send(Tokens(outputs=outputs))  # before what follows from them, which must not overtake them
+            link.send(wire.Tokens(outputs=outputs))  # before what follows from them, which must not overtake them
             for output in outputs:
                 self._role.on_output(output)
                 self.requests.trace_output(output)
@@ -265,7 +239,7 @@ class WorkerService:
         for refusal in result.refused:
             self._on_refused(*refusal)
         for request_id in result.returned_to_prefill:
-            self.requests.fail(request_id, PREEMPTED, "returned to prefill")
+            self.requests.fail(request_id, wire.PREEMPTED, "returned to prefill")
         self._role.on_reservations(result.reservations)
         self._reports.publish(result)
 
@@ -284,7 +258,7 @@ class WorkerService:
             self.requests.fail(request_id, "engine", str(reason))
 
 
-def _plain(pair: PairReport) -> dict[str, Any]:
+def _plain(pair: wire.PairReport) -> dict[str, Any]:
     """As plain data, zeros and empty fields included."""
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
 
@@ -311,10 +285,10 @@ class WorkerServer:
         self._role, self._thread, self._requests, self._reports = role, thread, requests, reports
         self._status = status
         self._server = Server(self._serve, secret, tls=tls)
-        self._info: WorkerInfo | None = None
+        self._info: wire.WorkerInfo | None = None
         self._loop = asyncio.get_running_loop()
 
-    async def start(self, host: str, describe: Callable[[int], WorkerInfo]) -> WorkerInfo:
+    async def start(self, host: str, describe: Callable[[int], wire.WorkerInfo]) -> wire.WorkerInfo:
         """Listen at a free port of `host`. `describe(port)`: what every ingress is sent first."""
         self._info = describe(await self._server.start(host))
         return self._info
@@ -326,9 +300,9 @@ class WorkerServer:
         assert self._info is not None
         link = IngressLink(connection)
         self._reports.connect(link)
-        link.send(Welcome(protocol=PROTOCOL_VERSION, info=self._info))
+        link.send(wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=self._info))
         try:
-            await connection.read_all(lambda frame: self._dispatch(link, decode_to_worker(frame)))
+            await connection.read_all(lambda frame: self._dispatch(link, wire.decode_to_worker(frame)))
         except msgspec.DecodeError as error:
             logger.warning("dropping %s: malformed message: %s", link.peer, error)
         finally:
@@ -337,49 +311,49 @@ class WorkerServer:
                 self._requests.remove(request_id)
                 self._role.release(request_id, "the ingress disconnected")
 
-    def _dispatch(self, link: IngressLink, message: ToWorker) -> None:
+    def _dispatch(self, link: IngressLink, message: wire.ToWorker) -> None:
         match message:
-            case Prefill() | Reserve() | Pair():
+            case wire.Prefill() | wire.Reserve() | wire.Pair():
                 self._role.handle(link, message)
-            case Generate(request=request):
+            case wire.Generate(request=request):
                 if self._requests.admit(link, request, lambda engine: engine.add(request), self._role.drop):
                     self._requests.begin_span(request.request_id, "prefill")
-            case Abort(request_id=request_id, choice=int(choice)):
+            case wire.Abort(request_id=request_id, choice=int(choice)):
                 if request_id in link.requests:
                     self._thread.post(lambda engine: engine.requests.abort_choice(request_id, choice))
-            case Abort(request_id=request_id, reason=reason):
+            case wire.Abort(request_id=request_id, reason=reason):
                 if request_id in link.requests:
                     self._requests.remove(request_id)
                     self._role.release(request_id, reason)
-            case Subscribe():
+            case wire.Subscribe():
                 self._role.subscribed()
                 self._reports.subscribe(link)
-            case Assigned():
+            case wire.Assigned():
                 self._reports.assign(link, message)
-            case StatusQuery(query_id=query_id):
-                link.send(Status(query_id=query_id, json=json.dumps(self._status()).encode()))
-            case Prefetch():
+            case wire.StatusQuery(query_id=query_id):
+                link.send(wire.Status(query_id=query_id, json=json.dumps(self._status()).encode()))
+            case wire.Prefetch():
                 self._prefetch(link, message)
-            case Audit():
+            case wire.Audit():
                 self._audit(link, message)
-            case EndPins(session=session):
+            case wire.EndPins(session=session):
                 self._thread.post(lambda engine: engine.requests.end_pins(session))
-            case CacheReset(query_id=query_id):
+            case wire.CacheReset(query_id=query_id):
                 self._thread.post(lambda engine: engine.reset_cache())
-                link.send(Status(query_id=query_id, json=b"{}"))
+                link.send(wire.Status(query_id=query_id, json=b"{}"))
 
-    def _prefetch(self, link: IngressLink, message: Prefetch) -> None:
+    def _prefetch(self, link: IngressLink, message: wire.Prefetch) -> None:
         if self._requests.is_draining:
-            link.send(Prefetched(query_id=message.query_id, problem="draining"))
+            link.send(wire.Prefetched(query_id=message.query_id, problem="draining"))
             return
         self._thread.post(lambda engine: prefetch(engine, message, lambda answer: self._send_soon(link, answer)))
 
-    def _audit(self, link: IngressLink, message: Audit) -> None:
+    def _audit(self, link: IngressLink, message: wire.Audit) -> None:
         hashes = message.hashes[:MAX_AUDITED]
 
         def look_up(engine: Engine) -> None:
             seq, tiers = engine.reports.audit(hashes)
-            self._send_soon(link, Audited(query_id=message.query_id, seq=seq, tiers=tiers))
+            self._send_soon(link, wire.Audited(query_id=message.query_id, seq=seq, tiers=tiers))
 
         self._thread.post(look_up)
 
