@@ -1,4 +1,4 @@
-"""A transport whose reads end when the test lets them; and what a window has room for."""
+"""A transport whose reads end when the test lets them; what a window has room for; when both ends have settled."""
 
 import asyncio
 
@@ -47,3 +47,10 @@ async def has_room(window, num_bytes):
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
     return False
+
+
+async def settled(source):
+    """Every message that both ends have for each other now has come, and what those called forth: each way in order."""
+    for _ in range(3):
+        for link in source.links.all:
+            await link.probe([], b"")

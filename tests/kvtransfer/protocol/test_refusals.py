@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import errno
 import socket
+import time
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from kvrelay.kvtransfer.protocol.messages import (
     seal,
 )
 from kvrelay.plane import connection as plane
+from tests.fakes import until
 
 
 def resealed(kv, ticket, **changes):
@@ -109,7 +111,8 @@ async def test_a_lease_of_a_silent_source_expires_and_frees(kv):
 async def test_an_open_transfer_keeps_its_lease_alive(kv):
     source, target = await kv.pair(lease_s=0.2)
     transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(3)])
-    await asyncio.sleep(0.7)  # several leases of real loop time: renewal is what is tested
+    (grant,), granted_at = target.grants.live, time.monotonic()
+    await until(lambda: grant.last_sign > granted_at + 0.7)  # several leases later it is renewed still
     transfer.announce(0, [1], range(3, 4))
     await transfer.commit(b"")
     assert target.kinds("r1") == ["commit"]
@@ -201,9 +204,9 @@ async def test_a_commit_before_every_region_came_is_incomplete(kv):
 async def test_announcements_out_of_range_are_refused(kv, announce):
     source, target = await kv.pair(checks="off")
     transfer = source.open("r1", target.grant("r1", 0, [1, 2], 2))
-    await transfer._link.ready("r1")
+    await source.links.all[0].ready("r1")
     await asyncio.sleep(0)
-    transfer._link.notify(Announce(nonce=transfer.ticket.nonce, **announce))
+    source.links.all[0].notify(Announce(nonce=transfer.ticket.nonce, **announce))
     assert reason_of(await target.event("failed", "r1")) is Reason.OUT_OF_RANGE
     assert not kv.lib.regions(target.memory).any()
 
@@ -279,9 +282,9 @@ async def test_a_malformed_message_after_the_handshake_fails_that_sources_transf
     source, target = await kv.pair()
     seen = asyncio.Event()
     kv.tamper(lambda *_: seen.set())
-    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(1)])
+    kv.send(source, target, "r1", [1], [2], layer_groups=[range(1)])
     await seen.wait()
-    transfer._link._connection.send_nowait(msgspec.msgpack.encode({"type": "announce", "nonce": b"x"}))
+    source.links.all[0]._connection.send_nowait(msgspec.msgpack.encode({"type": "announce", "nonce": b"x"}))
     assert isinstance(await target.event("failed", "r1"), PeerLost)
     await target.event("released", "r1")
     await kv.send(source, target, "r2", [1], [2]).commit(b"")  # a new connection serves the next
@@ -343,7 +346,7 @@ async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
     """A bit of a message flips on the way: with checks off nothing but the seal of the whole transfer could tell."""
     source, target = await kv.pair(checks="off")
     transfer = source.open("r1", target.grant("r1", 0, [5, 6], 2))
-    link = transfer._link
+    link = source.links.all[0]
     send = link.send
 
     async def garbling(request_id, message):

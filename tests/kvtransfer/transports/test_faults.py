@@ -11,6 +11,7 @@ from kvrelay.decode.read_queue import ReadQueue
 from kvrelay.decode.target import SourceLink
 from kvrelay.errors import LeaseExpired, PeerLost, TransferError, TransferTimeout
 from kvrelay.prefill.source_link import WINDOW_BYTES
+from tests.fakes import until
 from tests.kvtransfer.held_reader import has_room
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -55,8 +56,7 @@ async def source_until(kv, monkeypatch, target, peer, stage, fault):
     if stage == "confirming":
         peer.tell("commit", request_id="r1")
     if stage == "announced":
-        while target.stats().paths.get(target.transports[-1]) is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: target.stats().paths.get(target.transports[-1]) is not None, 60)
     if hit is not None:
         await hit.wait()
     else:
@@ -101,7 +101,7 @@ async def test_a_target_that_fails_frees_the_source_within_a_lease(kv, monkeypat
         peer.signal(fault)
     transfer = source.open("r1", ticket)
     if stage in ("opened", "announced"):
-        await transfer._link.ready("r1")
+        await source.links.all[0].ready("r1")
     transfer.announce(0, BLOCKS, range(2) if stage == "announced" else range(4))
     if stage in ("opened", "announced"):
         peer.signal(fault)
@@ -141,7 +141,7 @@ async def test_a_target_frozen_and_woken_again_writes_nothing_into_blocks_that_i
     peer.tell("grant", request_id="r1", blocks=BLOCKS)
     transfer = source.open("r1", bytes.fromhex((await peer.hear("ticket"))["ticket"]))
     transfer.announce(0, BLOCKS, range(2))
-    await transfer._link.ready("r1")
+    await source.links.all[0].ready("r1")
     peer.signal(signal.SIGSTOP)
     with pytest.raises((LeaseExpired, PeerLost)):
         await transfer.commit(b"")

@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
-from tests.kvtransfer.held_reader import has_room
+from tests.kvtransfer.held_reader import has_room, settled
 
 REGION = 4096
 
@@ -42,12 +42,6 @@ def num_announced(target, request_id):
     return int(grant.announced.sum())
 
 
-async def quiet():
-    """Everything that can happen without a read has happened."""
-    for _ in range(50):
-        await asyncio.sleep(0.001)
-
-
 async def drive(reads, tasks):
     """Let the reads end one after the other until the tasks are done."""
     done = asyncio.gather(*tasks)
@@ -63,12 +57,12 @@ async def test_a_source_announces_no_more_than_a_window_ahead_of_the_reads(kv, s
     transfer = kv.send(source, target, "r1", list(range(32)), list(range(32)))
     while not reads:
         await asyncio.sleep(0)
-    await quiet()
+    await settled(source)
     assert num_announced(target, "r1") == 8
     reads.pop(0)()
     while not reads:
         await asyncio.sleep(0)
-    await quiet()
+    await settled(source)
     assert num_announced(target, "r1") == 12  # one piece read, one more announced
     await drive(reads, [transfer.commit(b"")])
     assert np.array_equal(kv.lib.regions(target.memory)[:, :32], kv.lib.regions(source.memory)[:, :32])
@@ -102,7 +96,7 @@ async def test_a_transfer_gives_its_part_of_the_window_back_however_it_ends(kv, 
     waiting = kv.send(source, target, "r2", [40], [40])
     while not reads:
         await asyncio.sleep(0)
-    await quiet()
+    await settled(source)
     if end == "cancel":
         transfer.cancel()
     elif end == "revoke":

@@ -19,6 +19,7 @@ from kvrelay.kvtransfer.transports.tcp import protocol as streams
 from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, greet_source
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.plane.tls import ClusterTls
+from tests.fakes import until
 from tests.kvtransfer.copies import plan_copies
 
 SECRET = b"the cluster's secret"
@@ -71,9 +72,7 @@ class Port:
 
     async def assert_alone(self):
         """Only the good reader's connection is left: no thread, no descriptor of an intruder's."""
-        async with asyncio.timeout(SOON_S):
-            while len(self.exporter._peers) > 1 or serving() > 1:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.exporter._peers) <= 1 and serving() <= 1, SOON_S)
 
     async def aclose(self):
         await self.reader.aclose()
@@ -249,9 +248,8 @@ async def test_silent_strangers_cannot_keep_a_reader_out(port, monkeypatch):
         other = port.transport.make_reader(port.target, SECRET, "127.0.0.1")
         await other.connect(port.exporter.describe())
         await other.aclose()
-        async with asyncio.timeout(SOON_S):  # those that were turned away leave when their threads get to run
-            while len(port.exporter._peers) > 1 + 4 + 1:
-                await asyncio.sleep(0.01)
+        # those that were turned away leave when their threads get to run
+        await until(lambda: len(port.exporter._peers) <= 1 + 4 + 1, SOON_S)
         await port.assert_serves()
     finally:
         for sock in crowd:
@@ -280,9 +278,7 @@ async def test_a_source_without_threads_to_spare_refuses_and_lives(port, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", none)
         sock = port.visit()
-        async with asyncio.timeout(SOON_S):
-            while port.exporter._num_accepted < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: port.exporter._num_accepted >= 2, SOON_S)
     assert until_closed(sock) == b""
     await port.assert_serves()
 

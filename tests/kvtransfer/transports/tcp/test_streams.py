@@ -21,6 +21,7 @@ from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.plane.connection import connections
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvLayout
+from tests.fakes import until
 from tests.kvtransfer.copies import plan_copies
 
 KINDS = ["tcp", "tcp x3", "tcp+tls"]
@@ -394,9 +395,7 @@ async def test_a_close_that_is_cancelled_closes_every_stream_all_the_same(kv, mo
     may_stop.set()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    async with asyncio.timeout(5):
-        while len(stopped) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(stopped) >= 3, 5)
     await pair.aclose()
 
 
