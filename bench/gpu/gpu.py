@@ -131,13 +131,13 @@ class Driver:
                 status = None
             finally:
                 _end_group(process)
-        outcome = Outcome(section, "ok", time.monotonic() - began, rows=_rows(rows_file))
-        self._judge(outcome, status, log_file, limit_s)
+        outcome = Outcome(section, "ok", time.monotonic() - began, rows=rows_of(rows_file))
+        self.judge(outcome, status, log_file, limit_s)
         if section.name == "limits":
             self._take_limits(outcome.rows)
         return outcome
 
-    def _judge(self, outcome: Outcome, status: int | None, log_file: Path, limit_s: float) -> None:
+    def judge(self, outcome: Outcome, status: int | None, log_file: Path, limit_s: float) -> None:
         wrong = [row for row in outcome.rows if row.get("ok") is False]
         if status is None:
             outcome.status, outcome.note = "TIMED OUT", f"after {limit_s:.0f} s; {_tail(log_file)}"
@@ -183,7 +183,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
             process.wait(_STOP_S)
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def rows_of(file: Path) -> list[dict[str, Any]]:
     """What was written whole; the last line may be cut."""
     found: list[dict[str, Any]] = []
     for line in file.read_text().splitlines() if file.exists() else ():

@@ -35,7 +35,7 @@ from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.router.decision import deferral
 from kvrelay.router.planning.speed_curve import SpeedCurve
 
-PROFILE = Path(__file__).resolve().parents[2] / "configs" / "profiles" / "llama-3.1-70b-h100x8-bf16.json"
+PROFILE = "llama-3.1-70b-h100x8-bf16"
 TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9
 PREFILL_POOL_TOKENS, DECODE_POOL_TOKENS = 500_000, 1_500_000
 LOADS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0)
@@ -253,7 +253,7 @@ def _compared(name: str, runs: list[Found], others: dict[str, list[Found]], load
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("load", help="a trace file, or a load that is made up (see kvrelay trace)")
-    parser.add_argument("--profile", default=str(PROFILE), help="a file, or the name of a ready-made one")
+    parser.add_argument("--profile", default=PROFILE, help="a file, or the name of a ready-made one")
     parser.add_argument("--prefill-tokens-per-s", type=float, help="instead of the profile's speed, without attention")
     parser.add_argument("--set", nargs="+", default=[], help="settings of every contender, section.key=value")
     parser.add_argument("--prefill", type=int, default=8)

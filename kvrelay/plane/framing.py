@@ -190,7 +190,7 @@ class Connection:
 
     def send_from_thread(self, frame: bytes) -> bool:
         """Send one frame from any thread. False: it was not sent; send it on the loop's thread."""
-        return self._sender is not None and self._sender.send(_framed(frame))
+        return self._sender is not None and self._sender.send(framed(frame))
 
     def send_nowait(self, frame: bytes) -> None:
         """Queue one frame. Raises ConnectionLost when closed or when the peer does not read."""
@@ -200,9 +200,9 @@ class Connection:
             self.abort()
             raise ConnectionLost(f"{self.peer} reads too slowly; dropped")
         if self._sender is not None:
-            self._sender.send_on_loop(_framed(frame))
+            self._sender.send_on_loop(framed(frame))
         else:
-            self._writer.write(_framed(frame))
+            self._writer.write(framed(frame))
 
     async def send(self, frame: bytes) -> None:
         """Queue one frame and wait while the peer is slow."""
@@ -257,5 +257,5 @@ class Connection:
             self._sender.close()
 
 
-def _framed(frame: bytes) -> bytes:
+def framed(frame: bytes) -> bytes:
     return len(frame).to_bytes(4, "little") + frame

@@ -34,7 +34,7 @@ def rows_of(name, scratch, tmp_path):
     section = next(one for one in gpu.SECTIONS if one.name == name)
     context = Context("cpu", True, scratch, tmp_path / "rows", LIMITS)
     getattr(importlib.import_module(f"bench.gpu.{section.module}"), section.function)(context)
-    return gpu._rows(context.rows_file)
+    return gpu.rows_of(context.rows_file)
 
 
 @pytest.mark.parametrize("name", ["limits", "compile", "kernels", "choices", "graphs", "experts", "decode", "prefill"])
@@ -52,7 +52,7 @@ def test_a_kernel_that_is_wrong_fails_its_row_alone(scratch, tmp_path, monkeypat
     from bench.gpu.section import Context
 
     Grid(Context("cpu", True, scratch, tmp_path / "rows")).elementwise()
-    rows = gpu._rows(tmp_path / "rows")
+    rows = gpu.rows_of(tmp_path / "rows")
     assert [row["kernel"] for row in rows if not row["ok"]] == ["gated activation"] and len(rows) == 2
 
 
@@ -138,10 +138,10 @@ def test_a_row_that_does_not_hold_fails_the_section_and_a_slow_one_is_only_told(
         ([], "FAILED", "0 of 0"),
     ):
         outcome = gpu.Outcome(section, "ok", rows=rows)
-        driver(tmp_path)._judge(outcome, 0, log, 1.0)
+        driver(tmp_path).judge(outcome, 0, log, 1.0)
         assert outcome.status == status and outcome.note.startswith(note)
     outcome = gpu.Outcome(section, "ok", rows=[{"ok": True}])
-    driver(tmp_path)._judge(outcome, 3, log, 1.0)
+    driver(tmp_path).judge(outcome, 3, log, 1.0)
     assert (outcome.status, outcome.note) == ("left out", "last words")
 
 

@@ -27,6 +27,11 @@ def tls(request):
     return ClusterTls.derived(SECRET) if request.param == "tls" else None
 
 
+def writer_of(connection):
+    """The stream under a connection's frames: for bytes that are none."""
+    return connection._writer
+
+
 async def echo(connection):
     while True:
         await connection.send(await connection.receive())
@@ -185,8 +190,8 @@ async def test_a_peer_that_goes_is_noticed(tls):
 
 async def test_a_frame_cut_short_is_a_lost_connection(tls):
     async def half(connection):
-        connection._writer.write((100).to_bytes(4, "little") + b"only this")
-        await connection._writer.drain()
+        writer_of(connection).write((100).to_bytes(4, "little") + b"only this")
+        await writer_of(connection).drain()
 
     async with serving(tls, half) as port, connected(port, tls) as connection:
         with pytest.raises(ConnectionLost):
@@ -271,7 +276,7 @@ async def test_closing_the_server_ends_its_connections(tls):
 
 
 def family_of(connection) -> int:
-    return connection._writer.get_extra_info("socket").family
+    return writer_of(connection).get_extra_info("socket").family
 
 
 async def test_a_local_peer_is_reached_over_a_unix_socket(tls):
@@ -367,7 +372,7 @@ async def test_what_the_socket_did_not_take_is_not_overtaken_once_it_does_again(
         assert await asyncio.to_thread(sent_from_a_thread, connection, loop, [first]) == 1  # its rest is the loop's
         # without the loop running in between, as an engine's thread would find it
         assert sent_from_a_thread(connection, loop, small[:2]) == 2
-        while connection._writer.transport.get_write_buffer_size():
+        while writer_of(connection).transport.get_write_buffer_size():
             await asyncio.sleep(0.001)
         connection.send_nowait(small[2])
         assert await asyncio.to_thread(sent_from_a_thread, connection, loop, [small[3]]) == 1
@@ -437,13 +442,13 @@ async def taken(connection) -> tuple[list[bytes], Exception]:
 async def test_frames_are_handed_out_as_sent_whatever_the_pieces(tls):
     """The first of them came while nobody was listening."""
     frames = [b"", b"x", b"y" * 3_000_000, b"", *(bytes([i]) * i for i in range(50))]
-    data = b"".join(framing._framed(frame) for frame in frames)
+    data = b"".join(framing.framed(frame) for frame in frames)
 
     async def in_pieces(connection):
         begin = 0
         for size in (1, 2, 3, 100, 70_000, 1, 5_000_000, len(data)):
-            connection._writer.write(data[begin : begin + size])
-            await connection._writer.drain()
+            writer_of(connection).write(data[begin : begin + size])
+            await writer_of(connection).drain()
             await asyncio.sleep(0.001)
             begin += size
 

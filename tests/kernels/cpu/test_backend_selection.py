@@ -73,7 +73,7 @@ def test_without_a_compiler_torch_takes_over_with_one_line(monkeypatch, caplog):
 
 
 def test_a_wrong_compiled_kernel_is_found(compiled, monkeypatch):
-    native = compiled._native
+    native = compiled.compiled_kernels
     assert first_wrong_kernel(native) is None
     monkeypatch.setattr(native, "gated_activation", lambda gate_up, kind: gate_up[:, : gate_up.shape[1] // 2])
     assert first_wrong_kernel(native) == "activation"

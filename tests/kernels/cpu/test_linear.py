@@ -37,7 +37,7 @@ def test_linear_equals_the_matrix_product(cpu, dtype, out_features, in_features)
 def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2_threads, dtype):
     weight = random(150, 300, dtype=dtype)
     for backend in (compiled, compiled_2_threads):
-        linear = NativeLinear(backend._native, weight, None, backend._native.linear_kind(dtype, 300))
+        linear = NativeLinear(backend.compiled_kernels, weight, None, backend.compiled_kernels.linear_kind(dtype, 300))
         x = random(200, 300, dtype=dtype)
         alone = torch.cat([linear(x[i : i + 1]) for i in range(200)])
         for rows in ROWS:
@@ -48,7 +48,7 @@ def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_totals_over_blocks_of_inputs_are_the_same_bits_as_in_one_go(compiled, dtype, in_features):
     """One row goes in one go, several tiles of rows go block by block from 1537 inputs on."""
-    native = compiled._native
+    native = compiled.compiled_kernels
     kinds = {native.linear_kind(dtype, in_features)} | ({KIND_BF16} if dtype == BF16 else set())
     weight, x = random(70, in_features, dtype=dtype), random(45, in_features, dtype=dtype)
     for kind in kinds:
@@ -68,7 +68,7 @@ def test_rows_may_be_strided_and_zero_rows_are_fine(cpu):
 
 def test_the_plain_bf16_packing_is_right_even_where_dot_products_are_used(compiled):
     weight, x = random(50, 64, dtype=BF16) / 8, random(9, 64, dtype=BF16)
-    linear = NativeLinear(compiled._native, weight, None, KIND_BF16)
+    linear = NativeLinear(compiled.compiled_kernels, weight, None, KIND_BF16)
     torch.testing.assert_close(linear(x).float(), x.float() @ weight.float().T, atol=2e-2, rtol=2e-2)
 
 
