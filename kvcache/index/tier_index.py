@@ -173,7 +173,7 @@ class TierIndex:
         return victims
 
     def _choose_victims(self, count: int, now_s: float, tenant: str) -> list[BlockHash] | None:
-        num_over, num_needed = self._tenants.num_over(tenant, count), count - self.rows.num_free
+        num_over, num_needed = self._tenants.num_over(tenant, count), count - len(self.rows.free)
         return self._victims.choose(num_needed, num_over, tenant, now_s, self._pins.expire(now_s))
 
     def cancel(self, rows: Iterable[int]) -> None:
@@ -235,7 +235,7 @@ class TierIndex:
     # ---- holds and pins
 
     def _is_kept(self, digest: BlockHash, entry: TierEntry) -> bool:
-        return self.rows.is_held(entry.row) or digest in self._pins
+        return entry.row in self.rows.holds or digest in self._pins
 
     def hold(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Keep these entries, all of which are here, while their bytes are read; returns their rows, for `unhold`."""
@@ -286,9 +286,11 @@ class TierIndex:
 
     def counts(self) -> TierCounts:
         rows = self.rows
+        leaving = len(rows.leaving)
         return TierCounts(
-            rows.num_free, rows.num_reserved, len(self._entries), rows.num_leaving, rows.num_held, len(self._pins)
-        )
+            free=len(rows.free), reserved=len(rows.reserved), cached=len(self._entries), leaving=leaving,
+            held=len(rows.holds) - leaving, pinned=len(self._pins),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise AssertionError unless every row is in exactly one state and all counts agree."""

@@ -41,11 +41,6 @@ def payload_checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def header_checksum(body: bytes) -> int:
-    """XXH3-64 of a header's fields."""
-    return xxhash.xxh3_64_intdigest(body)
-
-
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """Sizes of one folder's files, in rows and bytes."""
@@ -124,13 +119,13 @@ class RecordHeader:
             parent,
             tenant,
         )
-        return body + _CHECK.pack(header_checksum(body))
+        return body + _CHECK.pack(payload_checksum(body))
 
 
 def unpack_header(data: bytes | memoryview, namespace: bytes, row: int) -> RecordHeader | None:
     """The header at the start of `data`; None unless it is intact and of this namespace and row."""
     body = bytes(data[: _BODY.size])
-    if body[:8] != _MAGIC or _CHECK.unpack_from(data, _BODY.size)[0] != header_checksum(body):
+    if body[:8] != _MAGIC or _CHECK.unpack_from(data, _BODY.size)[0] != payload_checksum(body):
         return None
     _, space, place, sequence, size, checksum, end_tokens, priority, *rest = _BODY.unpack(body)
     digest_len, parent_len, tenant_len, digest, parent, tenant = rest

@@ -17,6 +17,8 @@ from kvrelay.kvcache.stores.disk.records import ReadItem, RecordIo, WriteItem
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
+_RETRY_S = 60.0  # before segments that the disk had no room for are tried again
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -43,7 +45,8 @@ class Volume:
         self._headers: dict[BlockHash, RecordHeader] = {}  # of the index's entries
         self._stale: dict[int, BlockHash] = {}  # row -> the evicted block whose header is still there
         self._writing: dict[BlockHash, int] = {}  # -> its row
-        self._missing = MissingSegments(segments, geometry, index, clock)
+        self._blocked: list[int] = []  # rows of segments that the disk had no room for
+        self._retry_at_s = 0.0
         self._sequence = 0
 
     # ---- life
@@ -228,20 +231,35 @@ class Volume:
     def _reserve(self, count: int, tenant: str, outcome: Outcome) -> list[int]:
         """Up to `count` rows of existing segments."""
         now_s = self._clock()
-        self._missing.retry()
+        if self._blocked and now_s >= self._retry_at_s:
+            self._index.cancel(self._blocked)
+            self._blocked = []
         while count:
             rows = self._index.reserve(count, now_s, tenant=tenant)
             if rows is None:
                 count //= 2
                 continue
             self._note_evicted()
-            error = self._missing.ensure(rows)
-            if error is None:
+            try:
+                for segment in sorted({self.geometry.place(row)[0] for row in rows}):
+                    self._segments.ensure(segment)
+            except OSError as error:
+                outcome.errors.append(error)
+                self._index.cancel(rows)
+                self._block_missing(now_s)
+            else:
                 return rows
-            outcome.errors.append(error)
-            self._index.cancel(rows)
-            self._missing.block()
         return []
+
+    def _block_missing(self, now_s: float) -> None:
+        """Reserve all rows of missing segments, none of which was ever used, for a while."""
+        per_segment, num_rows = self.geometry.rows_per_segment, self.geometry.num_rows
+        for segment in range(self.geometry.num_segments):
+            if not self._segments.has(segment):
+                self._blocked += range(segment * per_segment, min((segment + 1) * per_segment, num_rows))
+        for row in self._blocked:
+            self._index.take(row)
+        self._retry_at_s = now_s + _RETRY_S
 
     def _note_evicted(self) -> None:
         """Remember that the evicted blocks' headers stay on disk until their rows are overwritten."""
@@ -270,41 +288,3 @@ class Volume:
 
 def is_disk_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-_RETRY_S = 60.0
-
-
-class MissingSegments:
-    """Creates segments on demand, and reserves the rows of those that cannot be created."""
-
-    def __init__(self, segments: Segments, geometry: Geometry, index: TierIndex, clock: Callable[[], float]) -> None:
-        self._segments, self._geometry, self._index, self._clock = segments, geometry, index, clock
-        self._rows: list[int] = []
-        self._retry_at_s = 0.0
-
-    def retry(self) -> None:
-        """Put the rows back into use, if it is time to try again."""
-        if self._rows and self._clock() >= self._retry_at_s:
-            self._index.cancel(self._rows)
-            self._rows = []
-
-    def ensure(self, rows: Iterable[int]) -> OSError | None:
-        """Create the segments of these rows; returns the error of one that cannot be created."""
-        for segment in sorted({self._geometry.place(row)[0] for row in rows}):
-            try:
-                self._segments.ensure(segment)
-            except OSError as error:
-                return error
-        return None
-
-    def block(self) -> None:
-        """Reserve all rows of missing segments, none of which was ever used, until the next retry."""
-        geometry = self._geometry
-        for segment in range(geometry.num_segments):
-            if not self._segments.has(segment):
-                first = segment * geometry.rows_per_segment
-                self._rows += range(first, min(first + geometry.rows_per_segment, geometry.num_rows))
-        for row in self._rows:
-            self._index.take(row)
-        self._retry_at_s = self._clock() + _RETRY_S

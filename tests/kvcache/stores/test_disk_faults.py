@@ -100,8 +100,8 @@ def test_without_checksums_the_flipped_block_would_be_served(open_disk, tmp_path
     assert block is not None and block != content(hashes[0])
 
 
-def test_without_header_checksums_a_flipped_hash_would_be_believed(open_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrelay.kvcache.stores.disk.format.header_checksum", lambda body: 0)
+def test_without_payload_checksums_a_flipped_hash_would_be_believed(open_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvrelay.kvcache.stores.disk.format.payload_checksum", lambda body: 0)
     store, (hashes, metas) = open_disk(1), chain(1)
     keep(store, hashes, metas)
     store.close()
