@@ -108,8 +108,6 @@ class PeerBlocks:
     def describe(self) -> bytes:
         return json.dumps({"node_id": self.node_id, "blocks": len(self._keys), "leased": self.num_leased}).encode()
 
-    # ---- what a worker does not do for others
-
     def reserve(self, blocks: Sequence[BlockOffer]) -> list[ReservedRange | bool]:
         return [False] * len(blocks)
 

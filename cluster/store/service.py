@@ -1,21 +1,30 @@
 """A node of the cluster's store: its memory, blocks, server and repair. Must not import Ray.
 
-Hosted by an actor (actor.py), or by a plain process (process.py).
+Hosted by an actor (actor.py), or by a plain process (process.py). Repair keeps as many copies of each block as
+placement wants when nodes join or leave: after a change every node goes through its blocks; it offers a block to each
+node that should have a copy and has none, and deletes blocks that belong elsewhere once every node that should have
+them does. At a limited rate. An evicted block is not copied back, or full nodes would evict each other's blocks for
+ever.
 """
 
+import asyncio
+import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.node import StoreNode
-from kvrelay.cluster.store.repair import Repairer
 from kvrelay.config import Settings
+from kvrelay.errors import PeerLost
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru, make_policy
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
-from kvrelay.kvcache.stores.placement import StoreAddress
+from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, transports_for
 from kvrelay.kvtransfer.slabs.client import SlabPeer
@@ -24,6 +33,137 @@ from kvrelay.kvtransfer.slabs.slabs import SharedSlab, allocate_slab, free_slab
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls, cluster_tls
 from kvrelay.settings.cache import StoreSettings
+
+logger = logging.getLogger(__name__)
+
+BATCH_BLOCKS = 64
+BYTES_PER_S = 256 << 20  # of copies when nodes join or leave: a fifth of a 10 Gbit/s link
+_PUT_S = 20.0
+_RETRY_S = 2.0  # after a sweep in which some node did not answer
+_MAX_RETRIES = 5
+
+
+class Repairer:
+    """Copies one node's blocks to others. Used on the node's loop."""
+
+    def __init__(
+        self,
+        node: StoreNode,
+        make_peer: Callable[[StoreAddress], SlabPeer],
+        *,
+        num_replicas: int,
+        bytes_per_s: float = BYTES_PER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node, self._make_peer = node, make_peer
+        self._num_replicas, self._bytes_per_s, self._clock = num_replicas, bytes_per_s, clock
+        self._nodes: tuple[StoreAddress, ...] = ()
+        self._peers: dict[StoreAddress, SlabPeer] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self.is_settled = True  # nothing is left to do since the last change
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="store repair")
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for peer in self._peers.values():
+            await peer.aclose()
+        self._peers.clear()
+
+    def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        """All live nodes, this one included."""
+        ordered = tuple(sorted(nodes, key=lambda node: node.node_id))
+        if ordered != self._nodes:
+            self._nodes = ordered
+            self.is_settled = False
+            self._changed.set()
+
+    async def _run(self) -> None:
+        num_retries = 0
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            for address in [address for address in self._peers if address not in self._nodes]:
+                await self._peers.pop(address).aclose()
+            try:
+                is_complete = await self.sweep()
+            except Exception:  # a process edge: repair must survive any failure of a sweep
+                logger.exception("repair of %s failed", self._node.node_id)
+                is_complete = False
+            num_retries = 0 if is_complete else num_retries + 1
+            if is_complete or num_retries > _MAX_RETRIES:
+                self.is_settled = not self._changed.is_set()
+            else:
+                asyncio.get_running_loop().call_later(_RETRY_S, self._changed.set)
+
+    async def sweep(self) -> bool:
+        """Go through all blocks, until done or the nodes change; returns whether every node answered."""
+        nodes, is_complete = self._nodes, True
+        keys = self._node.keys()
+        for first in range(0, len(keys), BATCH_BLOCKS):
+            if nodes is not self._nodes:
+                return False
+            is_complete &= await self._spread(keys[first : first + BATCH_BLOCKS])
+        return is_complete
+
+    async def _spread(self, keys: Sequence[bytes]) -> bool:
+        """Copy these blocks to where placement wants them; returns whether every node answered."""
+        wanted_at: defaultdict[StoreAddress, list[bytes]] = defaultdict(list)
+        foreign: dict[bytes, int] = {}  # key -> copies elsewhere that are still to be confirmed
+        for key, nodes in zip(keys, places(keys, self._nodes, self._num_replicas), strict=True):
+            others = [node for node in nodes if node.node_id != self._node.node_id]
+            for node in others:
+                wanted_at[node].append(key)
+            if len(others) == len(nodes) and nodes:
+                foreign[key] = len(nodes)
+        is_complete = True
+        for address, some in wanted_at.items():
+            try:
+                for key in await self._copy(address, some):
+                    if key in foreign:
+                        foreign[key] -= 1
+            except PeerLost as error:
+                logger.info("repair: %s", error.why)
+                is_complete = False
+        gone = [key for key, missing in foreign.items() if missing == 0]
+        if gone:
+            await self._node.forget(gone)
+        return is_complete
+
+    async def _copy(self, address: StoreAddress, keys: Sequence[bytes]) -> list[bytes]:
+        """Copy the blocks that this node lacks; returns the keys that it has then. Raises PeerLost."""
+        async with self._lock:  # one batch at a time, since the rate is the node's
+            peer = await self._peer(address)
+            found = await peer.exists(keys)
+            there = [key for key, here in zip(keys, found, strict=True) if here]
+            missing = [key for key, here in zip(keys, found, strict=True) if not here]
+            if not missing:
+                return there
+            leases = [lease for lease in await self._node.lease(missing) if lease is not None]
+            try:
+                offers = [msgspec.structs.replace(self._node.block(lease.row), offset=lease.offset) for lease in leases]
+                began = self._clock()
+                kept = await peer.put(0, offers, within_s=_PUT_S) if offers else []
+            finally:
+                self._node.release(leases)
+            num_bytes = sum(offer.num_bytes for offer in offers)
+            await asyncio.sleep(max(num_bytes / self._bytes_per_s - (self._clock() - began), 0.0))
+            return there + [offer.key for offer, is_kept in zip(offers, kept, strict=True) if is_kept]
+
+    async def _peer(self, address: StoreAddress) -> SlabPeer:
+        peer = self._peers.get(address)
+        if peer is not None and peer.is_up:
+            return peer
+        if peer is not None:
+            await peer.aclose()
+        peer = self._peers[address] = self._make_peer(address)
+        await peer.connect()
+        return peer
 
 
 class StoreService:
@@ -128,3 +268,6 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
         return DiskStore(folder, limit_bytes, row_bytes, namespace, options=options)
 
     return make
+
+
+logger = logging.getLogger(__name__)

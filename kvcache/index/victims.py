@@ -44,8 +44,6 @@ class VictimQueues:
         self._queue: EvictionQueue[BlockHash] = EvictionQueue(self._is_valid)
         self._tenant_queues: dict[str, EvictionQueue[BlockHash]] = {}
 
-    # ---- what changes the order
-
     def may_evict(self, digest: BlockHash) -> None:
         """This entry may have become evictable."""
         self._pending[digest] = None
@@ -87,8 +85,6 @@ class VictimQueues:
             self._children[parent] = count
         else:
             del self._children[parent]
-
-    # ---- choosing
 
     def choose(
         self, num_needed: int, num_of_tenant: int, tenant: str, now_s: float, unpinned: Iterable[BlockHash]

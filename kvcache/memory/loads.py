@@ -47,8 +47,6 @@ class Load:
         self._num_layers = 0
         self._is_verified = self._is_over = False
 
-    # ---- on the I/O thread
-
     def run(self, slab: BlockSlab, expected: Sequence[int], *, is_checked: bool, clock: Callable[[], float]) -> float:
         """Verify the rows by the `expected` checksums, then copy them layer by layer; returns the seconds.
 
@@ -77,8 +75,6 @@ class Load:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-
-    # ---- on the engine's thread
 
     @property
     def is_over(self) -> bool:

@@ -111,8 +111,6 @@ class SwapArea:
         new = num_blocks * self.slab.block_bytes / seconds
         return old + _BLEND * (new - old) if old else new
 
-    # ---- out
-
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -139,8 +137,6 @@ class SwapArea:
         """The sequence ended, or is recomputed: free its rows."""
         self.held.difference_update(swapped.rows)
         self._free += swapped.rows
-
-    # ---- back
 
     def load(self, swapped: SwappedBlocks, first_block: int, blocks: Sequence[BlockId]) -> SwapLoad:
         """Load the blocks from `first_block` of the block table on into `blocks`, which the caller holds until it is
@@ -173,8 +169,6 @@ class SwapArea:
             self.stats.loaded += len(load.blocks)
             self.stats.load_s += result
             self.load_bytes_per_s = self._blend(self.load_bytes_per_s, len(load.blocks), result)
-
-    # ---- reports
 
     @property
     def is_idle(self) -> bool:

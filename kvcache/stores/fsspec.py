@@ -58,8 +58,6 @@ class FsspecStore(EnvelopeStore):
         self._root = ""
         self._threads: ThreadPoolExecutor | None = None
 
-    # ---- life
-
     def start(self) -> None:
         """Open the location and test a write. Raises StoreError: the package is missing, or it cannot be written."""
         try:
@@ -88,8 +86,6 @@ class FsspecStore(EnvelopeStore):
             threads.shutdown(wait=True)
         self._fs = None
 
-    # ---- BlockStore
-
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return self._each(self._exists, hashes)
 
@@ -102,8 +98,6 @@ class FsspecStore(EnvelopeStore):
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         self._each(self._delete_one, hashes)
-
-    # ---- one block, on a thread
 
     def _path(self, digest: BlockHash) -> str:
         name = digest.hex()
@@ -138,8 +132,6 @@ class FsspecStore(EnvelopeStore):
         except FileNotFoundError:
             return False
         return True
-
-    # ---- many blocks
 
     def _each(self, call: Callable[..., bool], *arguments: Sequence[Any]) -> list[bool]:
         """`call` for each item, in parallel; False where it fails. All calls have ended when this returns."""

@@ -48,8 +48,6 @@ class RedisStore(EnvelopeStore):
         self._client: Any = None
         self._errors: tuple[type[Exception], ...] = ()
 
-    # ---- life
-
     def start(self) -> None:
         """Connect. Raises StoreError: the package is missing, or the server does not answer."""
         library = _library()
@@ -72,8 +70,6 @@ class RedisStore(EnvelopeStore):
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-    # ---- BlockStore
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         answers = self._run([("EXISTS", self._key(digest)) for digest in hashes])
@@ -110,8 +106,6 @@ class RedisStore(EnvelopeStore):
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         if hashes:
             self._run([("DEL", *(self._key(digest) for digest in hashes))])
-
-    # ---- internals
 
     def _key(self, digest: BlockHash) -> bytes:
         return _PREFIX + self._namespace + digest

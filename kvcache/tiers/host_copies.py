@@ -29,8 +29,6 @@ class HostCopies:
         self._saving: dict[BlockHash, BlockId] = {}
         self._pin_when_saved: dict[BlockHash, float] = {}  # of those being saved: until when
 
-    # ---- down
-
     def save(self, blocks: Sequence[IndexedBlock]) -> None:
         """Copy the blocks that the host tier does not have; the pool's blocks are held meanwhile."""
         missing = [block for block in blocks if block.digest not in self._host and block.digest not in self._saving]
@@ -102,8 +100,6 @@ class HostCopies:
         self._stats.save_s += seconds
         if self._rules.write != "write-back":
             self._offload.put([block.digest for block in batch if block.digest in self._host])
-
-    # ---- up
 
     def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
         """Load these blocks, all of which are in the host tier, into `blocks`, which the caller holds meanwhile."""

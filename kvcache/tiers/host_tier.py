@@ -48,8 +48,6 @@ class HostTier:
         """The row of this block; None when it is not here."""
         return self.index.row(digest)
 
-    # ---- rows
-
     def reserve(self, metas: Sequence[BlockMeta]) -> list[int]:
         """Rows for the first of these blocks, as many as there is room for; each goes to `put` or `cancel`."""
         rows: list[int] = []
@@ -87,8 +85,6 @@ class HostTier:
         """Checksums of the blocks in these rows when they were put."""
         return [self._checksums[row] for row in rows]
 
-    # ---- what stays
-
     def hold(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Keep these entries, all of which are here, while they are read; returns their rows."""
         return self.index.hold(hashes)
@@ -116,8 +112,6 @@ class HostTier:
     def unpin(self, hashes: Sequence[BlockHash]) -> None:
         """End the pins of these entries."""
         self.index.unpin(hashes)
-
-    # ---- reports
 
     def next_victims(self, count: int) -> list[BlockHash]:
         """The blocks that would be evicted next."""

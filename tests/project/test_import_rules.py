@@ -39,7 +39,6 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/stores/codecs.py"),
     Path("kvcache/stores/disk/tier.py"),
     Path("kvcache/stores/disk/folder.py"),
-    Path("kvcache/stores/disk/io.py"),
     Path("kvcache/stores/disk/records.py"),
     Path("kvcache/stores/disk/volume.py"),
     Path("kvcache/stores/envelope.py"),

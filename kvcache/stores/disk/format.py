@@ -103,22 +103,9 @@ class RecordHeader:
         parent, tenant = self.meta.parent or b"", self.meta.tenant.encode()
         if max(len(self.digest), len(parent)) > MAX_HASH_BYTES or len(tenant) > MAX_TENANT_BYTES:
             raise ValueError(f"hashes have at most {MAX_HASH_BYTES} bytes, tenants {MAX_TENANT_BYTES}")
-        body = _BODY.pack(
-            _MAGIC,
-            self.namespace,
-            self.row,
-            self.sequence,
-            self.num_bytes,
-            self.checksum,
-            self.meta.end_tokens,
-            self.meta.priority,
-            len(self.digest),
-            len(parent),
-            len(tenant),
-            self.digest,
-            parent,
-            tenant,
-        )
+        numbers = (self.row, self.sequence, self.num_bytes, self.checksum, self.meta.end_tokens, self.meta.priority)
+        sizes = (len(self.digest), len(parent), len(tenant))
+        body = _BODY.pack(_MAGIC, self.namespace, *numbers, *sizes, self.digest, parent, tenant)
         return body + _CHECK.pack(payload_checksum(body))
 
 

@@ -20,8 +20,7 @@ from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.disk.folder import WorkerFolder, claim, unused_folders
 from kvrelay.kvcache.stores.disk.format import FORMAT_VERSION, PAGE_BYTES, Geometry, fit_geometry, pages, smallest_limit
-from kvrelay.kvcache.stores.disk.io import Segments
-from kvrelay.kvcache.stores.disk.records import RecordIo
+from kvrelay.kvcache.stores.disk.records import RecordIo, Segments
 from kvrelay.kvcache.stores.disk.volume import Outcome, Volume, is_disk_full
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.store import BlockMeta, CountingStore, StoreStats

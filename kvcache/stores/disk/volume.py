@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.disk.format import Geometry, RecordHeader
-from kvrelay.kvcache.stores.disk.io import Segments
-from kvrelay.kvcache.stores.disk.records import ReadItem, RecordIo, WriteItem
+from kvrelay.kvcache.stores.disk.records import ReadItem, RecordIo, Segments, WriteItem
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
