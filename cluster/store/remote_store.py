@@ -150,10 +150,6 @@ class RemoteStore(CountingStore):
     def stats(self) -> StoreStats:
         return replace(super().stats(), corrupt_blocks=self._client.links.num_corrupt)
 
-    def describe(self) -> list[bytes]:
-        """The state of every node that answers, as JSON."""
-        return self._wait(self._client.links.everywhere(lambda peer: peer.describe()))
-
     def share(self, blocks: PeerBlocks) -> int:
         """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""
         port = self._wait(self._client.share(blocks))

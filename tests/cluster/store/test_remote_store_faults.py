@@ -46,7 +46,10 @@ def get(store, hashes):
 
 
 def described(store):
-    return {one["node_id"]: one for one in map(json.loads, store.describe())}
+    return {
+        one["node_id"]: one
+        for one in map(json.loads, store._wait(store._client.links.everywhere(lambda peer: peer.describe())))
+    }
 
 
 def total(store):
