@@ -32,7 +32,10 @@ class Outcome:
 
 
 class Volume:
-    """Blocks of one namespace in one folder."""
+    """Blocks of one namespace in one folder.
+
+    More than 12 attributes: its files, and what one lock protects.
+    """
 
     def __init__(
         self, segments: Segments, rows: RecordIo, geometry: Geometry, index: TierIndex, clock: Callable[[], float]
