@@ -210,7 +210,7 @@ class StepProfiler:
             return self._meter.taken()
 
     def _device(self, workload: StepWorkload) -> DeviceTimes | None:
-        if self._engine.backend.asynchronous is None:
+        if self._engine.backend.device.type != "cuda":  # torch profiles no other
             return None
         return profile_device(lambda: self._round(workload), _DEVICE_STEPS)
 

@@ -9,7 +9,7 @@ same time. Source: the past-future scheduler (Gong et al., ASPLOS 2025).
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,10 +66,6 @@ class CopyOnWrite:
         )  # else it could go to a sequence whose blocks are written at once: from a lower tier
         self.sources.append(source)
         return True
-
-    def source_of(self) -> Mapping[int, int]:
-        """For each block whose content is still to be copied, the block that holds it now."""
-        return {copy.target: copy.source for copy in self.pending}
 
     def copied(self) -> None:
         """The pending copies are made: their sources may be reused."""
@@ -141,8 +137,7 @@ class PrefixRegistration:
     """Registers the full blocks of sequences in the prefix cache, and pins prompts."""
 
     def __init__(self, pool: BlockPool, pinning: Pinning, tiers: LowerTiers | None) -> None:
-        self._pool, self._tiers = pool, tiers
-        self.pinning = pinning
+        self._pool, self._pinning, self._tiers = pool, pinning, tiers
 
     def register(self, seq: Sequence) -> None:
         """Others may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked to."""
@@ -155,7 +150,7 @@ class PrefixRegistration:
                 self._tiers.filled(seq, first, full)
         seq.num_hashed_blocks = max(first, full)
         if not seq.is_pinned and seq.num_computed >= seq.request.num_prompt_tokens:
-            self.pinning.pin_prompt(seq)
+            self._pinning.pin_prompt(seq)
 
 
 class OutputLengths:
@@ -216,9 +211,9 @@ class Headroom:
         share: how much of the blocks that they are expected to need is left free; 0: one block for each sequence.
     """
 
-    def __init__(self, share: float, block_size: int, lengths: OutputLengths | None = None) -> None:
+    def __init__(self, share: float, block_size: int) -> None:
         self._share, self._block_size = share, block_size
-        self.lengths = lengths or OutputLengths()
+        self.lengths = OutputLengths()
         self._longest_output = 0
 
     def observe_request(self, max_tokens: int) -> None:

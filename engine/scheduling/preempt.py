@@ -40,15 +40,15 @@ class Preemption:
         preempted += gone
         return all(one is not seq for one in gone)
 
-    def _preempt(self, loser: Sequence) -> list[Sequence]:
+    def _preempt(self, chosen: Sequence) -> list[Sequence]:
         """Preempt all members of a group at once, unless it runs alone: then one, to go on when the others have ended.
 
         Beams are not swapped but merged: they move in step, and some might not come back while others hold blocks.
         """
-        group = loser.group
-        if group is None or loser is group.leader or self._runs_alone(group):
-            self.preempt_group((loser,))
-            return [loser]
+        group = chosen.group
+        if group is None or chosen is group.leader or self._runs_alone(group):
+            self.preempt_group((chosen,))
+            return [chosen]
         members = tuple(one for one in group.members if one.state is State.RUNNING)
         if group.search is None and self._mode_for(members) is PreemptionMode.SWAP and self._swap_out(members):
             return list(members)
@@ -84,7 +84,7 @@ class Preemption:
 
     def _swap_out(self, group: tuple[Sequence, ...]) -> bool:
         """Save their KV and take them off the batch. False, and nothing changed: the swap area has no room."""
-        if not self._save(group, self._copies.source_of()):
+        if not self._save(group, {copy.target: copy.source for copy in self._copies.pending}):
             return False
         for seq in group:
             self._release.leave_batch(seq)

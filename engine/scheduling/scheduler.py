@@ -126,7 +126,7 @@ class Arrivals:
 class Scheduler:
     """Queues and transitions of all sequences of one engine: the face of the parts that it is made of.
 
-    Its 19 attributes are those parts, and what is queued where.
+    Its 20 attributes are those parts, and what is queued where.
 
     Args:
         fair_share: tenants' counters; default: with QueueRules' defaults.
@@ -151,7 +151,8 @@ class Scheduler:
         self.waiting, self.reserving = queues.waiting, queues.reserving
         self.receiving, self.held, self.swapped = queues.receiving, queues.held, queues.swapped
         self.aside = BlocksAside(pool, queues, tiers)
-        self.registration = PrefixRegistration(pool, Pinning(pool, tiers), tiers)
+        self.pinning = Pinning(pool, tiers)
+        self.registration = PrefixRegistration(pool, self.pinning, tiers)
         self.release = Release(pool, queues, fair_share, table, area, headroom.lengths, tiers)
         self.groups = Groups(table, pool, queues, self.release)
         choice = PreemptionChoice(

@@ -59,7 +59,6 @@ class Sequence:
     num_held_blocks: int = 0  # decode: prompt blocks that were here before the transfer
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
-    stop_token: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     arrived_s: float = 0.0
     scheduled_s: float | None = None

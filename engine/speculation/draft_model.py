@@ -86,15 +86,11 @@ class DraftModel:
     def num_used_blocks(self) -> int:
         return self.cache.pool.counts().used
 
-    @property
-    def kv_bytes(self) -> int:
-        """Blocks of its own pool."""
-        return self._storage.memory.layout.num_bytes
-
     def describe(self) -> str:
+        layout = self._storage.memory.layout
         return (
-            f"{self._name}: {self.share:.0%} of the model's weights, {self.kv_bytes / (1 << 20):.0f} MiB of KV for "
-            f"{self.num_blocks * self._storage.memory.layout.block_size} tokens"
+            f"{self._name}: {self.share:.0%} of the model's weights, {layout.num_bytes / (1 << 20):.0f} MiB of KV for "
+            f"{layout.num_blocks * layout.block_size} tokens"
         )
 
     def most_for(self, seq: Sequence) -> int:

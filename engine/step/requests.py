@@ -216,9 +216,9 @@ class Requests:
     def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
         """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
         self._scheduler.pool.tick(self._clock())
-        self._scheduler.registration.pinning.pin_ahead(seq, num_in_pool, ttl_s)
+        self._scheduler.pinning.pin_ahead(seq, num_in_pool, ttl_s)
 
     def end_pins(self, session: str) -> None:
         """End the pins made for this session, and make none for it any more."""
         self._scheduler.pool.tick(self._clock())
-        self._scheduler.registration.pinning.end(session)
+        self._scheduler.pinning.end(session)

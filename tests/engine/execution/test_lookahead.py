@@ -438,7 +438,7 @@ def test_such_lives_find_mistakes(make, expected, mistake, monkeypatch):
 # ---- what it is worth
 
 
-def test_the_profile_tells_what_the_host_did_meanwhile(make):
+def test_the_profile_reports_what_the_host_did_meanwhile(make):
     for is_late in (False, True):
         engine = make(is_late, token_budget=64)
         profiler = StepProfiler(engine, context_tokens=8, num_steps=3)

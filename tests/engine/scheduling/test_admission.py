@@ -63,7 +63,7 @@ def names(plan: StepPlan) -> list[str]:
     return [item.seq.request_id for item in plan.work]
 
 
-def test_the_higher_priority_is_admitted_first_to_either_line():
+def test_the_higher_priority_is_admitted_first_to_either_queue():
     for line in ("add", "reserve"):
         run = Run(running=1)
         come = getattr(run, line)
@@ -188,7 +188,7 @@ def test_one_tenant_does_not_get_every_seat_of_one_step():
 # ---- deadlines
 
 
-def test_who_is_too_late_and_was_never_begun_is_turned_away():
+def test_who_is_overdue_and_was_never_begun_is_turned_away():
     run = Run(running=1)
     begun = run.add(deadline_s=1.0)
     run.step()
@@ -201,7 +201,7 @@ def test_who_is_too_late_and_was_never_begun_is_turned_away():
     run.sched.check()
 
 
-def test_who_was_preempted_is_never_too_late():
+def test_what_was_preempted_is_never_overdue():
     run = Run()
     seq = run.add(deadline_s=1.0)
     run.step()
@@ -213,7 +213,7 @@ def test_who_was_preempted_is_never_too_late():
 # ---- a full line
 
 
-def test_a_tenant_with_few_places_displaces_one_with_many_from_a_full_line():
+def test_a_tenant_with_few_places_displaces_one_with_many_from_a_full_queue():
     run = Run(waiting=4)
     greedy = [run.add("greedy") for _ in range(4)]
     assert run.sched.refusal(run.request("greedy"))[0] == "full"
@@ -227,7 +227,7 @@ def test_a_tenant_with_few_places_displaces_one_with_many_from_a_full_line():
     run.sched.check()
 
 
-def test_one_tenant_alone_has_the_whole_line():
+def test_one_tenant_alone_has_the_whole_queue():
     run = Run(waiting=4)
     for _ in range(4):
         assert run.sched.refusal(run.request()) is None
@@ -325,7 +325,7 @@ def test_who_can_have_its_first_token_in_time_goes_before_who_cannot(now_s, orde
     assert in_order(wanting(), now_s) == order
 
 
-def test_a_reservation_that_has_outlived_its_time_gives_way():
+def test_a_reservation_that_has_outlived_its_time_is_preempted():
     """Two want the only seat; when it is free, the first of them is late."""
 
     def granted(ttft_target_s):
@@ -346,11 +346,11 @@ def test_a_reservation_that_has_outlived_its_time_gives_way():
     assert granted({"seated": None, "first": None, "second": 0.5}) == ["seated", "first", "second"]
 
 
-def test_what_is_not_known_of_a_worker_makes_nobody_late_before_its_time():
+def test_what_is_not_known_of_a_worker_makes_nothing_overdue_before_its_time():
     assert in_order(wanting(speed=0.0), 0.9) == ["r1", "r2", "r3", "r4"]
 
 
-def test_who_wants_nothing_or_has_a_deadline_is_never_late():
+def test_who_wants_nothing_or_has_a_deadline_is_never_overdue():
     run = wanting(ttft_target_s=None)
     assert in_order(run, 50.0) == ["r1", "r2", "r3", "r4"]
     run = wanting(ttft_target_s=0.1)
@@ -377,7 +377,7 @@ def test_what_is_cached_takes_no_time():
     assert in_order(run, 0.2) == ["again", "r2"]
 
 
-def test_a_report_tells_what_stands_behind_whoever_comes():
+def test_a_report_has_what_stands_behind_what_comes():
     run = wanting()
     run.sched.reject_overdue(0.2)
     for _ in range(3):

@@ -159,7 +159,7 @@ def test_prompt_logprobs_survive_a_swap_and_come_once(make):
     assert logprobs(make(blocks=64, mode="swap"), swaps=True) == logprobs(make(blocks=64), swaps=False)
 
 
-def test_a_handed_back_sequence_goes_on_from_another_engine_and_leaves_nothing(make):
+def test_a_returned_sequence_goes_on_from_another_engine_and_leaves_nothing(make):
     prompt = PROMPTS[0]
     undisturbed = make(blocks=64)
     undisturbed.add(request("a", prompt, temperature=1.0, seed=3))
@@ -211,7 +211,7 @@ def choices(engine: Engine, before_step=None) -> dict[tuple[str, int], list[int]
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_group_that_gives_way_comes_back_with_the_same_tokens(make, mode):
+def test_a_group_that_is_preempted_comes_back_with_the_same_tokens(make, mode):
     expected = choices(make(blocks=64))
     engine = make(blocks=15, mode=mode)
     assert choices(engine) == expected

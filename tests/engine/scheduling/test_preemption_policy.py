@@ -54,14 +54,14 @@ def test_what_others_hold_or_a_tier_has_need_not_be_computed():
     assert (choose(stake, RATES), choose(found_again, RATES)) == (PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)
 
 
-def test_a_hand_back_pays_when_many_would_wait_for_the_computing_here():
+def test_a_return_to_prefill_pays_when_many_would_wait_for_the_computing_here():
     def way(num_others: int) -> PreemptionMode:
         return choose(VictimGroup(1000, transfer_bytes=1 << 20, num_others=num_others, can_return=True), RATES)
 
     assert (way(0), way(8)) == (PreemptionMode.RECOMPUTE, PreemptionMode.RETURN_TO_PREFILL)
 
 
-def test_an_unmeasured_way_is_not_chosen_over_a_measured_one_and_without_any_swap_comes_first():
+def test_an_unmeasured_mode_is_not_chosen_over_a_measured_one_and_without_any_swap_comes_first():
     stake = VictimGroup(100, swap_bytes=1 << 20, transfer_bytes=1 << 20, can_swap=True, can_return=True)
     assert choose(stake, MeasuredSpeeds(compute_tokens_per_s=1.0)) is PreemptionMode.RECOMPUTE
     assert choose(stake, MeasuredSpeeds(save_bytes_per_s=1.0, load_bytes_per_s=1.0)) is PreemptionMode.SWAP
@@ -69,7 +69,7 @@ def test_an_unmeasured_way_is_not_chosen_over_a_measured_one_and_without_any_swa
 
 
 @pytest.mark.parametrize("only", list(PreemptionMode))
-def test_a_way_that_is_asked_for_is_gone_where_it_can_be(only):
+def test_a_mode_that_is_asked_for_is_taken_where_it_can_be(only):
     assert (
         choose(VictimGroup(10, swap_bytes=1, transfer_bytes=1, can_swap=True, can_return=True), RATES, only=only)
         is only
@@ -81,7 +81,7 @@ def test_a_way_that_is_asked_for_is_gone_where_it_can_be(only):
     tokens=st.integers(1, 10**6), others=st.integers(0, 500), swap_bytes=st.integers(0, 10**11),
     transfer_bytes=st.integers(0, 10**11),
 )  # fmt: skip
-def test_no_other_way_costs_less_than_the_chosen_one(tokens, others, swap_bytes, transfer_bytes):
+def test_no_other_mode_costs_less_than_the_chosen_one(tokens, others, swap_bytes, transfer_bytes):
     stake = VictimGroup(
         tokens, swap_bytes=swap_bytes, transfer_bytes=transfer_bytes, num_others=others, can_swap=True, can_return=True
     )
@@ -395,7 +395,7 @@ def test_blocks_that_others_hold_are_not_copied_and_when_they_are_gone_all_is_co
         assert second.num_computed > 8 and (world.sched.preemption.recomputed_tokens == 0) is keep
 
 
-def test_a_handed_back_sequence_ends_here_and_only_so_often():
+def test_a_returned_sequence_ends_here_and_only_so_often():
     world = Swapping(8, only=PreemptionMode.RETURN_TO_PREFILL)
     seq = world.add("a", 7)
     seq.prefill_tokens_per_s = 1.0
@@ -437,7 +437,7 @@ def test_twice_what_fits_completes_and_each_step_makes_progress(only, headroom, 
     assert world.sched.pool.counts().used == 0 and world.area.num_free == slots
 
 
-def test_headroom_makes_pre_emption_rare():
+def test_headroom_makes_preemption_rare():
     def preemptions(headroom: float) -> int:
         world = Swapping(40, headroom=headroom)
         for index in range(30):
@@ -517,7 +517,7 @@ def test_a_prefill_workers_sequence_whose_blocks_a_transfer_reads_is_not_moved()
     assert world.sched.preempt_group((seq,)) is PreemptionMode.RECOMPUTE
 
 
-def test_nothing_is_lent_while_a_sequence_is_swapped():
+def test_nothing_is_taken_for_probes_while_a_sequence_is_swapped():
     world, old, young = two()
     world.until_swapped(young)
     world.sched.preempt_group((old,))

@@ -80,7 +80,7 @@ def test_of_a_long_prompt_each_chunk_is_waited_for_as_long_as_it_computes_what_i
         (SHARED[:3] + [9] * 10, {}),  # no whole block is alike
     ],
 )
-def test_who_would_find_nothing_does_not_wait(other, fields):
+def test_what_would_find_nothing_does_not_wait(other, fields):
     sched = scheduler(request("a", FIRST), request("b", other, **fields))
     assert [name for name, _, _ in step(sched)] == ["a", "b"]
 
@@ -111,7 +111,7 @@ def test_what_is_cached_already_is_no_reason_to_wait():
     assert sched.sequences["c"].num_computed == 21
 
 
-def test_the_order_of_the_line_stays():
+def test_the_order_of_the_queue_stays():
     """Who comes after does not pass: first come, first served holds."""
     sched = scheduler(request("a", FIRST), request("b", SECOND), request("c", [7, 8, 9]))
     assert [name for name, _, _ in step(sched)] == ["a"]

@@ -58,7 +58,7 @@ def test_the_order_changes_who_is_first_and_no_token(folder):
     assert by_arrival == by_priority
 
 
-def test_the_load_tells_of_the_line_and_the_service(folder):
+def test_the_load_reports_the_queue_and_the_service(folder):
     engine = engine_of(folder, max_running=1, rules=QueueRules(tenant_weights={"gold": 2.0}))
     for number, tenant in enumerate(("gold", "b", "b")):
         engine.add(request(number, tenant=tenant, priority=number // 2))
@@ -91,7 +91,7 @@ async def test_a_stuck_engine_wakes_for_a_deadline_and_refuses(folder):
         await thread.aclose()
 
 
-async def test_a_worker_refuses_what_is_too_late_and_goes_on(folder):
+async def test_a_worker_refuses_what_is_overdue_and_goes_on(folder):
     settings = settings_from(
         {
             "model": {"source": str(folder), "dtype": "float32"},

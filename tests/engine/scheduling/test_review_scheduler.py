@@ -85,7 +85,7 @@ def test_a_stream_of_short_prompts_does_not_starve_a_reservation():
     sched.check()
 
 
-def test_the_last_free_seat_goes_to_whoever_came_first():
+def test_the_last_place_in_the_batch_goes_to_the_first_to_come():
     sched = scheduler(64, running=1)
     sched.add(request("first", 3), 0.0)
     sched.add_reservation(request("second", 3, first=50), 0.0)

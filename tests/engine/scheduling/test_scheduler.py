@@ -137,7 +137,7 @@ def test_only_what_is_not_cached_is_computed_but_always_the_last_token():
     assert shape(run(sched)) == [("b", 4, 4)]
 
 
-def test_a_request_that_can_never_fit_is_refused_and_a_full_line_too():
+def test_a_request_that_can_never_fit_is_refused_and_a_full_queue_too():
     sched = scheduler(blocks=2, waiting=1)
     assert sched.refusal(request("a", 8)) is not None
     assert sched.refusal(request("a", 7)) is None
@@ -146,7 +146,7 @@ def test_a_request_that_can_never_fit_is_refused_and_a_full_line_too():
     assert (sched.refusal(request("b", 3)) or ("",))[0] == "full"
 
 
-def test_the_latest_arrival_gives_way_and_is_computed_again_whole():
+def test_the_latest_arrival_is_preempted_and_is_computed_again_whole():
     sched = scheduler(blocks=5, budget=32)
     old = sched.add(request("old", 7), 0.0)
     young = sched.add(request("young", [5] * 7), 0.0)
@@ -200,7 +200,7 @@ def test_blocks_in_quarantine_are_not_handed_out():
     sched.check()
 
 
-def test_only_free_blocks_are_lent_and_one_is_left_for_each_running_sequence():
+def test_only_free_blocks_are_taken_for_probes_and_one_is_left_for_each_running_sequence():
     sched = scheduler(blocks=8)
     sched.add(request("cached", 8), 0.0)
     run(sched)
@@ -220,7 +220,7 @@ def test_only_free_blocks_are_lent_and_one_is_left_for_each_running_sequence():
     sched.check()
 
 
-def test_nothing_is_lent_while_a_sequence_is_in_line_and_what_is_back_admits_it():
+def test_nothing_is_taken_for_probes_while_a_sequence_is_queued_and_what_is_back_admits_it():
     sched = scheduler(blocks=4)
     lent = sched.aside.take_probe_blocks(2)
     sched.add_reservation(request("a", 12), 0.0)
@@ -229,7 +229,7 @@ def test_nothing_is_lent_while_a_sequence_is_in_line_and_what_is_back_admits_it(
     assert [seq.request_id for seq in sched.grant_reservations()] == ["a"]
 
 
-def test_a_lent_block_that_is_lost_is_noticed():
+def test_a_probe_block_that_is_lost_is_noticed():
     sched = scheduler(blocks=4)
     sched.aside.take_probe_blocks(2)
     sched.check()

@@ -49,7 +49,7 @@ class Run:
         self.sched.check()
 
 
-def test_members_that_were_continued_from_another_worker_run_while_others_are_in_line():
+def test_members_that_were_continued_from_another_worker_run_while_others_are_queued():
     run = Run(budget=6)
     run.sched.add(run.request(Group(seeds=(1, 2), emitted=[[7, 8, 9], [7, 8, 9]])), 0.0)
     run.step()
@@ -59,7 +59,7 @@ def test_members_that_were_continued_from_another_worker_run_while_others_are_in
     assert all(seq.num_uncomputed == 1 for seq in run.sched.running)
 
 
-def test_a_group_is_not_starved_by_single_sequences_in_the_other_line():
+def test_a_group_is_not_starved_by_single_sequences_in_the_other_queue():
     """As many singles as there are seats but one, and a new one whenever one ends: all seats of the group have to be
     left.
     """

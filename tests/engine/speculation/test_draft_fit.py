@@ -82,7 +82,7 @@ def test_a_draft_model_that_reads_more_than_the_model_is_worth_a_warning(tmp_pat
 
 
 @pytest.mark.parametrize(("speculation", "drafts"), [("auto", True), ("model", True), ("ngram", False), ("off", False)])
-def test_it_is_used_where_speculation_says_so(speculation, drafts):
+def test_it_is_used_where_speculation_reports_it(speculation, drafts):
     engine = settings_from({"engine": {"speculation": speculation, "draft_model": "small"}}).engine
     assert (engine.draft_source == "small") == drafts
 

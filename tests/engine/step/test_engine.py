@@ -300,7 +300,7 @@ def test_without_the_copy_the_tokens_are_others(make, oracle, monkeypatch):
     assert [token for output in drain(engine)["b"] for token in output.token_ids] != oracle(prompt, 12)
 
 
-def test_the_load_tells_the_last_steps_batch_and_who_is_held(make):
+def test_the_load_reports_the_last_steps_batch_and_who_is_held(make):
     engine = make()
     assert (engine.load().steps, engine.load().batch_sequences, engine.load().batch_tokens) == (0, 0, 0)
     engine.add(request("a", prompt_of(10), max_tokens=2), hold=True, output_limit=1)

@@ -93,7 +93,7 @@ def test_a_float16_model_runs_on_the_cpu_backend(make):
     assert run(make(dtype=torch.float16), PROMPTS)[0] == run(make("reference", torch.float16), PROMPTS)[0]
 
 
-def test_fp8_holds_more_blocks_and_says_so_in_layout_and_fingerprint(make):
+def test_fp8_holds_more_blocks_and_reports_it_in_layout_and_fingerprint(make):
     wide, small = make(dtype=torch.bfloat16), make(dtype=torch.bfloat16, kv_dtype="fp8_e4m3")
     assert small.cache.memory.layout.row_bytes == 32 + 4  # a head, and its scale
     assert small.pool.num_blocks == pytest.approx(wide.pool.num_blocks * 64 / 36, abs=1)

@@ -126,7 +126,7 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(make):
     assert used == 6 + 4  # six full blocks of the prompt, and a copy of the seventh for each
 
 
-def test_a_preempted_group_gives_way_and_comes_back_as_one(make):
+def test_a_preempted_group_is_preempted_and_comes_back_as_one(make):
     prompt = prompt_of(20)
     expected = alone(make, prompt, max_tokens=30, ignore_eos=True)
     engine = make(24)

@@ -139,7 +139,7 @@ def test_a_prompt_preempted_halfway_reports_each_prompt_logprob_once(make):
     ]
 
 
-def test_a_sequence_that_ends_with_the_token_it_arrived_with_says_so(make):
+def test_a_sequence_that_ends_with_the_token_it_arrived_with_reports_it(make):
     """A decode worker with a shorter context than the prefill worker: nothing is left to decode."""
     engine = make(max_model_len=33)
     prompt = prompt_of(32)
@@ -211,7 +211,7 @@ def test_a_prompt_may_fill_the_whole_pool_when_one_token_is_drawn(make):
     assert engine.refusal(request("more", prompt_of(64), max_tokens=2)) is not None
 
 
-async def test_a_reservation_in_line_is_granted_when_the_last_running_sequence_ends(make):
+async def test_a_reservation_queued_is_granted_when_the_last_running_sequence_ends(make):
     """Nobody sends a message then: the engine must not sleep on it."""
     engine = make(num_blocks=4)
     granted: list[str] = []

@@ -7,7 +7,7 @@ from kvrelay.engine.step.reports import FIRST_STEPS, StepTiming
 pytestmark = pytest.mark.pure
 
 
-def test_a_first_step_that_is_far_slower_says_nothing():
+def test_a_first_step_that_is_far_slower_counts_for_nothing():
     speed = StepTiming()
     speed.observe(1, 1, 1.4)
     assert speed.decode_step_s == speed.step_s == 0.0
@@ -22,7 +22,7 @@ def test_of_the_next_ones_the_fastest_counts():
     assert speed.decode_step_s == 0.01
 
 
-def test_a_first_prompt_that_is_far_slower_says_nothing():
+def test_a_first_prompt_that_is_far_slower_counts_for_nothing():
     speed = StepTiming()
     speed.observe(512, 0, 5.12)
     assert speed.prefill_tokens_per_s == 0.0
@@ -57,7 +57,7 @@ def test_many_equal_steps_at_once_are_as_many_one_by_one():
     assert one.decode_step_s == pytest.approx(other.decode_step_s) and one.num_decode_steps == other.num_decode_steps
 
 
-def test_a_prompts_short_last_chunk_says_little_of_its_speed():
+def test_a_prompts_short_last_chunk_counts_for_little_of_its_speed():
     speed = StepTiming()
     for _ in range(40):
         speed.observe(2000, 0, 0.1)

@@ -154,16 +154,16 @@ def test_pins_end_with_their_session():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=60.0, session="s")
     assert sched.pool.counts().pinned == 4
-    sched.registration.pinning.end("other")
+    sched.pinning.end("other")
     assert sched.pool.counts().pinned == 4
-    sched.registration.pinning.end("s")
+    sched.pinning.end("s")
     sched.check()
     assert sched.pool.counts().pinned == 0
 
 
 def test_a_request_of_a_session_that_has_ended_pins_nothing():
     sched = scheduler()
-    sched.registration.pinning.end("s")
+    sched.pinning.end("s")
     serve(sched, list(range(16)), pin_s=60.0, session="s")
     assert sched.pool.counts().pinned == 0
     serve(sched, list(range(16)), pin_s=60.0, session="s, made anew")
@@ -174,7 +174,7 @@ def test_what_another_session_has_pinned_too_stays_as_long_as_that_wants():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=90.0, session="s")
     serve(sched, list(range(8)), pin_s=30.0, session="t")
-    sched.registration.pinning.end("s")
+    sched.pinning.end("s")
     sched.check()
     assert sched.pool.counts().pinned == 2
     sched.pool.tick(29.0)
@@ -187,8 +187,8 @@ def test_pins_without_a_session_outlive_every_session():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=60.0)
     serve(sched, list(range(16)), pin_s=90.0, session="s")
-    sched.registration.pinning.end("")
-    sched.registration.pinning.end("s")
+    sched.pinning.end("")
+    sched.pinning.end("s")
     assert sched.pool.counts().pinned == 4
 
 

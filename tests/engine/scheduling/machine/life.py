@@ -279,7 +279,7 @@ class World:
         self.pool.tick(self.now_s)
 
     def end_pins(self) -> None:
-        self.sched.registration.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
+        self.sched.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
 
     def rot(self) -> None:
         """Some of what was swapped out is not what was saved any more."""
