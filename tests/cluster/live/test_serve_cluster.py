@@ -143,7 +143,9 @@ def test_the_probe_went_through_a_prefill_worker(served: Served):
 
 def test_the_printed_curl_line_works_as_printed(served: Served):
     line = next(line for line in served.log.read_text().splitlines() if line.startswith("curl "))
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert API_KEY not in line
+    env = {**os.environ, "KVRELAY_API_KEY": API_KEY}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, env=env)
     assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]"), done.stdout[-500:]
 
 
