@@ -139,7 +139,8 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
             steps.done("pairs", _check_pairs(settings, progress.console))
         steps.report("probe", "a request through the whole path")
         steps.done("probe", _probe(settings, model))
-        _report_sizes(settings, progress.console)
+        with contextlib.suppress(ClusterError):  # what it prints is not needed to serve
+            _report_sizes(settings, progress.console)
         progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
     return model
 

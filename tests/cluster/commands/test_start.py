@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvrelay.cluster.commands.serve import _announce
+from kvrelay.cluster.commands import serve
+from kvrelay.cluster.commands.serve import _announce, _report_sizes
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import ray_session
 from kvrelay.cluster.launch.ray_session import RaySession
@@ -72,3 +73,23 @@ def test_the_curl_line_names_the_variable_of_the_key_and_never_the_key():
     text = console.export_text()
     line = next(line for line in text.splitlines() if line.startswith("curl "))
     assert '-H "Authorization: Bearer $KVRELAY_API_KEY"' in line and "secret" not in text
+
+
+def test_a_line_for_each_role_says_what_it_chose_and_warnings_say_what_limits_or_slows_it(monkeypatch):
+    notice = "the context is cut from 32,768 to 7,280 tokens, which is what the KV pool holds: raise engine.kv_memory"
+    slow = {"backend": "cpu", "warning": "compiled CPU kernels are off (no C compiler): several times slower"}
+    workers = [
+        {"role": "decode", "worker_id": "d1", "sizes": ["KV pool 9 MiB", notice], "backend": slow},
+        {"role": "decode", "worker_id": "d2", "sizes": ["KV pool 9 MiB", notice], "backend": slow},
+        {"role": "prefill", "worker_id": "p1", "sizes": ["KV pool 8 MiB"], "backend": {"backend": "cpu"}},
+        {"role": "prefill", "worker_id": "p2", "is_up": False},
+    ]
+    monkeypatch.setattr(serve, "request_json", lambda *args, **options: {"workers": workers})
+    console = Console(file=io.StringIO(), width=60, record=True)
+    _report_sizes(settings_from({}), console)
+    assert console.export_text().splitlines() == [
+        "  prefill  KV pool 8 MiB",
+        "  decode   KV pool 9 MiB",
+        f"warning: decode: {notice}",
+        f"warning: decode: {slow['warning']}",
+    ]
