@@ -13,6 +13,7 @@ from kvrelay.plane import connection as plane
 from kvrelay.plane import framing
 from kvrelay.plane.framing import ThreadSender
 from kvrelay.plane.tls import ClusterTls
+from tests.fakes import until
 
 pytestmark = pytest.mark.pure
 
@@ -372,8 +373,7 @@ async def test_what_the_socket_did_not_take_is_not_overtaken_once_it_does_again(
         assert await asyncio.to_thread(sent_from_a_thread, connection, loop, [first]) == 1  # its rest is the loop's
         # without the loop running in between, as an engine's thread would find it
         assert sent_from_a_thread(connection, loop, small[:2]) == 2
-        while writer_of(connection).transport.get_write_buffer_size():
-            await asyncio.sleep(0.001)
+        await until(lambda: not writer_of(connection).transport.get_write_buffer_size())
         connection.send_nowait(small[2])
         assert await asyncio.to_thread(sent_from_a_thread, connection, loop, [small[3]]) == 1
         await connection.receive()
@@ -454,8 +454,7 @@ async def test_frames_are_handed_out_as_sent_whatever_the_pieces(tls):
 
     async with serving(tls, in_pieces) as port, connected(port, tls) as connection:
         first = await connection.receive()
-        while connection._reader._num_buffered < 100:
-            await asyncio.sleep(0)
+        await until(lambda: connection._reader._num_buffered >= 100)
         rest, ended = await taken(connection)
         assert [first, *rest] == frames and isinstance(ended, ConnectionLost)
 
@@ -467,8 +466,7 @@ async def test_frames_are_handed_out_to_the_end_even_if_it_has_come_already(tls)
         await connection.aclose()
 
     async with serving(tls, leave) as port, connected(port, tls) as connection:
-        while not connection._reader._eof:
-            await asyncio.sleep(0)
+        await until(lambda: connection._reader._eof)
         frames, ended = await taken(connection)
         assert frames == [b"one", b"two"] and isinstance(ended, ConnectionLost)
 
