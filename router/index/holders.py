@@ -102,11 +102,11 @@ class HolderIndex:
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
-        self._array, self._sets = HashArray(), HolderSets()
+        self.array, self.sets = HashArray(), HolderSets()
         self.num_sweeps = 0  # in progress
 
     def __len__(self) -> int:
-        return len(self._array)
+        return len(self.array)
 
     # ---- what workers hold
 
@@ -115,16 +115,16 @@ class HolderIndex:
 
         Returns how many are new to it.
         """
-        positions, set_ids = self._array.find(hashes)
+        positions, set_ids = self.array.find(hashes)
         num_new = set_ids.count(0)
         if num_new < len(positions):
             gained = 0
             for set_id, some in _grouped(set_ids, positions):
-                old = self._sets.masks[set_id]
+                old = self.sets.masks[set_id]
                 mask = old & ~own_bits | new
                 if set_id and mask != old:
                     gained += 0 if old & own_bits else len(some)
-                    self._array.set_positions(some, self._sets.moved(set_id, mask, len(some)))
+                    self.array.set_positions(some, self.sets.moved(set_id, mask, len(some)))
             hashes = (
                 [block_hash for block_hash, position in zip(hashes, positions, strict=True) if not position]
                 if num_new
@@ -132,23 +132,23 @@ class HolderIndex:
             )
             num_new += gained
         if hashes:
-            self._array.add(hashes, self._sets.moved(0, new, len(hashes)))
+            self.array.add(hashes, self.sets.moved(0, new, len(hashes)))
         return num_new
 
     def drop(self, hashes: Sequence[bytes], own_bits: int) -> int:
         """The worker with these bits holds none of them any more. Returns how many it held."""
-        positions, set_ids = self._array.find(hashes)
+        positions, set_ids = self.array.find(hashes)
         return self._drop(positions, set_ids, own_bits)
 
     def mark(self, hashes: Sequence[bytes], marks: bytearray) -> None:
         """Mark the positions of these blocks; `marks` has one byte per position."""
-        positions, _ = self._array.find(hashes)
+        positions, _ = self.array.find(hashes)
         self._fit(marks)
         np.frombuffer(marks, np.uint8)[np.array(positions, np.int64)] = 1
 
     def _fit(self, marks: bytearray) -> None:
-        if len(marks) < len(self._array.set_ids):
-            marks.extend(bytes(len(self._array.set_ids) - len(marks)))
+        if len(marks) < len(self.array.set_ids):
+            marks.extend(bytes(len(self.array.set_ids) - len(marks)))
 
     def sweep(self, first: int, own_bits: int, kept: bytearray, most: int) -> tuple[int, int]:
         """Drop unmarked blocks of the worker with these bits, from `first` on. Returns (next position, 0: done; number
@@ -156,7 +156,7 @@ class HolderIndex:
 
         At most `most` of its blocks are read per call.
         """
-        end = len(self._array.set_ids)
+        end = len(self.array.set_ids)
         stop = min(first + _STRETCH, end)
         found, set_ids = self._found(lambda mask: mask & own_bits != 0, first, 1, stop)
         if len(found) > most:
@@ -170,15 +170,15 @@ class HolderIndex:
     def _drop(self, positions: list[int], set_ids: list[int], own_bits: int) -> int:
         num_dropped = 0
         for set_id, some in _grouped(set_ids, positions):
-            old = self._sets.masks[set_id]
+            old = self.sets.masks[set_id]
             if not old & own_bits:
                 continue
             num_dropped += len(some)
-            target = self._sets.moved(set_id, old & ~own_bits, len(some))
+            target = self.sets.moved(set_id, old & ~own_bits, len(some))
             if target:
-                self._array.set_positions(some, target)
+                self.array.set_positions(some, target)
             else:
-                self._array.remove(some)
+                self.array.remove(some)
         return num_dropped
 
     def known(self, hashes: Iterable[bytes], own_bits: int) -> list[bytes]:
@@ -187,14 +187,14 @@ class HolderIndex:
 
     def mask(self, block_hash: bytes) -> int:
         """The bits of all workers that hold it."""
-        return self._sets.masks[self._array.set_id(block_hash)]
+        return self.sets.masks[self.array.set_id(block_hash)]
 
     def _found(
         self, matches: Callable[[int], bool], first: int, step: int, stop: int | None = None
     ) -> tuple[Ints, NDArray[np.intc]]:
         """Every `step`-th position from `first` to before `stop` whose holders match, and their holder sets."""
-        set_ids = np.frombuffer(self._array.set_ids, np.intc)[first:stop:step]
-        masks, is_there = self._sets.masks, np.zeros(len(self._sets.masks), np.bool_)
+        set_ids = np.frombuffer(self.array.set_ids, np.intc)[first:stop:step]
+        masks, is_there = self.sets.masks, np.zeros(len(self.sets.masks), np.bool_)
         for set_id in np.flatnonzero(np.bincount(set_ids, minlength=1)).tolist():
             is_there[set_id] = set_id != 0 and matches(masks[set_id])
         places = np.flatnonzero(is_there[set_ids])
@@ -206,25 +206,25 @@ class HolderIndex:
     def begin_sweep(self) -> None:
         """Until `end_sweep`, blocks stay where they are, so that the sweep passes over none."""
         self.num_sweeps += 1
-        self._array.abort_compaction()
+        self.array.abort_compaction()
 
     def end_sweep(self) -> None:
         self.num_sweeps -= 1
 
     @property
     def _may_move(self) -> bool:
-        return not self.num_sweeps and not self._array.is_compacting
+        return not self.num_sweeps and not self.array.is_compacting
 
     def begin_compaction(self) -> bool:
         """Whether the array is much longer than it needs to be and may be compacted now, by `compact`."""
-        if not self._array.is_sparse or not self._may_move:
+        if not self.array.is_sparse or not self._may_move:
             return False
-        self._array.begin_compaction()
+        self.array.begin_compaction()
         return True
 
     def compact(self, most: int) -> bool:
         """Move at most `most` blocks, unless compaction was aborted. Whether there is more to do."""
-        return self._array.is_compacting and self._array.compact(most)
+        return self.array.is_compacting and self.array.compact(most)
 
     # ---- samples
 
@@ -234,14 +234,14 @@ class HolderIndex:
         positions, _ = self._found(matches, next(numbers) % step, step)
         if len(positions) > count:
             positions = positions[[next(numbers) % len(positions) for _ in range(count)]]
-        return self._array.names(positions.tolist())
+        return self.array.names(positions.tolist())
 
     def share(self, matches: Callable[[int], bool], own_bits: int, total: int, count: int) -> float | None:
         """Share of the blocks of the worker with these bits whose holders match, from a sample of `count`; None: it has
         none.
         """
         _, set_ids = self._found(lambda mask: mask & own_bits != 0, 0, max(1, total // count))
-        masks = self._sets.masks
+        masks = self.sets.masks
         good = sum(matches(masks[set_id]) for set_id in set_ids.tolist())
         return good / len(set_ids) if len(set_ids) else None
 
@@ -252,7 +252,7 @@ class HolderIndex:
         left out.
         """
         ends: Ends = []
-        positions, depth, num_short, num_movable = self._array, 0, 0, MAX_MOVED_CHUNKS
+        positions, depth, num_short, num_movable = self.array, 0, 0, MAX_MOVED_CHUNKS
         while depth < len(hashes):
             position = positions.position(hashes[depth])
             if not position:
@@ -273,10 +273,10 @@ class HolderIndex:
 
     def _walk_run(self, position: int, stop: int, depth: int, alive: int, ends: Ends) -> tuple[int, int]:
         """From edge to edge of positions whose hashes match, up to a free one. Returns (depth, workers left)."""
-        set_ids, masks = self._array.set_ids, self._sets.masks
+        set_ids, masks = self.array.set_ids, self.sets.masks
         while set_id := set_ids[position]:
             alive = _narrowed(depth, masks[set_id], alive, ends)
-            edge = self._array.edge(position, stop - 1)
+            edge = self.array.edge(position, stop - 1)
             if edge < 0 or not alive:
                 return depth + stop - position, alive
             depth, position = depth + edge + 1 - position, edge + 1
@@ -289,8 +289,8 @@ class HolderIndex:
 
         Returns (depth, workers left, whether its blocks were scattered and have been moved if there is room).
         """
-        chunk, masks, seen = hashes[depth : depth + self._chunk], self._sets.masks, -1
-        positions, set_ids = self._array.find(chunk)
+        chunk, masks, seen = hashes[depth : depth + self._chunk], self.sets.masks, -1
+        positions, set_ids = self.array.find(chunk)
         for place, set_id in enumerate(set_ids, depth):
             if set_id != seen:
                 seen, alive = set_id, _narrowed(place, masks[set_id], alive, ends)
@@ -299,7 +299,7 @@ class HolderIndex:
         num_breaks = sum(position + 1 != after for position, after in pairwise(positions))
         is_scattered = may_move_chunk and self._may_move and _DENSE * num_breaks >= len(chunk)
         if is_scattered:
-            self._array.move_together(chunk, positions)
+            self.array.move_together(chunk, positions)
         return depth + len(chunk), alive, is_scattered
 
 

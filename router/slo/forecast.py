@@ -10,7 +10,7 @@ one for each live worker.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
 from kvrelay.router.fleet.account import WorkerAccount
@@ -81,13 +81,8 @@ class _Worker:
 
     def shared_tokens(self) -> float:
         """Tokens that steps read once per further member of a group, though they are stored once."""
-        return float(
-            sum(
-                (item.width - 1) * item.request.num_tokens
-                for item in self.running.values()
-                if item.width > 1 and item.first_token_s is not None
-            )
-        )
+        started = (item for item in self.running.values() if item.first_token_s is not None)
+        return float(sum((item.width - 1) * item.request.num_tokens for item in started))
 
     @property
     def _prefill_prior(self) -> Features:
@@ -200,19 +195,15 @@ class Forecast:
         raw_tpot_s = _dot(costs, features) + transfer_s / max(1.0, min(request.max_tokens, self.lengths.mean_tokens))
         crowded = self._broken_target(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
         is_known = target.num_steps >= MIN_EVIDENCE and request.max_tokens > 1
-        return Prediction(
-            blank.ttft_s,
-            target.tpot_s(raw_tpot_s, now_s) if is_known else None,
-            blank.ttft_factor,
-            self.tpot_errors.quantile(CONFIDENCE),
-            blank.queue_s,
-            features[1],
-            crowded if is_known else None,
-            blank.is_ttft_stale,
-            target.is_silent(now_s),
-            blank.raw_ttft_s,
-            raw_tpot_s,
-            own,
+        return replace(
+            blank,
+            tpot_s=target.tpot_s(raw_tpot_s, now_s) if is_known else None,
+            tpot_factor=self.tpot_errors.quantile(CONFIDENCE),
+            batch=features[1],
+            crowded_tpot_s=crowded if is_known else None,
+            is_tpot_stale=target.is_silent(now_s),
+            raw_tpot_s=raw_tpot_s,
+            own_sequences=own,
         )
 
     @staticmethod

@@ -19,6 +19,11 @@ def num_rows(index):
     return len(index.table(()))
 
 
+def holders_of(index, stride=1):
+    """Which workers hold which block, of one block size."""
+    return index._holders[stride]
+
+
 def num_sets(index, stride=1):
     """Different sets of workers that hold a block."""
-    return len(set(index._holders[stride]._array.set_ids) - {0})
+    return len(set(holders_of(index, stride).array.set_ids) - {0})

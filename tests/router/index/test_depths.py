@@ -24,7 +24,7 @@ from kvrelay.router.index.hash_array import HashArray, anywhere_bit, both_bits, 
 from kvrelay.router.index.holders import CHUNK, MAX_MOVED_CHUNKS
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import depths, match, num_rows, num_sets
+from tests.router.index.index_cases import depths, holders_of, match, num_rows, num_sets
 
 pytestmark = pytest.mark.pure
 
@@ -62,7 +62,7 @@ def twice(index, hashes):
 
 def num_runs(index, hashes):
     """How many rows of slots next to each other a chain lies in."""
-    positions = [index._holders[1]._array.position(one) for one in hashes]
+    positions = [holders_of(index).array.position(one) for one in hashes]
     assert all(positions)
     return 1 + sum(position + 1 != after for position, after in pairwise(positions))
 
@@ -168,14 +168,14 @@ def test_a_run_of_blocks_that_are_no_chain_is_no_hit():
 
 def test_what_is_held_no_more_leaves_nothing_and_its_slots_are_used_again():
     index = fed(w1=LONG, w2=LONG[:CHUNK])
-    holders = index._holders[1]
-    size = len(holders._array.set_ids)
+    holders = holders_of(index)
+    size = len(holders.array.set_ids)
     for turn in range(20):
         index.apply_events("w1", 2 * turn + 1, chain(f"t{turn}", 300), LONG if not turn else [])
         index.apply_events("w1", 2 * turn + 2, [], chain(f"t{turn}", 300))
     index.apply_events("w2", 1, [], LONG[:CHUNK])
-    assert (len(index), num_sets(index), len(holders._array)) == (0, 0, 0)
-    assert not any(holders._array.set_ids) and len(holders._array.set_ids) < 2 * size + 300
+    assert (len(index), num_sets(index), len(holders.array)) == (0, 0, 0)
+    assert not any(holders.array.set_ids) and len(holders.array.set_ids) < 2 * size + 300
 
 
 def test_scattered_blocks_are_moved_next_to_each_other_as_they_are_looked_up():
@@ -251,7 +251,7 @@ def test_blocks_with_the_same_holders_are_of_one_kind():
 
 
 def test_the_collector_walks_none_of_it():
-    positions = fed(w1=LONG, w2=LONG)._holders[1]._array
+    positions = holders_of(fed(w1=LONG, w2=LONG)).array
     assert not any(
         gc.is_tracked(getattr(positions, name)) for name in HashArray.__slots__ if name not in ("set_ids", "_table")
     )
@@ -264,10 +264,10 @@ def test_slots_among_others_that_stay_are_filled():
     gone = [one for place, one in enumerate(hashes) if place % 2]
     random.Random(1).shuffle(gone)
     index.apply_events("w1", 1, [], gone)
-    size = len(index._holders[1]._array.set_ids)
+    size = len(holders_of(index).array.set_ids)
     new = chain("n", 900)
     index.apply_events("w1", 2, new, [])
-    assert len(index._holders[1]._array.set_ids) == size
+    assert len(holders_of(index).array.set_ids) == size
     assert twice(index, new) == {"w1": (900, 900)}
     assert depths(index, hashes) == {"w1": (1, 1)}
     assert index.num_blocks("w1") == 2400
@@ -321,8 +321,8 @@ def test_rows_stay_long_and_few_while_caches_turn_over_many_times():
         seqs[worker] += 1
         assert index.apply_events(f"w{worker}", seqs[worker], *caches[worker].take(talk, 1000))
         most = max(most, len(index))
-    assert len(index._holders[1]._array.set_ids) < 2 * most
-    held = [[one for one in talk if index._holders[1]._array.position(one)] for talk in talks]
+    assert len(holders_of(index).array.set_ids) < 2 * most
+    held = [[one for one in talk if holders_of(index).array.position(one)] for talk in talks]
     assert sum(map(len, held)) > 20 * sum(num_runs(index, one) for one in held)
     for talk in talks:
         expected = [next((i for i, one in enumerate(talk) if one not in cache), len(talk)) for cache in caches]
@@ -447,7 +447,7 @@ class DepthsMachine(RuleBasedStateMachine):
             self.index.remove_worker(name)
         if hasattr(self, "index"):
             assert len(self.index) == 0
-            assert not any(any(holders._array.set_ids) for holders in self.index._holders.values())
+            assert not any(any(holders.array.set_ids) for holders in self.index._holders.values())
 
 
 TestDepthsMachine = DepthsMachine.TestCase

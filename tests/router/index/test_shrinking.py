@@ -22,7 +22,7 @@ from kvrelay.router.index.hash_array import HashArray, both_bits
 from kvrelay.router.index.holders import HolderIndex, HolderSets
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import Sweep
-from tests.router.index.index_cases import match, num_rows
+from tests.router.index.index_cases import holders_of, match, num_rows
 
 pytestmark = pytest.mark.pure
 
@@ -47,7 +47,7 @@ class RowMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.holders, self.held = HolderIndex(chunk=4), [set() for _ in WORKERS]
-        self.positions, self.sweep = self.holders._array, None
+        self.positions, self.sweep = self.holders.array, None
 
     @rule(worker=st.integers(0, 2), road=st.sampled_from(ROADS), start=st.integers(0, 39), length=st.integers(1, 40))
     def put(self, worker, road, start, length):
@@ -178,14 +178,14 @@ def closed_up():
     holders.put(road, WORKERS[0], WORKERS[0])
     holders.walk(road, WORKERS[0])  # it is noted that they are a chain
     holders.drop([*chain("gone", 200), road[5]], WORKERS[0])
-    holders._array._cursor = holders._array.position(road[4]) + 1
+    holders.array._cursor = holders.array.position(road[4]) + 1
     holders.put([b"other".ljust(16)], WORKERS[0], WORKERS[0])
-    assert holders._array.position(b"other".ljust(16)) == holders._array.position(road[4]) + 1
+    assert holders.array.position(b"other".ljust(16)) == holders.array.position(road[4]) + 1
     assert holders.begin_compaction()
     while holders.compact(3):
         pass
-    assert holders._array.position(road[0]) == 1
-    first, after = holders._array._chained[1:5], holders._array._chained[7:40]
+    assert holders.array.position(road[0]) == 1
+    first, after = holders.array._chained[1:5], holders.array._chained[7:40]
     return holders.walk(road, WORKERS[0]), sum(first), sum(after)
 
 
@@ -211,8 +211,8 @@ def test_the_check_finds_notes_of_what_does_not_follow(monkeypatch):
 
 def num_bytes(index):
     """Of the row's columns, the table of names and the kinds."""
-    holders = index._holders[1]
-    positions, set_ids = holders._array, holders._sets
+    holders = holders_of(index)
+    positions, set_ids = holders.array, holders.sets
     names = positions._table.num_bytes() or sys.getsizeof(positions._table._row_of)
     columns = (
         positions._names,
