@@ -1,9 +1,9 @@
 """The loads of one role's workers as columns, and the accounts that write them: a worker's last report, and what this
 router has assigned since.
 
-Row i is the worker `names[i]`, in the order of their ids. An account writes its row whenever it changes, so that a
-decision reads all workers in a few numpy calls. A column that never changes and has one value is stored once (see
-`only`), so that arithmetic on it is done once. Rows are laid out anew when a worker comes or goes.
+Row i is the worker `names[i]`, in the order of their ids. An account that has changed writes its row before the columns
+are read, so that a decision reads all workers in a few numpy calls. A column that never changes and has one value is
+stored once (see `only`), so that arithmetic on it is done once. Rows are laid out anew when a worker comes or goes.
 
 What a report shows beyond our own assignments is other routers' work ("foreign"): own and foreign work are added, so
 nothing counts twice. Where the other routers report their assignments (messages.Assigned), foreign work is what they
@@ -67,6 +67,7 @@ class Columns:
         )
         self._int_rows, self._float_rows = tuple(self.ints[:NODE]), tuple(self.floats)
         self._fixed = [_shared(self.ints[which]) for which in (NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN)]
+        self.stale: dict[WorkerAccount, None] = {}  # whose loads have changed since `write_stale`
         self._speeds: Floats | None = None  # prefill rates, with `_assumed_rate` for unmeasured workers; None: outdated
         self._assumed_rate = 0.0
 
@@ -83,6 +84,12 @@ class Columns:
         self.num_unreported += num_unreported - self._unreported[row]
         self.num_sequences += sequences - self._sequences[row]
         self._unreported[row], self._sequences[row] = num_unreported, sequences
+
+    def write_stale(self) -> None:
+        """Bring the rows up to date."""
+        stale, self.stale = self.stale, {}
+        for account in stale:
+            account.write_load()
 
     def write_rate(self, row: int, prefill_rate: float) -> None:
         """0: not measured."""
@@ -262,7 +269,7 @@ class WorkerAccount:
         """Write to this row from now on; None: the worker is down."""
         self._columns, self.row = columns, row
         self._write_report()
-        self._write_load()
+        self._load_changed()
 
     def apply_report(self, report: LoadReport, now_s: float) -> None:
         """Take the newest report. Reports of one connection come in order."""
@@ -271,13 +278,13 @@ class WorkerAccount:
         self.report, self.reported_at_s = report, now_s
         self._count_foreign()
         self._write_report()
-        self._write_load()
+        self._load_changed()
 
     def apply_others(self, others: AssignedByOthers) -> None:
         """What the other routers report that they have assigned to it."""
         self._others = others
         self._count_foreign()
-        self._write_load()
+        self._load_changed()
 
     def _count_foreign(self) -> None:
         """As the other routers report; while one of them has not, at least what the last report shows beyond our own
@@ -332,7 +339,7 @@ class WorkerAccount:
         assert own.requests <= own.reported_sequences <= own.sequences
         if self.changed is not None:
             self.changed[self] = None
-        self._write_load()
+        self._load_changed()
 
     def load(self) -> WorkerLoad:
         """The worker's whole load as one record, for `kvrelay status`."""
@@ -365,7 +372,12 @@ class WorkerAccount:
             bucketed(moved / report.kv_seconds) if report.kv_seconds > 0 else 0.0,
         )
 
-    def _write_load(self) -> None:
+    def _load_changed(self) -> None:
+        """Written when the columns are next read: between two decisions a worker's load changes several times."""
+        if self._columns is not None:
+            self._columns.stale[self] = None
+
+    def write_load(self) -> None:
         if self._columns is not None:
             is_shared = self._others is not None and self._others.is_complete
             self._columns.write_load(self.row, self.counts(), self.turn, 0 if is_shared else self.foreign_sequences)

@@ -337,7 +337,10 @@ class LiveWorkers:
     def columns(self, role: Role) -> Columns:
         if self._columns is None:
             self._columns = self._laid_out()
-        return self._columns[role]
+        columns = self._columns[role]
+        if columns.stale:
+            columns.write_stale()
+        return columns
 
     def unreported_share(self) -> float:
         """Of all sequences at the workers, the share that other routers assigned without reporting it; 0 if nothing

@@ -125,7 +125,7 @@ def test_a_row_that_is_not_written_would_be_seen(monkeypatch):
     """Control of the above."""
     router, spy = spied(["p1"], ["d1"])
     router.select_and_reserve(ask("r1"), 0.0)
-    monkeypatch.setattr("kvrelay.router.fleet.account.WorkerAccount._write_load", lambda self: None)
+    monkeypatch.setattr("kvrelay.router.fleet.account.WorkerAccount.write_load", lambda self: None)
     router.select_and_reserve(ask("r2"), 0.0)
     router.select_and_reserve(ask("r3"), 0.0)
     _, prefills, _ = spy.seen[-1]
