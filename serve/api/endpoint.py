@@ -40,7 +40,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger(ACCESS_LOGGER)
 
-MAX_BODY_BYTES = 16 << 20  # larger bodies get 413: a prompt of a million token ids has about 7 MB
+LEAST_BODY_LIMIT_BYTES = 4 << 20  # the limit for models with short contexts; larger bodies get 413
+BODY_BYTES_PER_TOKEN = 16  # of the context length: a token id as JSON takes 8, a token of escaped text seldom more
 CLIENT_LEFT_STATUS = 499  # for access logs; no client reads it
 INGRESS = secrets.token_hex(2)
 """Names this ingress process.
@@ -69,7 +70,7 @@ def bearer_token(request: Request) -> str:
     return given.strip() if scheme.lower() == "bearer" else ""
 
 
-async def read_json_body(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> bytes:
+async def read_json_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Raises InvalidRequest: no JSON content type, empty, or over the limit (413)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -248,9 +249,14 @@ class Front:
         """Tokens, prompt and output: the model's limit, or less when a worker holds less."""
         return min(self.model.max_model_len, self.dispatcher.workers.max_model_len() or self.model.max_model_len)
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The longest request body, in proportion to the context length; a longer one gets 413."""
+        return max(LEAST_BODY_LIMIT_BYTES, BODY_BYTES_PER_TOKEN * self.max_model_len)
+
     async def read(self, request: Request, body_type: type[B]) -> B:
         """The checked body. Raises InvalidRequest, ClientLeft."""
-        return self.check(body_type, await read_json_body(request))
+        return self.check(body_type, await read_json_body(request, self.max_body_bytes))
 
     def check(self, body_type: type[B], data: bytes) -> B:
         """The checked body. Raises InvalidRequest."""

@@ -88,7 +88,7 @@ def _reply(key: SessionKey, hints: SessionHints) -> dict[str, Any]:
 
 async def prefetch(front: Front, request: Request) -> Response:
     """The body is that of the expected request. Raises RequestError, WorkerError, ClientLeft."""
-    data = await read_json_body(request)
+    data = await read_json_body(request, front.max_body_bytes)
     body: PrefetchChatBody | PrefetchCompletionBody
     if _is_chat(data):
         body = front.check(PrefetchChatBody, data)
