@@ -20,12 +20,11 @@ from kvrelay.errors import BackendUnavailable, LayoutMismatch, TransferError, Tr
 from kvrelay.kvtransfer.mover.mover import library
 from kvrelay.kvtransfer.mover.verification import ReceivePlan, kind_of
 from kvrelay.kvtransfer.paths.probes import PathProbe, ProbeBuffers
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PathTable, Route, offered
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, Route, offered
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import PairReport, Reason, TransferResult, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Reader, Transport
 from kvrelay.kvtransfer.transports.discovery import this_machine
-from kvrelay.kvtransfer.transports.topology import rank_paths
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
@@ -100,7 +99,10 @@ class SourceLink:
             plan = ReceivePlan(hello.layout, target.memory)
         except LayoutMismatch as error:
             return await self._reject(Reason.FINGERPRINT, str(error))
-        route = self._make_route(hello, plan)
+        route = Route.between(
+            hello.topology, hello.device, hello.offers, target.memory.device, target.transports,
+            lambda name: target.make_reader(name, plan.memory),
+        )  # fmt: skip
         waiting = asyncio.create_task(self._keep_alive(), name="kv handshake")
         try:
             path = await route.open()
@@ -130,8 +132,8 @@ class SourceLink:
     def _incompatibility(self, hello: wire.Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
         target, me = self._target, self._target.worker_id
         if hello.protocol != wire.TRANSFER_PROTOCOL:
-            theirs = f"{me} has {wire.TRANSFER_PROTOCOL}, not {hello.protocol}"
-            return Reason.FINGERPRINT, f"transfer protocol: {theirs}"
+            ours = f"transfer protocol: {me} has {wire.TRANSFER_PROTOCOL}, not {hello.protocol}"
+            return Reason.FINGERPRINT, ours
         convert_dtype = target.settings.convert_dtype
         if difference := target.fingerprint.incompatibility(hello.fingerprint, convert_dtype=convert_dtype):
             return Reason.FINGERPRINT, str(difference), difference.remedy
@@ -146,16 +148,6 @@ class SourceLink:
         while True:
             self.send(wire.Alive())
             await asyncio.sleep(self._target.lease_s / 4)
-
-    def _make_route(self, hello: wire.Hello, plan: ReceivePlan) -> Route:
-        offers = {offer.name: offer.descriptor for offer in hello.offers}
-        common = [name for name in self._target.transports if name in offers]
-        ranked = rank_paths(hello.topology, this_machine(), hello.device, self._target.memory.device, common)
-        return Route(PathTable(ranked), offers, lambda name: self._target.make_reader(name, plan.memory))
-
-    def _begin_probe(self, message: wire.Probe) -> None:
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe(message), name="kv probe")
 
     async def _probe(self, message: wire.Probe) -> None:
         """Measure the paths with the source's probe blocks, and send it the figures."""
@@ -185,7 +177,8 @@ class SourceLink:
             case wire.Cancel():
                 self._on_cancel(message)
             case wire.Probe():
-                self._begin_probe(message)
+                if self._probing is None or self._probing.done():
+                    self._probing = asyncio.create_task(self._probe(message), name="kv probe")
             case _:
                 logger.warning("%s sent a second hello; ignored", self._connection.peer)
 

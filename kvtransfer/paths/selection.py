@@ -10,9 +10,11 @@ from types import MappingProxyType
 from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.protocol.messages import Offer, PathReport
 from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport
+from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, SHM
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
+from kvrelay.kvtransfer.transports.topology import Topology, rank_paths
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvMemory
 
@@ -213,6 +215,17 @@ class Route:
         """The path that the next read takes; "" where there is none."""
         path = self.table.best(time.monotonic())
         return path.name if path is not None else ""
+
+    @classmethod
+    def between(
+        cls, source: Topology, source_device: str, offers: Sequence[Offer], target_device: str, usable: Sequence[str],
+        make_reader: Callable[[str], Reader],
+    ) -> "Route":  # fmt: skip
+        """The paths from a source on another machine or device that both ends can use, best first; not connected."""
+        descriptors = {offer.name: offer.descriptor for offer in offers}
+        common = [name for name in usable if name in descriptors]
+        ranked = rank_paths(source, this_machine(), source_device, target_device, common)
+        return cls(PathTable(ranked), descriptors, make_reader)
 
     async def open(self) -> Path:
         """Connect the best path that can be connected. Raises TransportError when none can."""

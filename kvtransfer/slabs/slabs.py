@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover.mover import library
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums
-from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PathTable, PoolExports, Route, untried
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports, Route, untried
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Reader, Transport
 from kvrelay.kvtransfer.transports.discovery import this_machine
-from kvrelay.kvtransfer.transports.topology import Topology, rank_paths
+from kvrelay.kvtransfer.transports.topology import Topology
 from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,10 @@ class SharedSlab:
 
         `topology`: of the other's machine.
         """
-        descriptors = {offer.name: offer.descriptor for offer in theirs.offers}
-        common = [name for name in self._exports.exporters if name in descriptors]
-        ranked = rank_paths(topology, this_machine(), "cpu", self.memory.device, common)
-        return Route(PathTable(ranked), descriptors, self._make_reader)
-
-    def _make_reader(self, name: str) -> Reader:
-        return self._transports[name].make_reader(self.memory, self._secret, self._host)
+        return Route.between(
+            topology, "cpu", theirs.offers, self.memory.device, list(self._exports.exporters),
+            lambda name: self._transports[name].make_reader(self.memory, self._secret, self._host),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

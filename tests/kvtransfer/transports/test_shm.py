@@ -1,4 +1,4 @@
-"""Shared memory is handed to processes that know the cluster's secret, and only the pool that was described is mapped."""
+"""Shared memory is handed to processes that know the secret, and only the pool that was described is mapped."""
 
 import msgspec
 import pytest
