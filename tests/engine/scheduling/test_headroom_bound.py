@@ -12,6 +12,7 @@ from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest
+from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
 
@@ -79,7 +80,7 @@ def both(load, blocks):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(loads, st.integers(14, 120))
 def test_the_same_are_admitted_at_the_same_steps(load, blocks):
     one, other = both(load, blocks)
