@@ -68,13 +68,9 @@ def run_hugging_face(model: Any, concurrency: int, prompt_tokens: int, output_to
 
     def generate(count: int) -> None:
         model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            min_new_tokens=count,
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
+            prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=count, max_new_tokens=count,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
 
     with torch.inference_mode():
         one_s = inprocess.time_of(lambda: generate(1))

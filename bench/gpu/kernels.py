@@ -269,12 +269,9 @@ class Grid:
             num_cases = sum(verdict.num_cases for verdict in verdicts)
             if num_cases:
                 self.context.add(
-                    kernel=f"{family}, by its definition",
-                    cases=num_cases,
-                    worst_share_of_bound=worst.ratio,
-                    ok=worst.ok,
-                    wrong="" if worst.ok else worst.case,
-                )
+                    kernel=f"{family}, by its definition", cases=num_cases, worst_share_of_bound=worst.ratio,
+                    ok=worst.ok, wrong="" if worst.ok else worst.case,
+                )  # fmt: skip
 
 
 def run(context: Context) -> None:

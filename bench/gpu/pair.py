@@ -178,11 +178,6 @@ def run_verify(context: Context) -> None:
         return
     for one in json.loads(report.read_text()):
         for row in one["rows"]:
-            context.add(
-                check=row["name"],
-                same=row["passed"],
-                of=row["total"],
-                ok=row["passed"] == row["total"] > 0,
-                note=row["note"],
-            )
+            is_right = row["passed"] == row["total"] > 0
+            context.add(check=row["name"], same=row["passed"], of=row["total"], ok=is_right, note=row["note"])
         context.add(check="verify as a whole", ok=bool(one["ok"]), note=f"on {one['device']}")

@@ -162,13 +162,7 @@ def event_rate(router: Router, seqs: list[int], num_events: int, num_blocks: int
     return (clock() - began) / 1e9
 
 
-def cell(
-    num_workers: int,
-    tokens: int,
-    shared: bool,
-    count: int,
-    clock: Clock = time.perf_counter_ns,
-) -> None:
+def cell(num_workers: int, tokens: int, shared: bool, count: int, clock: Clock = time.perf_counter_ns) -> None:
     blocks = tokens // BLOCK_SIZE
     made = contents(num_workers, blocks, shared=shared, seed=0)
     router = build(made)

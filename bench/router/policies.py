@@ -40,10 +40,7 @@ TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9
 PREFILL_POOL_TOKENS, DECODE_POOL_TOKENS = 500_000, 1_500_000
 LOADS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0)
 OVERLOAD = 1.25
-NO_LIMITS = {
-    "router": {"max_inflight": 1_000_000, "reserve_timeout_s": 3600.0},
-    "engine": {"max_waiting": 1_000_000},
-}
+NO_LIMITS = {"router": {"max_inflight": 1_000_000, "reserve_timeout_s": 3600.0}, "engine": {"max_waiting": 1_000_000}}
 PROMISES = {"slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}}
 
 PEERS = "bench.router.peer_policies"

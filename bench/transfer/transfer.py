@@ -128,13 +128,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "blocks": options.blocks,
         "memcpy": found.of("memcpy"),
         "rows": [
-            {
-                **row,
-                "contender": pair.contender.name,
-                **found.of(row["name"]),
-            }
-            for pair, rows in ready
-            for row in rows
+            {**row, "contender": pair.contender.name, **found.of(row["name"])} for pair, rows in ready for row in rows
         ],
     }
 

@@ -61,13 +61,9 @@ class LlmD(RoutingPolicy):
 
     name: ClassVar[str] = "llm_d"
     term_names: ClassVar[tuple[str, ...]] = (
-        "decode_prefix",
-        "decode_queue",
-        "decode_kv_utilization",
-        "prefill_prefix",
-        "prefill_queue",
+        "decode_prefix", "decode_queue", "decode_kv_utilization", "prefill_prefix", "prefill_queue",
         "prefill_kv_utilization",
-    )
+    )  # fmt: skip
 
     def __init__(self, options: Options) -> None:
         self._options = parse_options(LlmDOptions, self.name, options)
