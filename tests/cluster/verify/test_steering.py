@@ -104,9 +104,7 @@ async def test_every_sequence_must_be_preempted(figures, answers, holds):
 
 
 def record(request_id, at_s, started_s=0.0):
-    return SimpleNamespace(
-        request_id=request_id, started_s=started_s, stages=[SimpleNamespace(name="reserved", at_s=at_s)]
-    )
+    return SimpleNamespace(request_id=request_id, started_s=started_s, stages=[{"name": "reserved", "at_s": at_s}])
 
 
 @pytest.mark.parametrize(("times", "holds"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
