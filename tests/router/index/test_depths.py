@@ -25,6 +25,7 @@ from kvrelay.router.index.holders import CHUNK, MAX_MOVED_CHUNKS
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
 from tests.router.index.index_cases import depths, holders_of, match, num_rows, num_sets
+from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
 
@@ -451,7 +452,7 @@ class DepthsMachine(RuleBasedStateMachine):
 
 
 TestDepthsMachine = DepthsMachine.TestCase
-TestDepthsMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestDepthsMachine.settings = settings(max_examples=scaled(80), stateful_step_count=25, deadline=None)
 
 
 def no_edges(monkeypatch):

@@ -20,7 +20,8 @@ from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker
 from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import depths, match
+from tests.router.index.index_cases import depths, holders_of, match
+from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
 
@@ -194,7 +195,7 @@ class ChannelMachine(RuleBasedStateMachine):
             assert found.get("w") == (tuple(expected) if expected[1] else None)
         assert self.index.num_blocks("w") == len(self.worker.pool | self.worker.in_any_tier)
         assert self.index.num_blocks("other") == len(CHAIN[::2])
-        assert self.index._holders[1].num_sweeps == 0
+        assert holders_of(self.index).num_sweeps == 0
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +207,7 @@ def small_slices():
 
 
 TestChannelMachine = ChannelMachine.TestCase
-TestChannelMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestChannelMachine.settings = settings(max_examples=scaled(100), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("broken", ["gaps", "no audit", "blind audit", "lowered", "events forgotten", "rest stays"])

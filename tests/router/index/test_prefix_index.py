@@ -13,6 +13,7 @@ from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
 from tests.router.index.index_cases import match
+from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
 
@@ -367,4 +368,4 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRouterMachine.settings = settings(max_examples=scaled(60), stateful_step_count=30, deadline=None)

@@ -23,6 +23,7 @@ from kvrelay.router.index.holders import HolderIndex, HolderSets
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import Sweep
 from tests.router.index.index_cases import holders_of, match, num_rows
+from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
 
@@ -145,7 +146,7 @@ def small_rows(monkeypatch):
     monkeypatch.setattr("kvrelay.router.index.holders.SHORT", 2)
 
 
-SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=scaled(120), stateful_step_count=40, deadline=None)
 
 
 def test_whatever_happens_while_a_row_closes_up(either_table):

@@ -8,7 +8,7 @@ from kvrelay.router.index.indexed_worker import RETRY_EVERY
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import depths, match
+from tests.router.index.index_cases import depths, holders_of, match
 
 pytestmark = pytest.mark.pure
 
@@ -204,7 +204,7 @@ def test_blocks_stay_where_they_are_while_somebody_is_taken_off():
     index.apply_snapshot("w", 0, hashes)
     index.apply_snapshot("other", 0, LONG)
     finish(index)
-    positions = index._holders[1]._array
+    positions = holders_of(index).array
     index.remove_worker("other")
     before = {one: positions.position(one) for one in LONG}
     index.work()
