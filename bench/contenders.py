@@ -1,6 +1,4 @@
-"""The processes that bench/kvcache/pool.py and bench/engine/scheduler.py compare: each answers jobs, JSON lines both
-ways.
-"""
+"""The processes that bench/kvcache/pool.py compares: each answers jobs, JSON lines both ways."""
 
 import json
 import shlex
@@ -18,8 +16,11 @@ class Contender:
         self._process = subprocess.Popen(
             [*shlex.split(command), "-m", module, name],
             cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def query(self, *job: int) -> dict[str, float] | None:
         """Seconds of each step of such a job; None when the process has gone (its last words are printed)."""

@@ -18,11 +18,8 @@ def available_cores() -> int:
 
 def machine() -> dict[str, Any]:
     """Where figures were taken: without it they mean little."""
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     load = [round(value, 2) for value in os.getloadavg()]
     return {"cpu": model, "cores": available_cores(), "load_average": load, "python": platform.python_version()}
 

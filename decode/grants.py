@@ -203,10 +203,7 @@ class GrantTable:
     """
 
     def __init__(
-        self,
-        stats: TransferStats,
-        on_failed: Callable[[str, TransferError], None],
-        on_released: Callable[[str], None],
+        self, stats: TransferStats, on_failed: Callable[[str, TransferError], None], on_released: Callable[[str], None]
     ) -> None:
         self._stats, self._on_failed, self._on_released = stats, on_failed, on_released
         self._live: dict[bytes, Grant] = {}  # by nonce

@@ -100,9 +100,13 @@ class SourceLink:
         except LayoutMismatch as error:
             return await self._reject(Reason.FINGERPRINT, str(error))
         route = Route.between(
-            hello.topology, hello.device, hello.offers, target.memory.device, target.transports,
+            hello.topology,
+            hello.device,
+            hello.offers,
+            target.memory.device,
+            target.transports,
             lambda name: target.make_reader(name, plan.memory),
-        )  # fmt: skip
+        )
         waiting = asyncio.create_task(self._keep_alive(), name="kv handshake")
         try:
             path = await route.open()
@@ -118,15 +122,26 @@ class SourceLink:
         logger.info("KV from %s is read over %s: %s", hello.worker_id, path.name, path.why)
         self.hello, self.route, self.plan = hello, route, plan
         self._reads = ReadQueue(
-            target.grants, target.counters, route, plan, self._staging_lock, generation_of=target.generation_of,
-            stall_s=target.stall_s, send=self.send, abort=self._connection.abort,
-        )  # fmt: skip
+            target.grants,
+            target.counters,
+            route,
+            plan,
+            self._staging_lock,
+            generation_of=target.generation_of,
+            stall_s=target.stall_s,
+            send=self.send,
+            abort=self._connection.abort,
+        )
         self.send(
             wire.HelloReply(
-                worker_id=target.worker_id, epoch=target.epoch, transport=path.name, why=path.why,
-                layout=target.memory.layout, checks=target.settings.checks,
+                worker_id=target.worker_id,
+                epoch=target.epoch,
+                transport=path.name,
+                why=path.why,
+                layout=target.memory.layout,
+                checks=target.settings.checks,
             )
-        )  # fmt: skip
+        )
         return True
 
     def _incompatibility(self, hello: wire.Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
@@ -351,12 +366,15 @@ class KvTarget:
         now_s = time.monotonic()
         return [
             PairReport(
-                source=link.hello.worker_id, target=self.worker_id, target_epoch=self.epoch, ok=True,
+                source=link.hello.worker_id,
+                target=self.worker_id,
+                target_epoch=self.epoch,
+                ok=True,
                 paths=link.route.table.reports(now_s),
             )
             for link in self.links
             if link.hello is not None and link.route is not None
-        ]  # fmt: skip
+        ]
 
     def grant(
         self,
@@ -383,12 +401,21 @@ class KvTarget:
         if self.grants.holds(request_id):
             raise ValueError(f"{request_id} still holds the blocks of an earlier grant")
         ticket = wire.Ticket(
-            request_id=request_id, target_worker=self.worker_id, target_epoch=self.epoch,
-            target_host=self._host, target_port=self.port, first_block=first_block, num_blocks=num_blocks,
-            num_tokens=num_blocks * layout.block_size if num_tokens is None else num_tokens, layout=layout,
-            target_blocks=list(block_ids), generations=[self.generation_of(block) for block in block_ids],
-            fingerprint=self.fingerprint, lease_s=self.lease_s, nonce=secrets.token_bytes(wire.NONCE_BYTES),
-        )  # fmt: skip
+            request_id=request_id,
+            target_worker=self.worker_id,
+            target_epoch=self.epoch,
+            target_host=self._host,
+            target_port=self.port,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            num_tokens=num_blocks * layout.block_size if num_tokens is None else num_tokens,
+            layout=layout,
+            target_blocks=list(block_ids),
+            generations=[self.generation_of(block) for block in block_ids],
+            fingerprint=self.fingerprint,
+            lease_s=self.lease_s,
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
+        )
         self.grants.add(ticket, wire.Transcript(self.secret, ticket.nonce))
         return wire.seal(ticket, self.secret)
 

@@ -200,11 +200,21 @@ class DecodeRole:
     ) -> None:
         transfer = options.settings.transfer
         self.target = KvTarget(
-            engine.cache.memory, options.worker_id, epoch, engine.cache.fingerprint, options.secret, transfer,
-            host=options.host, generation_of=engine.pool.generation,
-            on_commit=self._on_commit, on_failed=self._on_failed, on_released=self._on_released,
-            probe_buffers=EngineProbeBuffers(thread), tls=tls, transports=transports_for(tls),
-        )  # fmt: skip
+            engine.cache.memory,
+            options.worker_id,
+            epoch,
+            engine.cache.fingerprint,
+            options.secret,
+            transfer,
+            host=options.host,
+            generation_of=engine.pool.generation,
+            on_commit=self._on_commit,
+            on_failed=self._on_failed,
+            on_released=self._on_released,
+            probe_buffers=EngineProbeBuffers(thread),
+            tls=tls,
+            transports=transports_for(tls),
+        )
         self._worker_id, self._vocab_size = options.worker_id, engine.model.spec.vocab_size
         self._thread, self._requests = thread, requests
         self._incoming: dict[str, Incoming] = {}
@@ -274,10 +284,14 @@ class DecodeRole:
             return
         incoming.link.send(
             Transferred(
-                request_id=request_id, transport=result.transport, blocks=result.num_blocks,
-                num_bytes=result.num_bytes, seconds=result.seconds, exposed_s=result.exposed_s,
+                request_id=request_id,
+                transport=result.transport,
+                blocks=result.num_blocks,
+                num_bytes=result.num_bytes,
+                seconds=result.seconds,
+                exposed_s=result.exposed_s,
             )
-        )  # fmt: skip
+        )
         self._requests.end_span(request_id, "kv transfer", **span_attributes(result))
         self._requests.begin_span(request_id, "decode")
         token_ids, candidates = manifest.token_ids, manifest.candidates
@@ -286,9 +300,12 @@ class DecodeRole:
     def _grant(self, incoming: Incoming, reservation: Reservation) -> bytes:
         """A ticket for the reserved blocks. Raises ValueError."""
         ticket = self.target.grant(
-            reservation.request_id, reservation.first_block, reservation.target_blocks, reservation.num_blocks,
+            reservation.request_id,
+            reservation.first_block,
+            reservation.target_blocks,
+            reservation.num_blocks,
             num_tokens=len(incoming.request.token_ids),
-        )  # fmt: skip
+        )
         incoming.has_ticket = True
         return ticket
 

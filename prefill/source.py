@@ -33,10 +33,8 @@ ANNOUNCE_BYTES = 16 << 20  # about what one announcement covers; smaller ones co
 DEADLINE_S = 30.0  # a transfer that is not committed this long after its prefill fails
 _KINDS: dict[str, type[TransferError]] = {
     kind.__name__: kind
-    for kind in (
-        TransferRefused, errors.TransferTimeout, errors.LeaseExpired, errors.ChecksumMismatch, errors.PeerLost,
-    )
-}  # fmt: skip
+    for kind in (TransferRefused, errors.TransferTimeout, errors.LeaseExpired, errors.ChecksumMismatch, errors.PeerLost)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +181,13 @@ class SourceTransfer:
             taken = await self._link.window.take(len(chunks) * len(layers) * chunk_bytes)
             self._num_ahead += taken  # not in one statement: what _give() returns meanwhile would be lost
             message = wire.Announce(
-                nonce=self.ticket.nonce, first_chunk=first_chunk, chunks=chunks.tolist(), first_layer=layers.start,
-                num_layers=len(layers), checksums=await self._checksums(first_chunk, chunks, layers),
-            )  # fmt: skip
+                nonce=self.ticket.nonce,
+                first_chunk=first_chunk,
+                chunks=chunks.tolist(),
+                first_layer=layers.start,
+                num_layers=len(layers),
+                checksums=await self._checksums(first_chunk, chunks, layers),
+            )
             self._transcript.add(wire.encode(message))
             await self._link.send(self.request_id, message)
 
@@ -250,17 +252,30 @@ class KvSource:
         self.exports = PoolExports(memory, secret, host, transports)
         self.checksums = PoolChecksums(memory)
         self.links = TargetLinks(
-            worker_id, self._hello, secret, self.exports, memory, self.checksums, probe_buffers,
-            tls=tls, lease_s=lease_s, window_bytes=window_bytes,
-        )  # fmt: skip
+            worker_id,
+            self._hello,
+            secret,
+            self.exports,
+            memory,
+            self.checksums,
+            probe_buffers,
+            tls=tls,
+            lease_s=lease_s,
+            window_bytes=window_bytes,
+        )
 
     def _hello(self) -> wire.Hello:
         return wire.Hello(
-            protocol=wire.TRANSFER_PROTOCOL, worker_id=self._worker_id, epoch=self._epoch,
-            fingerprint=self._fingerprint, topology=this_machine(), device=self.memory.device,
-            layout=self.memory.layout, checksums=kind_of(self.memory, self.settings.checks),
+            protocol=wire.TRANSFER_PROTOCOL,
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            fingerprint=self._fingerprint,
+            topology=this_machine(),
+            device=self.memory.device,
+            layout=self.memory.layout,
+            checksums=kind_of(self.memory, self.settings.checks),
             offers=self.exports.offers(),
-        )  # fmt: skip
+        )
 
     async def start(self) -> None:
         """Make the pool readable. Raises BackendUnavailable when a forced transport cannot be used."""

@@ -352,10 +352,12 @@ class TargetLinks:
         reason = reason_of(error) if isinstance(error, TransferRefused) else None
         detail = error.why if isinstance(error, TransferError) else f"it did not answer within {_PAIR_TIMEOUT_S:g} s"
         return self._report(
-            address, ok=False, reason=str(reason or type(error).__name__),
+            address,
+            ok=False,
+            reason=str(reason or type(error).__name__),
             detail=detail.removeprefix(f"{reason}: ").removesuffix(f"; {remedy}"),
             remedy=remedy or (wire.REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY),
-        )  # fmt: skip
+        )
 
     async def _probe(self, link: TargetLink) -> None:
         probe_buffers = self._probe_buffers

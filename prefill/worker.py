@@ -314,11 +314,18 @@ class PrefillWorker(WorkerService):
     async def _start_role(self, engine: Engine) -> PrefillRole:
         transfer = self.options.settings.transfer
         source = KvSource(
-            engine.cache.memory, self.worker_id, self.epoch, engine.cache.fingerprint, self.options.secret, transfer,
-            host=self.options.host, generation_of=engine.pool.generation,
-            probe_buffers=EngineProbeBuffers(self.thread), tls=self.tls,
+            engine.cache.memory,
+            self.worker_id,
+            self.epoch,
+            engine.cache.fingerprint,
+            self.options.secret,
+            transfer,
+            host=self.options.host,
+            generation_of=engine.pool.generation,
+            probe_buffers=EngineProbeBuffers(self.thread),
+            tls=self.tls,
             transports=transports_for(self.tls),
-        )  # fmt: skip
+        )
         await source.start()
         self._prefill = PrefillRole(self.worker_id, source, self.thread, self.requests, self._announcements)
         return self._prefill

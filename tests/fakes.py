@@ -220,9 +220,14 @@ class FakeWorker:
     def incompatible(self, message: wire.Pair, *, reason: str = "fingerprint") -> wire.PairReport:
         """The report of a pair that cannot."""
         return wire.PairReport(
-            source=self.worker_id, target=message.worker_id, target_epoch=message.epoch, ok=False, reason=reason,
-            detail="dtype: 'float32' != 'bfloat16'", remedy="start both workers with the same settings",
-        )  # fmt: skip
+            source=self.worker_id,
+            target=message.worker_id,
+            target_epoch=message.epoch,
+            ok=False,
+            reason=reason,
+            detail="dtype: 'float32' != 'bfloat16'",
+            remedy="start both workers with the same settings",
+        )
 
     def _take(self, connection: Connection, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
         request = message.request
@@ -308,9 +313,16 @@ class FakeWorker:
         return is_over
 
     def send_output(
-        self, request: SequenceRequest, tokens: list[int], position: int, count: int, *, is_first: bool,
-        choice: int = 0, num_left: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        request: SequenceRequest,
+        tokens: list[int],
+        position: int,
+        count: int,
+        *,
+        is_first: bool,
+        choice: int = 0,
+        num_left: int = 0,
+    ) -> None:
         said = tokens[position : position + count]
         is_last = position + count == len(tokens)
         top = request.sampling.logprobs

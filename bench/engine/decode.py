@@ -10,17 +10,15 @@ subtracting a one-token generate. Engines and Hugging Face alternate; medians co
 engine for each way of holding the weights, beside the unquantised one, and the step's bytes are its own.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.engine import inprocess
-from bench.figures import available_cores, show
+from bench.figures import show
 from bench.kernels.limits import measure_limits
 from kvrelay.engine.step.engine import Engine
 
@@ -68,9 +66,13 @@ def run_hugging_face(model: Any, concurrency: int, prompt_tokens: int, output_to
 
     def generate(count: int) -> None:
         model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=count, max_new_tokens=count,
-            do_sample=False, pad_token_id=0,
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            min_new_tokens=count,
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
 
     with torch.inference_mode():
         one_s = inprocess.time_of(lambda: generate(1))
@@ -79,21 +81,12 @@ def run_hugging_face(model: Any, concurrency: int, prompt_tokens: int, output_to
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument(
-        "--hf-dtype", choices=["bfloat16", "float32"], help="default: --dtype (slow without AVX512-BF16)"
-    )
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser = inprocess.parser_for(__doc__ or "")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--hf", type=int, nargs="*", default=[1, 16], help="concurrencies for Hugging Face")
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--output", type=int, default=64, help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quantization", nargs="*", default=[], help="int8, int4, or with a group: int4/64")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     folder = inprocess.prepare(options.model)
@@ -102,13 +95,7 @@ def main() -> None:
     limit = measure_limits(options.threads)
     widest = max(options.concurrency)
     kv_memory = (widest + 1) * (options.prompt + options.output + 32) * count.kv_values_per_token * item
-    engines = {
-        name: inprocess.build_engine(
-            folder, options.dtype, options.threads, options.backend, token_budget=512,
-            kv_memory=max(kv_memory, 64 << 20), quantization=name,
-        )
-        for name in ("none", *options.quantization)
-    }  # fmt: skip
+    engines = inprocess.build_engines(options, folder, token_budget=512, kv_memory=kv_memory)
     reference = inprocess.load_hugging_face(folder, options.hf_dtype or options.dtype) if options.hf else None
 
     for engine in engines.values():

@@ -1,15 +1,18 @@
 """One engine in this process, and Hugging Face's model of the same folder: what decode.py and prefill.py compare."""
 
+import argparse
 import json
 import math
 import struct
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.figures import available_cores
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
@@ -86,6 +89,29 @@ def _shapes(file: Path) -> list[tuple[str, list[int]]]:
     return [(name, entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
 
 
+def parser_for(description: str) -> argparse.ArgumentParser:
+    """The options of both benches of one engine."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--hf-dtype", choices=["bfloat16", "float32"], help="default: --dtype")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--quantization", nargs="*", default=[], help="int8, int4, or with a group: int4/64")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def build_engines(options: argparse.Namespace, folder: Path, *, token_budget: int, kv_memory: int) -> dict[str, Engine]:
+    """An engine for each quantisation that is asked for, by its name; at least 64 MiB of KV each."""
+    make = partial(build_engine, folder, options.dtype, options.threads, options.backend)
+    memory = max(kv_memory, 64 << 20)
+    return {
+        name: make(token_budget=token_budget, kv_memory=memory, quantization=name)
+        for name in ("none", *options.quantization)
+    }
+
+
 def build_engine(
     folder: Path,
     dtype: str,
@@ -99,8 +125,8 @@ def build_engine(
     """An engine like a worker's, in this thread, without prefix cache (prompts are random anyway)."""
     torch.set_num_threads(threads)
     config = EngineConfig(
-        kv_memory_bytes=kv_memory, token_budget=token_budget, prefix_caching=False, quantization=scheme(quantization),
-    )  # fmt: skip
+        kv_memory_bytes=kv_memory, token_budget=token_budget, prefix_caching=False, quantization=scheme(quantization)
+    )
     chosen = select_backend(backend, "auto", threads)  # type: ignore[arg-type]
     return load_engine(folder, chosen, DTYPES[dtype], config)
 

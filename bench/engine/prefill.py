@@ -10,15 +10,13 @@ Time runs from adding the request to its first token. All sides alternate; media
 an engine for each way of holding the weights, beside the unquantised one.
 """
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.engine import inprocess
-from bench.figures import available_cores, show
+from bench.figures import show
 from bench.kernels.limits import measure_limits
 from kvrelay.engine.step.engine import Engine
 
@@ -49,20 +47,11 @@ def run_hugging_face(model: Any, index: int, length: int, vocab: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument(
-        "--hf-dtype", choices=["bfloat16", "float32"], help="default: --dtype (slow without AVX512-BF16)"
-    )
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser = inprocess.parser_for(__doc__ or "")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--token-budget", type=int, default=512, help="tokens in one step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-hf", action="store_true")
-    parser.add_argument("--quantization", nargs="*", default=[], help="int8, int4, or with a group: int4/64")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     folder = inprocess.prepare(options.model)
@@ -70,14 +59,8 @@ def main() -> None:
     limit = measure_limits(options.threads)
     peak = max(limit.fp32_gemm_gflop_s, limit.bf16_gemm_gflop_s if options.dtype == "bfloat16" else 0.0)
     item = 2 if options.dtype == "bfloat16" else 4
-    kv_memory = max(2 * (max(options.lengths) + 32) * count.kv_values_per_token * item, 64 << 20)
-    engines = {
-        name: inprocess.build_engine(
-            folder, options.dtype, options.threads, options.backend, token_budget=options.token_budget,
-            kv_memory=kv_memory, quantization=name,
-        )
-        for name in ("none", *options.quantization)
-    }  # fmt: skip
+    kv_memory = 2 * (max(options.lengths) + 32) * count.kv_values_per_token * item
+    engines = inprocess.build_engines(options, folder, token_budget=options.token_budget, kv_memory=kv_memory)
     reference = None if options.no_hf else inprocess.load_hugging_face(folder, options.hf_dtype or options.dtype)
 
     rows = []

@@ -68,15 +68,20 @@ def drawing(context: Context) -> None:
         uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
         for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.95, 0.02)):
             batch = SamplingBatch(
-                torch.full((rows,), 0.8), torch.full((rows,), top_k), torch.full((rows,), top_p),
-                torch.full((rows,), min_p), uniform,
-            )  # fmt: skip
+                torch.full((rows,), 0.8),
+                torch.full((rows,), top_k),
+                torch.full((rows,), top_p),
+                torch.full((rows,), min_p),
+                uniform,
+            )
             tokens = {name: draw(logits, batch).tolist() for name, draw in ways.items()}
             seconds = {name: min(seconds_of(context, partial(draw, logits, batch), 3)) for name, draw in ways.items()}
             context.add(
-                choice=f"draw of {rows}: top_k {top_k}, top_p {top_p}, min_p {min_p}", faster=faster(seconds),
-                ok=all(found == tokens["sort"] for found in tokens.values()), **microseconds(seconds),
-            )  # fmt: skip
+                choice=f"draw of {rows}: top_k {top_k}, top_p {top_p}, min_p {min_p}",
+                faster=faster(seconds),
+                ok=all(found == tokens["sort"] for found in tokens.values()),
+                **microseconds(seconds),
+            )
 
 
 def _searched(
@@ -150,10 +155,13 @@ def compiled_segments(context: Context, backend: Backend) -> None:
             for name, way in (("eager", segment.ours), ("compiled", compiled))
         }
         context.add(
-            choice=f"torch.compile of a layer's segment, {tokens} tokens", faster=faster(seconds),
-            compiled_over_eager=seconds["compiled"] / seconds["eager"], worst_relative_error=error, ok=error < _NEAR,
+            choice=f"torch.compile of a layer's segment, {tokens} tokens",
+            faster=faster(seconds),
+            compiled_over_eager=seconds["compiled"] / seconds["eager"],
+            worst_relative_error=error,
+            ok=error < _NEAR,
             **microseconds(seconds),
-        )  # fmt: skip
+        )
 
 
 def replayed(context: Context, way: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:

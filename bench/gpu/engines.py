@@ -27,13 +27,22 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
     """bf16, on the section's device."""
     backend = select_backend("cuda" if context.is_cuda else "cpu", context.device)
     config = EngineConfig(
-        block_size=BLOCK_SIZE, kv_memory_bytes=kv_bytes, token_budget=token_budget, max_running=max_running,
-        max_waiting=4 * max_running, prefix_caching=False,
-    )  # fmt: skip
+        block_size=BLOCK_SIZE,
+        kv_memory_bytes=kv_bytes,
+        token_budget=token_budget,
+        max_running=max_running,
+        max_waiting=4 * max_running,
+        prefix_caching=False,
+    )
     model = load_model(
-        folder, backend, torch.bfloat16, block_size=BLOCK_SIZE, kv_layout="NHD", kv_dtype=torch.bfloat16,
+        folder,
+        backend,
+        torch.bfloat16,
+        block_size=BLOCK_SIZE,
+        kv_layout="NHD",
+        kv_dtype=torch.bfloat16,
         quantization=None,
-    )  # fmt: skip
+    )
     engine = make_engine(model, backend, config)  # load_engine would choose kernels and capture every graph
     if (context.scratch / FA3_IS_BUILT).exists():
         engine.runner.choose_kernels()
@@ -52,10 +61,13 @@ def free_bytes(context: Context) -> int:
 def request(index: int, prompt: list[int], output_tokens: int) -> SequenceRequest:
     """Greedy, exactly `output_tokens` long."""
     return SequenceRequest(
-        request_id=f"gpu-{index}", token_ids=prompt, num_prompt_tokens=len(prompt),
-        block_hashes=list(block_hashes(prompt, BLOCK_SIZE)), tokens_per_hash=BLOCK_SIZE,
+        request_id=f"gpu-{index}",
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK_SIZE)),
+        tokens_per_hash=BLOCK_SIZE,
         sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
-    )  # fmt: skip
+    )
 
 
 @contextmanager

@@ -62,12 +62,16 @@ def measure(
     read = 2 * 3 * hidden * ffn * int(torch.unique(chosen).numel())
     flops = 2.0 * 3 * hidden * ffn * tokens * choice.num_chosen
     context.add(
-        tokens=tokens, ms=1e3 * seconds, captured=replay is not None, relative_error=off, control=control,
+        tokens=tokens,
+        ms=1e3 * seconds,
+        captured=replay is not None,
+        relative_error=off,
+        control=control,
         loop_ms=1e3 * min(seconds_of(context, lambda: loop(x, shares, chosen), 3)),
         share_of_memory_limit=context.share_of("read_gb_s", read / seconds / 1e9),
         share_of_gemm_peak=context.share_of("gemm_gflop_s", flops / seconds / 1e9),
         ok=off <= TOLERANCE < control,
-    )  # fmt: skip
+    )
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -121,10 +121,21 @@ class Driver:
         began = time.monotonic()
         with log_file.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "bench.gpu.gpu", "--child", section.name,
-                 "--order", self._order(rows_file, limit_s)],
-                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), start_new_session=True, cwd=ROOT,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "bench.gpu.gpu",
+                    "--child",
+                    section.name,
+                    "--order",
+                    self._order(rows_file, limit_s),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+                cwd=ROOT,
+            )
             try:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -164,9 +175,16 @@ class Driver:
     def _order(self, rows_file: Path, limit_s: float) -> str:
         options = self._options
         return json.dumps(
-            {"device": options.device, "tiny": options.tiny, "scratch": str(self._scratch), "rows_file": str(rows_file),
-             "limits": self._limits, "model": str(options.model) if options.model else None, "limit_s": limit_s}
-        )  # fmt: skip
+            {
+                "device": options.device,
+                "tiny": options.tiny,
+                "scratch": str(self._scratch),
+                "rows_file": str(rows_file),
+                "limits": self._limits,
+                "model": str(options.model) if options.model else None,
+                "limit_s": limit_s,
+            }
+        )
 
     @staticmethod
     def _environment() -> dict[str, str]:
@@ -287,7 +305,7 @@ def main() -> int:
     sections = [
         {"name": one.section.name, "status": one.status, "seconds": one.seconds, "note": one.note, "rows": one.rows}
         for one in outcomes
-    ]  # fmt: skip
+    ]
     file.write_text(json.dumps({**facts, "sections": sections}, indent=1) + "\n")
     print(markdown(outcomes, facts))
     print(f"written: {file}", file=sys.stderr)

@@ -60,10 +60,14 @@ def compare(context: Context, engine: Engine, batch: int, length: int) -> None:
     errors = [error(a, b) for a, b in zip(plain.hidden[compared], graphed.hidden[compared], strict=True)]
     within = max(errors) <= (_TOLERANCE if context.is_cuda else 0.0)
     context.add(
-        check=f"batch {batch}: graphs on and off", same_steps=same, of=_STEPS, worst_relative_error=max(errors),
-        plain_ms=1e3 * plain.step_s, graphs_ms=1e3 * graphed.step_s,
+        check=f"batch {batch}: graphs on and off",
+        same_steps=same,
+        of=_STEPS,
+        worst_relative_error=max(errors),
+        plain_ms=1e3 * plain.step_s,
+        graphs_ms=1e3 * graphed.step_s,
         ok=within and bool(graphs._graphs) and (context.is_cuda or same == _STEPS),
-    )  # fmt: skip
+    )
 
 
 def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
@@ -98,9 +102,12 @@ def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
             for name, way in (("plain", plain), ("pieces", lambda: pieces.run(ids, batch, runner._forward)))
         }
     context.add(
-        check=f"a mixed step of {num_tokens} tokens, plain and in pieces", worst_relative_error=max(errors),
-        plain_ms=1e3 * seconds["plain"], graphs_ms=1e3 * seconds["pieces"], ok=max(errors) <= _TOLERANCE,
-    )  # fmt: skip
+        check=f"a mixed step of {num_tokens} tokens, plain and in pieces",
+        worst_relative_error=max(errors),
+        plain_ms=1e3 * seconds["plain"],
+        graphs_ms=1e3 * seconds["pieces"],
+        ok=max(errors) <= _TOLERANCE,
+    )
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -151,6 +158,10 @@ def profile(context: Context, engine: Engine) -> None:
         found = profiler.run(StepWorkload(batch, 0))
         phases = {phase.name: round(1e6 * phase.outside_s) for phase in found.phases}
         context.add(
-            check=f"{found.workload}: step", step_us=1e6 * found.step_s, kernels_us=1e6 * found.kernels_s,
-            beside_us=1e6 * found.outside_s, host_waits=found.host_waits, host_us_by_phase=phases,
-        )  # fmt: skip
+            check=f"{found.workload}: step",
+            step_us=1e6 * found.step_s,
+            kernels_us=1e6 * found.kernels_s,
+            beside_us=1e6 * found.outside_s,
+            host_waits=found.host_waits,
+            host_us_by_phase=phases,
+        )

@@ -115,9 +115,12 @@ class Tally:
 
     def add_to(self, context: Context) -> None:
         context.add(
-            kernel=self.name, cases=self.num_cases, worst_relative_error=self.worst, ok=not self.wrong,
+            kernel=self.name,
+            cases=self.num_cases,
+            worst_relative_error=self.worst,
+            ok=not self.wrong,
             wrong="; ".join((self.wrong or [])[:3]),
-        )  # fmt: skip
+        )
 
 
 class Grid:
@@ -134,9 +137,15 @@ class Grid:
         return torch.randn(*shape, generator=self._on_device, device=self.context.device).to(dtype)
 
     def attend(
-        self, backend: Backend | ReferenceBackend, shape: AttentionShape, batch: AttentionBatch, q: Tensor, kv: Tensor,
-        window: int | None, softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        backend: Backend | ReferenceBackend,
+        shape: AttentionShape,
+        batch: AttentionBatch,
+        q: Tensor,
+        kv: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         plan = backend.plan(batch, shape)
         if shape.latent_dim is not None:
             return backend.latent_attention(q, kv, plan, scale=SCALE, latent_dim=shape.latent_dim)
@@ -250,9 +259,12 @@ class Grid:
         wrong: list[str] = []
         for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.95, 0.02)):
             batch = SamplingBatch(
-                torch.tensor([0.0, 0.8] * (rows // 2)), torch.full((rows,), top_k), torch.full((rows,), top_p),
-                torch.full((rows,), min_p), torch.rand(rows, generator=self.generator, dtype=torch.float64),
-            )  # fmt: skip
+                torch.tensor([0.0, 0.8] * (rows // 2)),
+                torch.full((rows,), top_k),
+                torch.full((rows,), top_p),
+                torch.full((rows,), min_p),
+                torch.rand(rows, generator=self.generator, dtype=torch.float64),
+            )
             if not torch.equal(self.backend.sample(logits, batch), self.reference.sample(logits, batch)):
                 wrong.append(f"top_k {top_k}, top_p {top_p}, min_p {min_p}")
         self.context.add(kernel="sampling, the same tokens", cases=4, ok=not wrong, wrong="; ".join(wrong))
@@ -269,9 +281,12 @@ class Grid:
             num_cases = sum(verdict.num_cases for verdict in verdicts)
             if num_cases:
                 self.context.add(
-                    kernel=f"{family}, by its definition", cases=num_cases, worst_share_of_bound=worst.ratio,
-                    ok=worst.ok, wrong="" if worst.ok else worst.case,
-                )  # fmt: skip
+                    kernel=f"{family}, by its definition",
+                    cases=num_cases,
+                    worst_share_of_bound=worst.ratio,
+                    ok=worst.ok,
+                    wrong="" if worst.ok else worst.case,
+                )
 
 
 def run(context: Context) -> None:

@@ -102,12 +102,18 @@ async def one_length(
         way: [1e3 * statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in times.items()
     }
     context.add(
-        model=name, prompt=length, local_ttft_ms=median["local"][0], remote_ttft_ms=median["remote"][0],
-        tpot_ms=median["remote"][1], exposed_ms=1e3 * (after["exposed_s"] - before["exposed_s"]) / max(count, 1),
-        kv_mib=(after["num_bytes"] - before["num_bytes"]) / max(count, 1) / (1 << 20), over=after["transport"],
-        same_tokens=f"{same} of {num_output}", start_s=start_s,
+        model=name,
+        prompt=length,
+        local_ttft_ms=median["local"][0],
+        remote_ttft_ms=median["remote"][0],
+        tpot_ms=median["remote"][1],
+        exposed_ms=1e3 * (after["exposed_s"] - before["exposed_s"]) / max(count, 1),
+        kv_mib=(after["num_bytes"] - before["num_bytes"]) / max(count, 1) / (1 << 20),
+        over=after["transport"],
+        same_tokens=f"{same} of {num_output}",
+        start_s=start_s,
         ok=count == repeats + 1 and len(tokens["remote"]) == num_output,
-    )  # fmt: skip
+    )
 
 
 _ids = iter(range(1_000_000, 2_000_000))
@@ -169,10 +175,22 @@ def run_verify(context: Context) -> None:
     backend, report = "cuda" if context.is_cuda else "cpu", context.scratch / "verify.json"
     few = ["--max-model-len", "192", "--tokens", "16", *(["--transport", "shm"] if context.tiny else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "kvrelay.cluster.commands.cli", "verify", "--all", "--family", "llama",
-         "--backend", backend, "--json", str(report), *few],
+        [
+            sys.executable,
+            "-m",
+            "kvrelay.cluster.commands.cli",
+            "verify",
+            "--all",
+            "--family",
+            "llama",
+            "--backend",
+            backend,
+            "--json",
+            str(report),
+            *few,
+        ],
         cwd=ROOT,
-    )  # fmt: skip
+    )
     if not report.exists():
         context.add(check="kvrelay verify", ok=False, note=f"exit status {done.returncode}, no report")
         return

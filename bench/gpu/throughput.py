@@ -78,9 +78,13 @@ def run_prefill(context: Context) -> None:
         share = context.share_of("gemm_gflop_s", operations / seconds / 1e9)
         meets = None if share is None or not context.is_cuda else share >= PREFILL_SHARE
         context.add(
-            prompt=length, ms=1e3 * seconds, tokens_per_s=length / seconds, tflop_s=operations / seconds / 1e12,
-            share_of_gemm_peak=share, meets=meets,
-        )  # fmt: skip
+            prompt=length,
+            ms=1e3 * seconds,
+            tokens_per_s=length / seconds,
+            tflop_s=operations / seconds / 1e12,
+            share_of_gemm_peak=share,
+            meets=meets,
+        )
     engine.close()
 
 

@@ -48,9 +48,13 @@ def copies(layout: KvLayout, count: int, seed: int) -> tuple[CopyList, np.ndarra
     sources, targets = draw.permutation(layout.num_blocks)[:count], draw.permutation(layout.num_blocks)[:count]
     sizes = np.full(count, layout.region_bytes, dtype=np.int64)
     plan = CopyList(
-        sources.astype(np.int64) * layout.region_bytes, targets.astype(np.int64) * layout.region_bytes, sizes,
-        repeats=layout.num_layers, source_stride=layout.layer_bytes, target_stride=layout.layer_bytes,
-    )  # fmt: skip
+        sources.astype(np.int64) * layout.region_bytes,
+        targets.astype(np.int64) * layout.region_bytes,
+        sizes,
+        repeats=layout.num_layers,
+        source_stride=layout.layer_bytes,
+        target_stride=layout.layer_bytes,
+    )
     return plan, sources, targets
 
 
@@ -135,6 +139,13 @@ def add_row(context: Context, layout: KvLayout, way: tuple[str, str], count: int
     share = context.share_of(name, rate)
     is_whole = way == ("cuda", "cuda") and count == 256
     context.add(
-        way=" -> ".join(way), blocks=count, mib=count * layout.block_bytes / (1 << 20), ms=1e3 * seconds, gb_s=rate,
-        of=name, share=share, meets=share >= TARGET_SHARE if is_whole and share is not None else None, ok=True,
-    )  # fmt: skip
+        way=" -> ".join(way),
+        blocks=count,
+        mib=count * layout.block_bytes / (1 << 20),
+        ms=1e3 * seconds,
+        gb_s=rate,
+        of=name,
+        share=share,
+        meets=share >= TARGET_SHARE if is_whole and share is not None else None,
+        ok=True,
+    )

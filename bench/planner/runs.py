@@ -151,10 +151,15 @@ def outcome(sim: Simulation, from_s: float, until_s: float) -> Outcome:
         for times in (tally.arrival_s, tally.kept_at_s, tally.ttft_kept_at_s, tally.tpot_kept_at_s)
     )
     return Outcome(
-        len(tally.arrival_s), tally.num_kept, paid_s / 3600, sim.summary()["hit_ratio"],
-        _both(sum(a != b for a, b in pairwise(each)) for each in counts), _both(map(num_turns, counts)),
-        _both(map(max, counts)), *by_window,
-    )  # fmt: skip
+        len(tally.arrival_s),
+        tally.num_kept,
+        paid_s / 3600,
+        sim.summary()["hit_ratio"],
+        _both(sum(a != b for a, b in pairwise(each)) for each in counts),
+        _both(map(num_turns, counts)),
+        _both(map(max, counts)),
+        *by_window,
+    )
 
 
 def _both(values: Any) -> tuple[int, int]:
@@ -223,11 +228,18 @@ class Day:
         }
         return scenario_from(
             {
-                "prefill": counts.prefill, "decode": counts.decode, "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
-                "start_s": own.start_s, "drain_s": own.drain_s, "seed": own.seed, "report_s": 0.5,
-                "settings": settings, **fields,
+                "prefill": counts.prefill,
+                "decode": counts.decode,
+                "ttft_s": kind.ttft_s,
+                "tpot_s": kind.tpot_s,
+                "start_s": own.start_s,
+                "drain_s": own.drain_s,
+                "seed": own.seed,
+                "report_s": 0.5,
+                "settings": settings,
+                **fields,
             }
-        )  # fmt: skip
+        )
 
     def run(self, name: str, scenario: Scenario, num_days: int = 1) -> Outcome:
         name = f"{self.setting.load} {self.setting.seed}: {name}"

@@ -79,10 +79,22 @@ def hashes(chain: list[int]) -> tuple[bytes, ...]:
 
 def worker(index: int) -> WorkerInfo:
     return WorkerInfo(
-        worker_id=f"{index}", role="prefill" if index % 2 == 0 else "decode", epoch="e", host="127.0.0.1", port=0,
-        node_id=f"n{index // 8}", model="bench", fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, num_blocks=400_000,
-        max_model_len=1 << 20, max_running=64, kv_bytes_per_token=23040, device="cpu", transports=["shm"],
-    )  # fmt: skip
+        worker_id=f"{index}",
+        role="prefill" if index % 2 == 0 else "decode",
+        epoch="e",
+        host="127.0.0.1",
+        port=0,
+        node_id=f"n{index // 8}",
+        model="bench",
+        fingerprint=FINGERPRINT,
+        block_size=BLOCK_SIZE,
+        num_blocks=400_000,
+        max_model_len=1 << 20,
+        max_running=64,
+        kv_bytes_per_token=23040,
+        device="cpu",
+        transports=["shm"],
+    )
 
 
 def build(made: Contents) -> Router:

@@ -47,7 +47,6 @@ PEERS = "bench.router.peer_policies"
 """Policies of other projects, named by their paths."""
 
 CONTENDERS: dict[str, dict[str, dict[str, Any]]] = {
-    "random": {"router": {"policy": f"{PEERS}.random_choice:RandomChoice"}},
     "round_robin": {"router": {"policy": "round_robin"}},
     "least_loaded": {"router": {"policy": "least_loaded"}},
     "power_of_two": {"router": {"policy": "power_of_two"}},
@@ -271,11 +270,21 @@ def main() -> None:
     loads = tuple(sorted(options.loads))
     tasks = [
         Task(
-            name, seed, options.load, options.requests, options.profile, options.prefill, options.decode, loads,
-            options.precision, tuple(options.set), options.prefill_tokens_per_s,
+            name,
+            seed,
+            options.load,
+            options.requests,
+            options.profile,
+            options.prefill,
+            options.decode,
+            loads,
+            options.precision,
+            tuple(options.set),
+            options.prefill_tokens_per_s,
         )
-        for name in options.policies for seed in options.seeds
-    ]  # fmt: skip
+        for name in options.policies
+        for seed in options.seeds
+    ]
     if options.processes > 1:
         with ProcessPoolExecutor(options.processes) as pool:
             found = list(pool.map(measured, tasks))

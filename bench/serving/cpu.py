@@ -58,9 +58,10 @@ def chosen_peers(options: argparse.Namespace, files: Mapping[str, str]) -> list[
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
     kinds = {"16 bits" if kind == "16" else kind for kind in options.weights}
     wanted = [
-        peer for peer in PEERS
+        peer
+        for peer in PEERS
         if (peer.name in options.only if options.only else peer.is_default and peer.weights in kinds)
-    ]  # fmt: skip
+    ]
     commands = dict(text.split("=", 1) for text in options.command)
     found = []
     for peer in wanted:

@@ -155,7 +155,7 @@ def rates_table(found: Mapping[tuple[str, str, int], Cell], peers: Sequence[str]
 
     return table(
         ["", *(f"{size} {unit}" for size in sizes)], ([peer, *(entry(peer, size) for size in sizes)] for peer in peers)
-    )  # fmt: skip
+    )
 
 
 def ratios_table(found: Mapping[str, float | None]) -> str:

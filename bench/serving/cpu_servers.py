@@ -135,9 +135,14 @@ class Server:
             output.write(f"\n$ {shlex.join(command)}\n".encode())
             output.flush()
             self._process = subprocess.Popen(
-                command, cwd=REPO, env={**os.environ, **env, MARK: self._mark}, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                command,
+                cwd=REPO,
+                env={**os.environ, **env, MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait_ready(self, limit_s: float) -> None:
         """Return once it answers a completion. Raises ServerFailed."""

@@ -58,10 +58,22 @@ class FakeWorker:
 
     def welcome(self, port: int) -> wire.Welcome:
         info = wire.WorkerInfo(
-            worker_id="decode-0", role="decode", epoch="1", host="127.0.0.1", port=port, node_id="n", model="m",
-            fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, num_blocks=1 << 20, max_model_len=1 << 20, max_running=1024,
-            kv_bytes_per_token=1, device="cpu", transports=[],
-        )  # fmt: skip
+            worker_id="decode-0",
+            role="decode",
+            epoch="1",
+            host="127.0.0.1",
+            port=port,
+            node_id="n",
+            model="m",
+            fingerprint=FINGERPRINT,
+            block_size=BLOCK_SIZE,
+            num_blocks=1 << 20,
+            max_model_len=1 << 20,
+            max_running=1024,
+            kv_bytes_per_token=1,
+            device="cpu",
+            transports=[],
+        )
         return wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=info)
 
     def take(self, frame: bytes, send: Send) -> None:

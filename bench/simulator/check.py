@@ -70,10 +70,18 @@ LENGTH_SCALE = BLOCK / 512
 WRONG_SPEED = 2.0  # of the control
 WARM_UP, WARM_UP_S = 12, 5.0  # requests, and when the load begins
 SESSIONS = SessionSpec(
-    sessions_per_s=1.0, one_off_share=0.2, first_continues=0.8, think_s=(8.0, 0.5), user_tokens=(1600.0, 0.8),
-    document_tokens=(12000.0, 0.5), output_tokens=(1200.0, 0.5), num_apps=4, system_tokens=(12000.0, 0.4),
-    max_input_tokens=48_000, tokens_per_s=1200.0,
-)  # fmt: skip
+    sessions_per_s=1.0,
+    one_off_share=0.2,
+    first_continues=0.8,
+    think_s=(8.0, 0.5),
+    user_tokens=(1600.0, 0.8),
+    document_tokens=(12000.0, 0.5),
+    output_tokens=(1200.0, 0.5),
+    num_apps=4,
+    system_tokens=(12000.0, 0.4),
+    max_input_tokens=48_000,
+    tokens_per_s=1200.0,
+)
 
 
 def sections_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -172,10 +180,13 @@ def simulate(
     """The same requests, settings and pools. max_tokens of 1: every client allows just what its output will have."""
     scenario = scenario_from(
         {
-            "prefill": options.prefill, "decode": options.decode, "max_tokens": 1, "message_s": ways.message_s,
+            "prefill": options.prefill,
+            "decode": options.decode,
+            "max_tokens": 1,
+            "message_s": ways.message_s,
             "settings": sections_of(options),
         }
-    )  # fmt: skip
+    )
     update: dict[str, Any] = {"workers_per_node": options.prefill + options.decode, **ways.sizes}
     if (budget := scenario.product_settings().engine.token_budget) is not None:
         update["token_budget"] = budget

@@ -86,10 +86,11 @@ class Figure:
         scale = {"ms": 1e3, "MB": 1e-6, "%": 100.0}.get(self.unit, 1.0)
         sign = "points" if self.unit == "%" else "%"
         return {
-            "figure": ", ".join(filter(None, (self.name, self.unit))), "real": _short(scale * self.real),
+            "figure": ", ".join(filter(None, (self.name, self.unit))),
+            "real": _short(scale * self.real),
             "simulated": _short(scale * self.simulated),
             "error": "-" if math.isnan(self.error) else f"{100 * self.error:+.1f} {sign}",
-        }  # fmt: skip
+        }
 
 
 def compare(real: Outcome, simulated: Outcome, *, ttft_s: float, tpot_s: float) -> list[Figure]:
@@ -259,10 +260,12 @@ class Player:
         tokens = [token for block in entry.hash_ids for token in _words(block, size, self._vocab_size)]
         tokens = tokens[: entry.input_tokens]
         return SequenceRequest(
-            request_id=f"r{number}", token_ids=tokens, num_prompt_tokens=len(tokens),
+            request_id=f"r{number}",
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
             block_hashes=list(block_hashes(tokens, size)),
             sampling=Sampling(max_tokens=entry.output_tokens, temperature=0.0, ignore_eos=True),
-        )  # fmt: skip
+        )
 
 
 def _words(block: int, size: int, vocab_size: int) -> list[int]:

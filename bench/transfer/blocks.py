@@ -67,9 +67,15 @@ def layout_of(shape: Shape, num_bytes: int) -> KvLayout:
 
 def fingerprint_of(layout: KvLayout) -> Fingerprint:
     return Fingerprint(
-        protocol=1, model="bench", dtype=layout.dtype, block_size=layout.block_size, num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim, hash_seed="bench",
-    )  # fmt: skip
+        protocol=1,
+        model="bench",
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        hash_seed="bench",
+    )
 
 
 def block_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:

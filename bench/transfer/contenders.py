@@ -95,10 +95,19 @@ class Child:
     async def start(self, num_blocks: int) -> None:
         config = {"blocks": num_blocks, **self._contender.config}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "bench.transfer.child", self._contender.kind, self._role, json.dumps(config),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self._errors, cwd=ROOT,
-            env={**os.environ, **self._contender.env}, limit=1 << 24,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "bench.transfer.child",
+            self._contender.kind,
+            self._role,
+            json.dumps(config),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._errors,
+            cwd=ROOT,
+            env={**os.environ, **self._contender.env},
+            limit=1 << 24,
+        )
 
     async def query(self, op: str, **fields: Any) -> dict[str, Any]:
         """Raises ContenderFailed."""

@@ -86,10 +86,16 @@ class OurSource(End):
         if key not in self._engines:
             memory, (setting, table) = self._pool.memory(shape), only(self._transport, **row["table"])
             engine = KvSource(
-                memory, "source", f"source-{len(self._engines)}", fingerprint_of(memory.layout), SECRET,
-                TransferSettings(transport=setting, **row["settings"]), host=HOST, generation_of=lambda block: 0,
+                memory,
+                "source",
+                f"source-{len(self._engines)}",
+                fingerprint_of(memory.layout),
+                SECRET,
+                TransferSettings(transport=setting, **row["settings"]),
+                host=HOST,
+                generation_of=lambda block: 0,
                 transports=table,
-            )  # fmt: skip
+            )
             await engine.start()
             self._engines[key] = engine
         return self._engines[key]
@@ -135,12 +141,19 @@ class OurTarget(End):
         if key not in self._engines:
             memory, (setting, table) = self._pool.memory(shape), only(self._transport, **row["table"])
             engine = KvTarget(
-                memory, "target", f"target-{len(self._engines)}", fingerprint_of(memory.layout), SECRET,
-                TransferSettings(transport=setting, **row["settings"]), host=HOST, generation_of=lambda block: 0,
+                memory,
+                "target",
+                f"target-{len(self._engines)}",
+                fingerprint_of(memory.layout),
+                SECRET,
+                TransferSettings(transport=setting, **row["settings"]),
+                host=HOST,
+                generation_of=lambda block: 0,
                 on_commit=lambda _, __, result: self._on_commit(result),
-                on_failed=lambda _, error: self._problems.append(str(error)), on_released=lambda _: None,
+                on_failed=lambda _, error: self._problems.append(str(error)),
+                on_released=lambda _: None,
                 transports={name: self._clock.around(transport) for name, transport in table.items()},
-            )  # fmt: skip
+            )
             await engine.start()
             self._engines[key] = engine
         return self._engines[key]

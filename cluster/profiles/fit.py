@@ -319,7 +319,12 @@ def profile_of(
             _source("cost_per_hour", 1.0, "assumed: one of whatever a worker costs"),
         ),
         fit=Fit(
-            model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date, spread=spread,
+            model=model,
+            dtype=compute_dtype,
+            device=device,
+            threads=num_threads,
+            date=date,
+            spread=spread,
             errors={kind: FitError.model_validate(asdict(error)) for kind, error in fitted.errors.items()},
         ),
         prefill=curve,
@@ -333,7 +338,7 @@ def profile_of(
         link_bytes_per_s=LINK_BYTES_PER_S,
         local_bytes_per_s=copied,
         load_bytes_per_s={"host": copied},
-    )  # fmt: skip
+    )
 
 
 def _source(constant: str, value: float, origin: str, unit: str = "") -> ConstantSource:

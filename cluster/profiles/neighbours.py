@@ -69,10 +69,12 @@ def _neighbours(settings: Settings, folder: Path, count: int) -> Iterator[None]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "kvrelay.cluster.profiles.neighbours"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
     try:
         for process in processes:
             assert process.stdin is not None

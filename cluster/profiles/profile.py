@@ -105,8 +105,7 @@ class SimulatorProfile(_File):
     load_bytes_per_s: dict[Tier, Speed] = Field({}, description="of KV from a tier into the pool")
     workers_per_node: Count = Field(1, description="that share a machine")
     slowdown: dict[StepKind, tuple[Slowdown, ...]] = Field(
-        {},
-        description="factor on a step's time while 1, 2... of a machine's workers compute; none: no effect",
+        {}, description="factor on a step's time while 1, 2... of a machine's workers compute; none: no effect"
     )
     cost_per_hour: float = Field(1.0, ge=0, allow_inf_nan=False, description="of a worker, in any currency")
 

@@ -92,16 +92,23 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, profile: SimulatorProfile, settings: Settings, role: Role, clock: Clock,
+        self,
+        profile: SimulatorProfile,
+        settings: Settings,
+        role: Role,
+        clock: Clock,
         make_tiers: Callable[[BlockPool], SimulatedTiers | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """make_tiers: makes the lower tiers of a pool, if the settings give it any."""
         own = settings.for_role(role).engine
         self.curve: SpeedCurve = profile.prefill if role is Role.PREFILL else profile.decode
         self.pool = BlockPool(
-            profile.num_blocks, block_size=profile.block_size, prefix_caching=own.prefix_caching,
-            policy=make_policy(settings.cache.eviction_policy, profile.num_blocks), keeps_tokens=False,
-        )  # fmt: skip
+            profile.num_blocks,
+            block_size=profile.block_size,
+            prefix_caching=own.prefix_caching,
+            policy=make_policy(settings.cache.eviction_policy, profile.num_blocks),
+            keeps_tokens=False,
+        )
         self.max_running = min(profile.max_running, profile.token_budget)
         self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)
         self.tiers = make_tiers(self.pool)
@@ -278,9 +285,13 @@ class SimulatedEngine:
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         self._load_seq += 1
         return load_report(
-            self._load_seq, self.scheduler, self.speed, own, tiers=self._lower_tiers,
+            self._load_seq,
+            self.scheduler,
+            self.speed,
+            own,
+            tiers=self._lower_tiers,
             output_tokens=self._lengths.mean_tokens,
-        )  # fmt: skip
+        )
 
     def tier_tokens(self, request_id: str) -> int:
         """Tokens of a request's prompt that were loaded from a lower tier."""

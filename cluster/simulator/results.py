@@ -83,10 +83,11 @@ class Tally:
             "output_tokens": self.output_tokens,
             "hit_ratio": self.cached_tokens / prompt,
             "hit_ratio_by_tier": {
-                "pool": (self.cached_tokens - self.tier_tokens) / prompt, "lower_tiers": self.tier_tokens / prompt,
+                "pool": (self.cached_tokens - self.tier_tokens) / prompt,
+                "lower_tiers": self.tier_tokens / prompt,
             },
             "attempts": self.num_attempts,
-        }  # fmt: skip
+        }
 
     def percentiles(self) -> dict[str, list[float]]:
         """Percentiles 0 to 100 of TTFT and TPOT in seconds; empty without requests."""

@@ -50,9 +50,10 @@ class Simulation:
         self._slo = promised.requirement if promised is not None else None
         self.clock = Clock()
         self.network = Network(
-            self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
+            self.clock,
+            link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
             local_bytes_per_s=profile.local_bytes_per_s,
-        )  # fmt: skip
+        )
         self.world = World(scenario, profile, self.settings, self.clock, self.network, BlockSources())
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
@@ -79,9 +80,14 @@ class Simulation:
     ) -> SimulatedWorker:
         """Add a worker that takes requests from now on. paid_from_s: when its start began; default: now."""
         worker = SimulatedWorker(
-            self.world, worker_id, role, node_id, epoch=len(self.workers), machine=self._machines[node_id],
+            self.world,
+            worker_id,
+            role,
+            node_id,
+            epoch=len(self.workers),
+            machine=self._machines[node_id],
             paid_from_s=paid_from_s,
-        )  # fmt: skip
+        )
         self.workers.append(worker)
         for ingress in self.ingresses:
             ingress.worker_up(worker)

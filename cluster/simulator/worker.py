@@ -33,30 +33,57 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, world: World, worker_id: str, role: Role, node_id: str, *, epoch: int, machine: Machine,
+        self,
+        world: World,
+        worker_id: str,
+        role: Role,
+        node_id: str,
+        *,
+        epoch: int,
+        machine: Machine,
         paid_from_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """paid_from_s: when its start began, which costs already; default: now."""
         scenario, settings, clock = world.scenario, world.settings, world.clock
         profile = scenario.profile_of(role, world.profile)
         self.worker_id, self.role, self.node_id = worker_id, role, node_id
         self._clock, self._sources, self._waits = clock, world.sources, clock.timer(settings.router.reserve_timeout_s)
         self.engine = SimulatedEngine(
-            profile, settings, role, clock,
+            profile,
+            settings,
+            role,
+            clock,
             lambda pool: make_tiers(
-                pool, profile, settings, world.sources, world.network, clock, worker_id=worker_id, node_id=node_id,
-                wake=lambda: self.post(_nothing), message_s=scenario.message_s,
+                pool,
+                profile,
+                settings,
+                world.sources,
+                world.network,
+                clock,
+                worker_id=worker_id,
+                node_id=node_id,
+                wake=lambda: self.post(_nothing),
+                message_s=scenario.message_s,
             ),
-        )  # fmt: skip
+        )
         self.steps = WorkerSteps(
-            self.engine, clock, machine, profile.slowdown_of(role), noise=scenario.noise,
-            draw=random.Random(f"{scenario.seed}:{worker_id}:{epoch}"), on_end=self._steps_ended,
-        )  # fmt: skip
+            self.engine,
+            clock,
+            machine,
+            profile.slowdown_of(role),
+            noise=scenario.noise,
+            draw=random.Random(f"{scenario.seed}:{worker_id}:{epoch}"),
+            on_end=self._steps_ended,
+        )
         self.info = _info(worker_id, role, node_id, epoch, profile, self.engine)
         self.reports = WorkerReports(
-            self, clock, message_s=scenario.message_s, report_s=scenario.report_s, measure=self._measure,
+            self,
+            clock,
+            message_s=scenario.message_s,
+            report_s=scenario.report_s,
+            measure=self._measure,
             on_heartbeat=self._heartbeat,
-        )  # fmt: skip
+        )
         self.started_s, self.stopped_s = clock.now_s, math.inf
         self.paid_from_s = clock.now_s if paid_from_s is None else paid_from_s
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
@@ -310,11 +337,22 @@ def _info(
 ) -> WorkerInfo:
     fingerprint = Fingerprint(1, profile.name, "", profile.block_size, 1, 1, 1, "")
     return WorkerInfo(
-        worker_id=worker_id, role=str(role), epoch=str(epoch), host=node_id, port=1, node_id=node_id,
-        model=profile.name, fingerprint=fingerprint, block_size=profile.block_size, num_blocks=profile.num_blocks,
-        max_model_len=engine.max_model_len, max_running=engine.max_running,
-        kv_bytes_per_token=profile.kv_bytes_per_token, device="simulated", transports=["simulated"],
-    )  # fmt: skip
+        worker_id=worker_id,
+        role=str(role),
+        epoch=str(epoch),
+        host=node_id,
+        port=1,
+        node_id=node_id,
+        model=profile.name,
+        fingerprint=fingerprint,
+        block_size=profile.block_size,
+        num_blocks=profile.num_blocks,
+        max_model_len=engine.max_model_len,
+        max_running=engine.max_running,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        device="simulated",
+        transports=["simulated"],
+    )
 
 
 def _cancel_wait(attempt: SimulatedAttempt) -> None:

@@ -257,11 +257,7 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
         return None
     folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_bytes
     policy = partial(make_policy, settings.cache.eviction_policy)
-    options = DiskOptions(
-        is_admission_on=False,
-        policy=policy,
-        quota_bytes=settings.store.tenant_quota_bytes,
-    )
+    options = DiskOptions(is_admission_on=False, policy=policy, quota_bytes=settings.store.tenant_quota_bytes)
 
     def make(row_bytes: int) -> BlockStore:
         namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes})

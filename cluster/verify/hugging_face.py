@@ -28,9 +28,14 @@ def expected_beams(
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_output, do_sample=False, num_beams=width,
-            num_return_sequences=width, pad_token_id=0,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_output,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            pad_token_id=0,
+        )
         found.append(out[:, len(prompt.token_ids) :].tolist())
     return found
 

@@ -86,10 +86,14 @@ class _Task:
         num_output = self._length(spec.output_tokens)
         self.entries.append(
             TraceEntry(
-                round(loop.at_s, 3), loop.num_tokens, num_output, loop.prompt.ids(loop.num_tokens),
-                session=f"task-{self._number}{name}", tenant=self._tenant,
+                round(loop.at_s, 3),
+                loop.num_tokens,
+                num_output,
+                loop.prompt.ids(loop.num_tokens),
+                session=f"task-{self._number}{name}",
+                tenant=self._tenant,
             )
-        )  # fmt: skip
+        )
         loop.at_s += spec.first_token_s + num_output / spec.tokens_per_s
         return num_output
 

@@ -240,10 +240,7 @@ def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ..
 
 def expected_shapes(spec: ModelSpec) -> Shapes:
     """By name."""
-    shapes: Shapes = {
-        "embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
-        "norm.weight": (spec.hidden_size,),
-    }
+    shapes: Shapes = {"embed_tokens.weight": (spec.vocab_size, spec.hidden_size), "norm.weight": (spec.hidden_size,)}
     if not spec.is_tied:
         shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
     for layer in range(spec.num_layers):

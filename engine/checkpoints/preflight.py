@@ -22,9 +22,14 @@ def check_fit(spec: ModelSpec, settings: Settings, role: Role) -> None:
     if engine.kv_memory_bytes is None:
         return  # the engine looks what is free once the weights are there
     layout = KvLayout(
-        spec.num_layers, 1, engine.block_size, spec.num_kv_heads, spec.head_dim, own.kv_dtype,
+        spec.num_layers,
+        1,
+        engine.block_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        own.kv_dtype,
         is_latent=spec.latent is not None,
-    )  # fmt: skip
+    )
     num_blocks_for(engine.kv_memory_bytes, layout.block_bytes, key=settings.key_of(role, "kv_memory"))
 
 

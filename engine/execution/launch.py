@@ -159,10 +159,19 @@ class StepExecutor:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, storage: KvStorage, loads: StepLoads, sampler: Sampler,
-        outputs: OutputProcessor, groups: GroupSteps, note_draft: Callable[[Scheduled, int], None],
-        layer_events: LayerEvents | None, device: AsyncDevice | None, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        storage: KvStorage,
+        loads: StepLoads,
+        sampler: Sampler,
+        outputs: OutputProcessor,
+        groups: GroupSteps,
+        note_draft: Callable[[Scheduled, int], None],
+        layer_events: LayerEvents | None,
+        device: AsyncDevice | None,
+        clock: Callable[[], float],
+    ) -> None:
         self._scheduler, self._runner, self._storage, self._loads = scheduler, runner, storage, loads
         self.sampler, self._outputs, self._groups, self._note_draft = sampler, outputs, groups, note_draft
         self._layer_events, self._device, self._clock = layer_events, device, clock

@@ -125,18 +125,31 @@ def kv_layout(model: DecoderModel) -> KvLayout:
     shape = model.attention_shape
     dtype = next(name for name, value in KV_DTYPES.items() if value is (shape.kv_dtype or shape.dtype))
     return KvLayout(
-        model.spec.num_layers, 1, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=shape.kv_layout,
+        model.spec.num_layers,
+        1,
+        shape.block_size,
+        shape.num_kv_heads,
+        shape.head_dim,
+        dtype,
+        order=shape.kv_layout,
         is_latent=shape.latent_dim is not None,
-    )  # fmt: skip
+    )
 
 
 class Runner:
     """One model on one device, with the block tables of the sequences that it is running."""
 
     def __init__(
-        self, model: DecoderModel, backend: Backend, kv_layers: Rows[Tensor], *, block_size: int, max_running: int,
-        max_blocks: int, max_tokens: int = 512,
-    ) -> None:  # fmt: skip
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        kv_layers: Rows[Tensor],
+        *,
+        block_size: int,
+        max_running: int,
+        max_blocks: int,
+        max_tokens: int = 512,
+    ) -> None:
         self._model, self._backend, self._kv_layers = model, backend, kv_layers
         self._device = backend.asynchronous
         self._block_size = block_size
@@ -249,9 +262,12 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, plan: StepPlan, on_layer: Callable[[int], None] | None = None,
-        before_layer: Callable[[int], None] | None = None, drawn: DrawnTokens | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        plan: StepPlan,
+        on_layer: Callable[[int], None] | None = None,
+        before_layer: Callable[[int], None] | None = None,
+        drawn: DrawnTokens | None = None,
+    ) -> Tensor:
         """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. drawn: tokens not known here.
 
         `before_layer` may wait for KV of that layer that is still on its way, `on_layer` hears when a layer is done.

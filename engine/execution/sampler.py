@@ -285,10 +285,15 @@ class OutputProcessor:
             self._set_plain_until(seq)
         wanted = request.sampling.max_tokens > 0
         output = TokenOutput(
-            request_id=seq.stream_id, choice=seq.choice, num_left=_num_left(seq), position=position,
-            token_ids=[token] if wanted else [], logprobs=[logprob] if logprob is not None and wanted else [],
-            finish_reason=reason, stop_token=token if reason is FinishReason.STOP else None,
-        )  # fmt: skip
+            request_id=seq.stream_id,
+            choice=seq.choice,
+            num_left=_num_left(seq),
+            position=position,
+            token_ids=[token] if wanted else [],
+            logprobs=[logprob] if logprob is not None and wanted else [],
+            finish_reason=reason,
+            stop_token=token if reason is FinishReason.STOP else None,
+        )
         return with_first_token_facts(output, seq, now_s) if is_first else output
 
     def end_too_long(self, seqs: Iterable[Sequence]) -> None:
@@ -304,9 +309,13 @@ class OutputProcessor:
             return None
         self._end(seq, reason)
         return TokenOutput(
-            request_id=seq.stream_id, position=seq.num_output, token_ids=[], finish_reason=reason, choice=seq.choice,
+            request_id=seq.stream_id,
+            position=seq.num_output,
+            token_ids=[],
+            finish_reason=reason,
+            choice=seq.choice,
             num_left=_num_left(seq),
-        )  # fmt: skip
+        )
 
     def is_last(self, seq: Sequence) -> bool:
         """Whether a sequence ends with the token that comes next, whatever it is."""

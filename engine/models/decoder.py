@@ -227,12 +227,7 @@ class DecoderModel:
         inputs = HeadInputs(layer.head_norms, spec.norm_eps, cos_sin, positions, kv_layer, slots)
         q = backend.norm_rope_store(q, k, v, inputs)
         out = backend.attention(
-            q,
-            kv_layer,
-            plan,
-            scale=spec.query_scale,
-            window=spec.layer_windows[index],
-            softcap=spec.attention_softcap,
+            q, kv_layer, plan, scale=spec.query_scale, window=spec.layer_windows[index], softcap=spec.attention_softcap
         )
         return layer.o(out.reshape(-1, num_q * spec.head_dim))
 

@@ -27,9 +27,15 @@ class Turns:
     """Whose turn it is in each of the two queues of an engine."""
 
     def __init__(
-        self, queues: Queues, pool: BlockPool, fair_share: FairShare, speeds: MeasuredSpeeds, tiers: LowerTiers | None,
-        *, token_budget: int,
-    ) -> None:  # fmt: skip
+        self,
+        queues: Queues,
+        pool: BlockPool,
+        fair_share: FairShare,
+        speeds: MeasuredSpeeds,
+        tiers: LowerTiers | None,
+        *,
+        token_budget: int,
+    ) -> None:
         self._queues, self._pool, self._fair_share = queues, pool, fair_share
         self._speeds, self._tiers, self._token_budget = speeds, tiers, token_budget
         self._now_s = 0.0  # as of the last `past_deadline`
@@ -188,9 +194,16 @@ class Admission:
     """Admits queued sequences, the head of each queue first."""
 
     def __init__(
-        self, queues: Queues, pool: BlockPool, turns: Turns, blocks: PromptBlocks, groups: GroupTable,
-        *, token_budget: int, max_running: int,
-    ) -> None:  # fmt: skip
+        self,
+        queues: Queues,
+        pool: BlockPool,
+        turns: Turns,
+        blocks: PromptBlocks,
+        groups: GroupTable,
+        *,
+        token_budget: int,
+        max_running: int,
+    ) -> None:
         self._queues, self._pool, self._groups = queues, pool, groups
         self._token_budget, self._max_running = token_budget, max_running
         self.turns, self.blocks = turns, blocks

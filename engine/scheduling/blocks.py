@@ -246,9 +246,15 @@ class Release:
     """The one way by which a sequence ends and gives back what it holds."""
 
     def __init__(
-        self, pool: BlockPool, queues: Queues, fair_share: FairShare, groups: GroupTable, area: SwapArea | None,
-        lengths: OutputLengths, tiers: LowerTiers | None,
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        queues: Queues,
+        fair_share: FairShare,
+        groups: GroupTable,
+        area: SwapArea | None,
+        lengths: OutputLengths,
+        tiers: LowerTiers | None,
+    ) -> None:
         self._pool, self._queues, self._fair_share, self._groups = pool, queues, fair_share, groups
         self._area, self._lengths, self._tiers = area, lengths, tiers
 

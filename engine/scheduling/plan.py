@@ -66,9 +66,16 @@ class StepPlanner:
     """Plans the steps of one engine. Takes the blocks that a step needs; `Scheduler.advance` applies its tokens."""
 
     def __init__(
-        self, queues: Queues, pool: BlockPool, admission: Admission, preemption: Preemption, copies: CopyOnWrite,
-        speeds: MeasuredSpeeds, *, token_budget: int,
-    ) -> None:  # fmt: skip
+        self,
+        queues: Queues,
+        pool: BlockPool,
+        admission: Admission,
+        preemption: Preemption,
+        copies: CopyOnWrite,
+        speeds: MeasuredSpeeds,
+        *,
+        token_budget: int,
+    ) -> None:
         self._queues, self._pool, self._admission, self._preemption = queues, pool, admission, preemption
         self.copies, self._speeds, self._token_budget = copies, speeds, token_budget
 

@@ -19,9 +19,15 @@ class Preemption:
     """Takes running sequences off the batch, and brings swapped ones back."""
 
     def __init__(
-        self, queues: Queues, release: Release, copies: CopyOnWrite, choice: PreemptionChoice,
-        groups: Groups, pool: BlockPool, area: SwapArea | None,
-    ) -> None:  # fmt: skip
+        self,
+        queues: Queues,
+        release: Release,
+        copies: CopyOnWrite,
+        choice: PreemptionChoice,
+        groups: Groups,
+        pool: BlockPool,
+        area: SwapArea | None,
+    ) -> None:
         self._queues, self._release, self._copies, self._groups = queues, release, copies, groups
         self.choice, self._pool, self.area = choice, pool, area
         self.num_preemptions = 0

@@ -104,9 +104,15 @@ class PreemptionChoice:
     """
 
     def __init__(
-        self, pool: BlockPool, speeds: MeasuredSpeeds, *, token_bytes: float, only: PreemptionMode | None,
-        area: SwapArea | None, tiers: LowerTiers | None,
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        speeds: MeasuredSpeeds,
+        *,
+        token_bytes: float,
+        only: PreemptionMode | None,
+        area: SwapArea | None,
+        tiers: LowerTiers | None,
+    ) -> None:
         self._pool, self._speeds, self._area, self._tiers = pool, speeds, area, tiers
         self._token_bytes = token_bytes
         self.only = only
@@ -137,20 +143,27 @@ class PreemptionChoice:
         )
         block_bytes, area = self._token_bytes * block_size, self._area
         return VictimGroup(
-            num_tokens=tokens, shared_tokens=shared, tier_tokens=lower * block_size,
-            tier_bytes=int(lower * block_bytes), swap_bytes=int(copied * block_bytes),
-            transfer_bytes=int(tokens * self._token_bytes), num_others=num_others,
+            num_tokens=tokens,
+            shared_tokens=shared,
+            tier_tokens=lower * block_size,
+            tier_bytes=int(lower * block_bytes),
+            swap_bytes=int(copied * block_bytes),
+            transfer_bytes=int(tokens * self._token_bytes),
+            num_others=num_others,
             can_swap=area is not None and copied <= area.num_free and not is_bound,
             can_return=may_return,
-        )  # fmt: skip
+        )
 
     def _rates(self, remote_tokens_per_s: float) -> MeasuredSpeeds:
         if (area := self._area) is None:
             return replace(self._speeds, remote_tokens_per_s=remote_tokens_per_s)
         return replace(
-            self._speeds, remote_tokens_per_s=remote_tokens_per_s, save_bytes_per_s=area.save_bytes_per_s,
-            load_bytes_per_s=area.load_bytes_per_s, swap_latency_s=area.latency_s,
-        )  # fmt: skip
+            self._speeds,
+            remote_tokens_per_s=remote_tokens_per_s,
+            save_bytes_per_s=area.save_bytes_per_s,
+            load_bytes_per_s=area.load_bytes_per_s,
+            swap_latency_s=area.latency_s,
+        )
 
 
 def num_shared(pool: BlockPool, seq: Sequence) -> int:

@@ -52,9 +52,16 @@ class Arrivals:
     """Takes new sequences, and rejects queued ones that are past their deadline or displaced by another tenant's."""
 
     def __init__(
-        self, pool: BlockPool, queues: Queues, groups: GroupTable, release: Release, fair_share: FairShare,
-        headroom: Headroom, tiers: LowerTiers | None, config: SchedulerConfig,
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        queues: Queues,
+        groups: GroupTable,
+        release: Release,
+        fair_share: FairShare,
+        headroom: Headroom,
+        tiers: LowerTiers | None,
+        config: SchedulerConfig,
+    ) -> None:
         self._pool, self._queues, self._groups, self._release = pool, queues, groups, release
         self._fair_share, self._headroom, self._tiers, self._config = fair_share, headroom, tiers, config
         self.num_overdue = self.num_displaced = 0
@@ -139,10 +146,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, config: SchedulerConfig, *, fair_share: FairShare | None = None,
-        headroom: Headroom | None = None, speeds: MeasuredSpeeds | None = None, area: SwapArea | None = None,
-        tiers: LowerTiers | None = None, eos_ids: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        *,
+        fair_share: FairShare | None = None,
+        headroom: Headroom | None = None,
+        speeds: MeasuredSpeeds | None = None,
+        area: SwapArea | None = None,
+        tiers: LowerTiers | None = None,
+        eos_ids: tuple[int, ...] = (),
+    ) -> None:
         speeds, fair_share = speeds or MeasuredSpeeds(), fair_share or FairShare(QueueRules())
         headroom = headroom or Headroom(config.headroom, pool.block_size)
         self.pool, self.config, self.fair_share = pool, config, fair_share

@@ -180,9 +180,16 @@ class DraftModelChoice:
         self._credit_s += _TRY_SHARE * seconds
 
     def lengths(
-        self, candidates: Sequence[DraftCandidate], most: int, num_sequences: int, plain_s: float | None,
-        extra: tuple[float, float] | None, *, has_drafts: bool, chunk: int,
-    ) -> list[int]:  # fmt: skip
+        self,
+        candidates: Sequence[DraftCandidate],
+        most: int,
+        num_sequences: int,
+        plain_s: float | None,
+        extra: tuple[float, float] | None,
+        *,
+        has_drafts: bool,
+        chunk: int,
+    ) -> list[int]:
         """Tokens that the model drafts for each candidate of a step of `num_sequences`, up to `most`.
 
         Args:

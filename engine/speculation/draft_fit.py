@@ -73,10 +73,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 def weight_share(folder: Path, draft_folder: Path, settings: Settings) -> float:
     """Bytes of weights that a pass of the draft model reads, relative to a step of the model; warns above 1."""
-    sizes = (
-        _num_weights(draft_folder) * _BITS["none"],
-        _num_weights(folder) * _BITS[settings.model.quantization],
-    )
+    sizes = (_num_weights(draft_folder) * _BITS["none"], _num_weights(folder) * _BITS[settings.model.quantization])
     share = sizes[0] / sizes[1]
     if share >= 1.0:
         logger.warning("%s: its weights are %.1f times the model's: drafting with it cannot pay", _KEY, share)

@@ -26,10 +26,7 @@ from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.engine.speculation.draft_cache import DraftCache, Shadow
 from kvrelay.engine.speculation.draft_choice import Pass
-from kvrelay.engine.speculation.draft_fit import (
-    prepare_draft_model,
-    weight_share,
-)
+from kvrelay.engine.speculation.draft_fit import prepare_draft_model, weight_share
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.memory.storage import DTYPES, KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -63,9 +60,14 @@ class DraftModel:
     """Drafts for one engine's sequences."""
 
     def __init__(
-        self, model: DecoderModel, backend: Backend, config: DraftConfig, *, name: str = "",
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        config: DraftConfig,
+        *,
+        name: str = "",
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises ConfigError when the KV memory holds fewer than two blocks."""
         spec, layout = model.spec, kv_layout(model)
         num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
@@ -74,9 +76,13 @@ class DraftModel:
         self._clock, self._vocab_size = clock, config.vocab_size
         self._storage = KvStorage(replace(layout, num_blocks=num_blocks), backend.device)
         self._runner = Runner(
-            model, backend, self._storage.layers, block_size=config.block_size, max_running=config.max_running,
+            model,
+            backend,
+            self._storage.layers,
+            block_size=config.block_size,
+            max_running=config.max_running,
             max_blocks=-(-self.max_model_len // config.block_size) + 1,
-        )  # fmt: skip
+        )
         self._sampler = Sampler(backend, ())
         self.num_blocks = num_blocks
         pool = BlockPool(num_blocks, block_size=config.block_size)

@@ -250,9 +250,16 @@ class DraftSteps:
     """
 
     def __init__(
-        self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int, lookup: bool,
-        model: DraftModel | None, lengths: OutputLengths,
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        *,
+        most: int,
+        token_budget: int,
+        max_model_len: int,
+        lookup: bool,
+        model: DraftModel | None,
+        lengths: OutputLengths,
+    ) -> None:
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self._lookup, self.model, self._lengths = lookup, model, lengths
         self.speculation = Speculation(most)
@@ -325,9 +332,14 @@ class DraftSteps:
         times, most = self.speculation.times, self.speculation.most
         plain_s = times.plain(num_running)
         lengths = self.choice.lengths(
-            candidates, most, num_running, plain_s, times.extra(num_running), has_drafts=bool(found),
+            candidates,
+            most,
+            num_running,
+            plain_s,
+            times.extra(num_running),
+            has_drafts=bool(found),
             chunk=self._token_budget,
-        )  # fmt: skip
+        )
         wanted = [(seq, length) for seq, length in zip(able, lengths, strict=True) if length]
         if not wanted:
             return

@@ -64,9 +64,14 @@ def load_engine(
     """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
     kv_dtype = dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     model = load_model(
-        folder, backend, dtype, block_size=config.block_size, kv_layout=config.kv_layout, kv_dtype=kv_dtype,
+        folder,
+        backend,
+        dtype,
+        block_size=config.block_size,
+        kv_layout=config.kv_layout,
+        kv_dtype=kv_dtype,
         quantization=config.quantization,
-    )  # fmt: skip
+    )
     if config.kv_memory_share is not None:
         budget = pool_bytes(config.kv_memory_share, backend, config.num_workers)
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
@@ -106,23 +111,42 @@ def make_engine(
     max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
     headroom, speeds = Headroom(config.headroom, config.block_size), MeasuredSpeeds()
     limits = SchedulerConfig(
-        config.token_budget, max_running, config.max_waiting, config.headroom,
+        config.token_budget,
+        max_running,
+        config.max_waiting,
+        config.headroom,
         preemption=None if config.preemption == "auto" else PreemptionMode(config.preemption),
         token_bytes=cache.memory.layout.block_bytes / config.block_size,
-    )  # fmt: skip
+    )
     scheduler = Scheduler(
-        cache.pool, limits, fair_share=FairShare(config.rules),
-        headroom=headroom, speeds=speeds, area=area, tiers=tiers, eos_ids=tuple(spec.eos_ids),
-    )  # fmt: skip
+        cache.pool,
+        limits,
+        fair_share=FairShare(config.rules),
+        headroom=headroom,
+        speeds=speeds,
+        area=area,
+        tiers=tiers,
+        eos_ids=tuple(spec.eos_ids),
+    )
     backend.share_prefixes(enabled=True)
     runner = Runner(
-        model, backend, cache.storage.layers, block_size=config.block_size, max_running=max_running,
-        max_blocks=-(-max_model_len // config.block_size) + 1, max_tokens=config.token_budget,
-    )  # fmt: skip
+        model,
+        backend,
+        cache.storage.layers,
+        block_size=config.block_size,
+        max_running=max_running,
+        max_blocks=-(-max_model_len // config.block_size) + 1,
+        max_tokens=config.token_budget,
+    )
     drafts = DraftSteps(
-        cache.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=max_model_len,
-        lookup=config.prompt_lookup, model=extensions.draft_model, lengths=headroom.lengths,
-    )  # fmt: skip
+        cache.pool,
+        most=config.draft_tokens,
+        token_budget=config.token_budget,
+        max_model_len=max_model_len,
+        lookup=config.prompt_lookup,
+        model=extensions.draft_model,
+        lengths=headroom.lengths,
+    )
     batch = Batch(scheduler, runner, drafts)
     loads = StepLoads(scheduler, tiers, num_layers=spec.num_layers, may_load=tiers is not None or area is not None)
     outputs = OutputProcessor(batch.end, clock, eos_ids=spec.eos_ids, max_model_len=max_model_len)
@@ -130,20 +154,40 @@ def make_engine(
     hook = extensions.layer_hook
     layer_events = None if hook is None else LayerEvents(hook, num_layers=spec.num_layers)
     executor = StepExecutor(
-        scheduler, runner, cache.storage, loads, Sampler(backend, tuple(spec.eos_ids)), outputs, groups, drafts.note,
-        layer_events, backend.asynchronous, clock,
-    )  # fmt: skip
+        scheduler,
+        runner,
+        cache.storage,
+        loads,
+        Sampler(backend, tuple(spec.eos_ids)),
+        outputs,
+        groups,
+        drafts.note,
+        layer_events,
+        backend.asynchronous,
+        clock,
+    )
     requests = Requests(
         scheduler, batch, groups, loads, outputs, speeds, clock, vocab_size=spec.vocab_size, max_model_len=max_model_len
     )
     timing = StepTiming()
     return Engine(
-        config=replace(config, max_running=max_running, max_model_len=max_model_len), model=model, backend=backend,
-        cache=cache, scheduler=scheduler, tiers=tiers, runner=runner, drafts=drafts, requests=requests, batch=batch,
-        loads=loads, executor=executor, outputs=outputs,
+        config=replace(config, max_running=max_running, max_model_len=max_model_len),
+        model=model,
+        backend=backend,
+        cache=cache,
+        scheduler=scheduler,
+        tiers=tiers,
+        runner=runner,
+        drafts=drafts,
+        requests=requests,
+        batch=batch,
+        loads=loads,
+        executor=executor,
+        outputs=outputs,
         recorder=StepRecorder(timing, speeds, drafts, cache.pool, tiers, clock),
-        reports=EngineMonitor(scheduler, timing, headroom.lengths, drafts, backend, tiers), clock=clock,
-    )  # fmt: skip
+        reports=EngineMonitor(scheduler, timing, headroom.lengths, drafts, backend, tiers),
+        clock=clock,
+    )
 
 
 def make_kv_cache(model: DecoderModel, backend: Backend, config: EngineConfig, digest: str = "") -> KvCache:
@@ -157,15 +201,27 @@ def make_kv_cache(model: DecoderModel, backend: Backend, config: EngineConfig, d
     num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
     layout = replace(layout, num_blocks=num_blocks)
     fingerprint = Fingerprint(
-        PROTOCOL_VERSION, digest, layout.dtype, config.block_size, layout.model_layers, layout.model_kv_heads,
-        shape.head_dim, HASH_SEED, order=layout.order, tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
-        versions=versions(), compute_dtype=compute_dtype, num_parts=layout.num_parts,
+        PROTOCOL_VERSION,
+        digest,
+        layout.dtype,
+        config.block_size,
+        layout.model_layers,
+        layout.model_kv_heads,
+        shape.head_dim,
+        HASH_SEED,
+        order=layout.order,
+        tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
+        versions=versions(),
+        compute_dtype=compute_dtype,
+        num_parts=layout.num_parts,
         quantization=str(config.quantization or "none"),
-    )  # fmt: skip
+    )
     pool = BlockPool(
-        num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching,
+        num_blocks,
+        block_size=config.block_size,
+        prefix_caching=config.prefix_caching,
         policy=make_policy(config.policy, num_blocks),
-    )  # fmt: skip
+    )
     return KvCache(KvStorage(layout, backend.device), pool, fingerprint)
 
 

@@ -38,11 +38,25 @@ class Engine:
     """
 
     def __init__(
-        self, *, config: EngineConfig, model: DecoderModel, backend: Backend, cache: KvCache, scheduler: Scheduler,
-        tiers: LowerTiers | None, runner: Runner, drafts: DraftSteps, requests: Requests, reports: EngineMonitor,
-        batch: Batch, loads: StepLoads, executor: StepExecutor, outputs: OutputProcessor,
-        recorder: StepRecorder, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        config: EngineConfig,
+        model: DecoderModel,
+        backend: Backend,
+        cache: KvCache,
+        scheduler: Scheduler,
+        tiers: LowerTiers | None,
+        runner: Runner,
+        drafts: DraftSteps,
+        requests: Requests,
+        reports: EngineMonitor,
+        batch: Batch,
+        loads: StepLoads,
+        executor: StepExecutor,
+        outputs: OutputProcessor,
+        recorder: StepRecorder,
+        clock: Callable[[], float],
+    ) -> None:
         self.config, self.model, self.backend, self.cache = config, model, backend, cache
         self.scheduler, self.tiers, self.runner, self.drafts = scheduler, tiers, runner, drafts
         self.requests, self.reports, self.executor = requests, reports, executor

@@ -99,9 +99,15 @@ def _blend(old: float, new: float, count: int = 1) -> float:
 
 
 def load_report(
-    seq: int, scheduler: Scheduler, timing: StepTiming, others: Mapping[str, Any], *, tiers: LowerTiers | None = None,
-    output_tokens: float = 0.0, cascade_saved_tokens: int = 0,
-) -> LoadReport:  # fmt: skip
+    seq: int,
+    scheduler: Scheduler,
+    timing: StepTiming,
+    others: Mapping[str, Any],
+    *,
+    tiers: LowerTiers | None = None,
+    output_tokens: float = 0.0,
+    cascade_saved_tokens: int = 0,
+) -> LoadReport:
     """The load now, as report number `seq`; the transfer fields are the worker's to fill.
 
     Args:
@@ -172,9 +178,14 @@ class StepRecorder:
     """Measures collected steps, for the predictions of the router, the scheduler, drafts and lower tiers."""
 
     def __init__(
-        self, timing: StepTiming, speeds: MeasuredSpeeds, drafts: DraftSteps, pool: BlockPool, tiers: LowerTiers | None,
+        self,
+        timing: StepTiming,
+        speeds: MeasuredSpeeds,
+        drafts: DraftSteps,
+        pool: BlockPool,
+        tiers: LowerTiers | None,
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._timing, self._speeds, self._drafts, self._pool = timing, speeds, drafts, pool
         self._tiers, self._clock = tiers, clock
         self._collected_s = -math.inf
@@ -204,9 +215,14 @@ class EngineMonitor:
     """One engine's reports. Reads; changes nothing."""
 
     def __init__(
-        self, scheduler: Scheduler, timing: StepTiming, lengths: OutputLengths, drafts: DraftSteps, backend: Backend,
+        self,
+        scheduler: Scheduler,
+        timing: StepTiming,
+        lengths: OutputLengths,
+        drafts: DraftSteps,
+        backend: Backend,
         tiers: LowerTiers | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._scheduler, self.timing, self._lengths, self._drafts = scheduler, timing, lengths, drafts
         self._backend, self._tiers = backend, tiers
         self._events = EventLog()
@@ -231,6 +247,11 @@ class EngineMonitor:
         """This engine's load now; the transfer fields are the worker's to fill."""
         self._load_seq += 1
         return load_report(
-            self._load_seq, self._scheduler, self.timing, self._drafts.load(), tiers=self._tiers,
-            output_tokens=self._lengths.mean_tokens, cascade_saved_tokens=self._backend.cascade_saved_tokens,
-        )  # fmt: skip
+            self._load_seq,
+            self._scheduler,
+            self.timing,
+            self._drafts.load(),
+            tiers=self._tiers,
+            output_tokens=self._lengths.mean_tokens,
+            cascade_saved_tokens=self._backend.cascade_saved_tokens,
+        )

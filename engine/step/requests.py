@@ -127,9 +127,18 @@ class Requests:
     """Called between two steps, on the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, batch: Batch, groups: GroupSteps, loads: StepLoads, outputs: OutputProcessor,
-        speeds: MeasuredSpeeds, clock: Callable[[], float], *, vocab_size: int, max_model_len: int,
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Scheduler,
+        batch: Batch,
+        groups: GroupSteps,
+        loads: StepLoads,
+        outputs: OutputProcessor,
+        speeds: MeasuredSpeeds,
+        clock: Callable[[], float],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
         self._scheduler, self._batch, self._groups, self._loads = scheduler, batch, groups, loads
         self._outputs, self._speeds, self._clock = outputs, speeds, clock
         self._vocab_size, self._max_model_len = vocab_size, max_model_len

@@ -83,9 +83,12 @@ def build_engine(
     check_kv_layout(backend.name, backend.kv_layouts, settings, role)
     check_quantization(backend.name, settings, quantizes=backend.quantizes)
     sizes = engine_sizes(
-        own.engine, has_device=backend.free_device_bytes() is not None, free_host_bytes=free_host_bytes(),
-        num_workers=options.machine_workers, gpus_per_worker=settings.cluster.num_gpus_per_worker,
-    )  # fmt: skip
+        own.engine,
+        has_device=backend.free_device_bytes() is not None,
+        free_host_bytes=free_host_bytes(),
+        num_workers=options.machine_workers,
+        gpus_per_worker=settings.cluster.num_gpus_per_worker,
+    )
     draft_model = make_draft_model(own, model_dir, backend, sizes.max_running) if role is Role.DECODE else None
     checks = settings.transfer.checks
 
@@ -179,8 +182,9 @@ def make_stores(
         quota = int(settings.tenant_share * settings.disk_bytes) if settings.tenant_share < 1 else None
         options = DiskOptions(
             policy=lambda num_rows: make_policy(settings.eviction_policy, num_rows),
-            is_admission_on=is_new_each_time, quota_bytes=quota,
-        )  # fmt: skip
+            is_admission_on=is_new_each_time,
+            quota_bytes=quota,
+        )
         stores.append(
             DiskStore(
                 settings.disk_path, settings.disk_bytes, slab.block_bytes, namespace, codec=codec, options=options

@@ -54,9 +54,13 @@ class AssignedShares(Generic[P]):
         for peer, own in shares.items():
             less = own or _NOTHING
             others = AssignedByOthers(
-                len(shares) - 1, num_silent == (own is None),
-                total[0] - less[0], total[1] - less[1], total[2] - less[2], total[3] - less[3],
-            )  # fmt: skip
+                len(shares) - 1,
+                num_silent == (own is None),
+                total[0] - less[0],
+                total[1] - less[1],
+                total[2] - less[2],
+                total[3] - less[3],
+            )
             if self._sent.get(peer, _ALONE) != others:
                 self._sent[peer] = others
                 changes.append((peer, others))

@@ -46,9 +46,12 @@ class WorkerService:
         self.info: wire.WorkerInfo | None = None
         self.tls = cluster_tls(options.settings.cluster, options.secret)
         self.thread = EngineThread(
-            self.build_engine, on_step=self._on_step, on_failure=self._on_failure, send=self._send_tokens,
+            self.build_engine,
+            on_step=self._on_step,
+            on_failure=self._on_failure,
+            send=self._send_tokens,
             cores=options.cores,
-        )  # fmt: skip
+        )
         self.requests = RequestTable(options.worker_id, self.role, self.thread, self._retry_after_s)
         self._sizes: EngineSizes | None = None  # once the engine is built
         self._role: WorkerRole | None = None  # these three from start() to aclose()
@@ -79,8 +82,12 @@ class WorkerService:
         self.info = await self._server.start(options.host, lambda port: self._describe(engine, role, port))
         logger.info(
             "%s worker %s serves %s at %s:%d",
-            self.role, options.worker_id, options.model_name, options.host, self.info.port,
-        )  # fmt: skip
+            self.role,
+            options.worker_id,
+            options.model_name,
+            options.host,
+            self.info.port,
+        )
         return self.info
 
     async def aclose(self) -> None:

@@ -50,9 +50,18 @@ class Schedule:
         fewest tokens that make sharing pay.
         """
         saved: int = self._lib.kr_cascade_plan(
-            self.words.data_ptr(), tables.data_ptr(), context_lens.data_ptr(), num_rows, tables.shape[1],
-            _parts(max_context_len), block_size, group, num_kv_heads, num_threads, worth,
-        )  # fmt: skip
+            self.words.data_ptr(),
+            tables.data_ptr(),
+            context_lens.data_ptr(),
+            num_rows,
+            tables.shape[1],
+            _parts(max_context_len),
+            block_size,
+            group,
+            num_kv_heads,
+            num_threads,
+            worth,
+        )
         return saved
 
 

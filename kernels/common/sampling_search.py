@@ -37,12 +37,16 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def settings_of(batch: SamplingBatch, device: torch.device) -> SamplingSettings:
     return SamplingSettings(
-        temperature=to_device(batch.temperature, device), top_k=to_device(batch.top_k, device),
-        top_p=to_device(batch.top_p, device), min_p=to_device(batch.min_p, device),
-        draws=bool((batch.temperature > 0).any()), has_greedy=bool((batch.temperature <= 0).any()),
-        has_top_k=bool((batch.top_k > 0).any()), has_top_p=bool((batch.top_p < 1).any()),
+        temperature=to_device(batch.temperature, device),
+        top_k=to_device(batch.top_k, device),
+        top_p=to_device(batch.top_p, device),
+        min_p=to_device(batch.min_p, device),
+        draws=bool((batch.temperature > 0).any()),
+        has_greedy=bool((batch.temperature <= 0).any()),
+        has_top_k=bool((batch.top_k > 0).any()),
+        has_top_p=bool((batch.top_p < 1).any()),
         has_min_p=bool((batch.min_p > 0).any()),
-    )  # fmt: skip
+    )
 
 
 class SettingsCache:

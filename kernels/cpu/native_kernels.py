@@ -128,9 +128,16 @@ class NativeLinear:
         kernels = self._kernels
         out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_linear(
-            kernels.pool, self._kind, x.data_ptr(), x.stride(0), out.data_ptr(), *self._args, num_rows,
-            self.out_features, width,
-        )  # fmt: skip
+            kernels.pool,
+            self._kind,
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            *self._args,
+            num_rows,
+            self.out_features,
+            width,
+        )
         return out
 
 
@@ -187,32 +194,71 @@ class NativeKernels:
             inner, outer_stride, inner_stride = 1, columns, 0
         out = self.empty(x.shape, x.dtype)
         self.lib.kr_rms_norm(
-            self.pool, x.dtype == torch.float32, weight.dtype == torch.float32, x.data_ptr(),
-            None if residual is None else residual.data_ptr(), out.data_ptr(), weight.data_ptr(),
-            x.numel() // columns, columns, inner, outer_stride, inner_stride, eps,
-        )  # fmt: skip
+            self.pool,
+            x.dtype == torch.float32,
+            weight.dtype == torch.float32,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // columns,
+            columns,
+            inner,
+            outer_stride,
+            inner_stride,
+            eps,
+        )
         return out
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """In place when q and k have contiguous heads."""
         q, k = contiguous_rows(q), contiguous_rows(k)
         self.lib.kr_rope(
-            self.pool, q.dtype == torch.float32, q.data_ptr(), k.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
-            q.shape[0], q.shape[1], k.shape[1], q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[1],
-        )  # fmt: skip
+            self.pool,
+            q.dtype == torch.float32,
+            q.data_ptr(),
+            k.data_ptr(),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            cos_sin.shape[1],
+        )
         return q, k
 
     def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
         """In place on q and k, for which `places` must hold."""
         cos_sin, kv_layer, (q_norm, k_norm) = inputs.cos_sin, inputs.kv_layer, inputs.norms or (None, None)
         self.lib.kr_norm_rope_store(
-            self.pool, q.dtype == torch.float32, KV_KINDS[kv_layer.dtype],
-            q_norm is not None and q_norm.dtype == torch.float32, q.data_ptr(), k.data_ptr(), v.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
-            cos_sin.data_ptr(), inputs.positions.data_ptr(), inputs.slot_mapping.data_ptr(), kv_layer.data_ptr(),
-            q.shape[0], q.shape[1], k.shape[1], q.stride(0), k.stride(0), v.stride(0), q.shape[2], cos_sin.shape[1],
-            kv_layer.shape[2], inputs.eps,
-        )  # fmt: skip
+            self.pool,
+            q.dtype == torch.float32,
+            KV_KINDS[kv_layer.dtype],
+            q_norm is not None and q_norm.dtype == torch.float32,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            cos_sin.data_ptr(),
+            inputs.positions.data_ptr(),
+            inputs.slot_mapping.data_ptr(),
+            kv_layer.data_ptr(),
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            q.shape[2],
+            cos_sin.shape[1],
+            kv_layer.shape[2],
+            inputs.eps,
+        )
         return q
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
@@ -220,9 +266,15 @@ class NativeKernels:
         num_rows, features = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.empty((num_rows, features), gate_up.dtype)
         self.lib.kr_gate(
-            self.pool, gate_up.dtype == torch.float32, kind == "gelu_tanh", gate_up.data_ptr(), out.data_ptr(),
-            num_rows, features, gate_up.stride(0),
-        )  # fmt: skip
+            self.pool,
+            gate_up.dtype == torch.float32,
+            kind == "gelu_tanh",
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            features,
+            gate_up.stride(0),
+        )
         return out
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
@@ -231,15 +283,32 @@ class NativeKernels:
         v = v if v.stride()[1:] == (head_dim, 1) else v.contiguous()
         if k.dtype != kv_layer.dtype:
             self.lib.kr_store_kv_as(
-                k.dtype == torch.float32, KV_KINDS[kv_layer.dtype], k.data_ptr(), v.data_ptr(), kv_layer.data_ptr(),
-                slot_mapping.data_ptr(), k.shape[0], k.stride(0), v.stride(0), kv_layer.shape[2], heads, head_dim,
-            )  # fmt: skip
+                k.dtype == torch.float32,
+                KV_KINDS[kv_layer.dtype],
+                k.data_ptr(),
+                v.data_ptr(),
+                kv_layer.data_ptr(),
+                slot_mapping.data_ptr(),
+                k.shape[0],
+                k.stride(0),
+                v.stride(0),
+                kv_layer.shape[2],
+                heads,
+                head_dim,
+            )
             return
         item = k.element_size()
         self.lib.kr_store_kv(
-            k.data_ptr(), v.data_ptr(), kv_layer.data_ptr(), slot_mapping.data_ptr(), k.shape[0], k.stride(0) * item,
-            v.stride(0) * item, kv_layer.shape[2], heads * head_dim * item,
-        )  # fmt: skip
+            k.data_ptr(),
+            v.data_ptr(),
+            kv_layer.data_ptr(),
+            slot_mapping.data_ptr(),
+            k.shape[0],
+            k.stride(0) * item,
+            v.stride(0) * item,
+            kv_layer.shape[2],
+            heads * head_dim * item,
+        )
 
     def share(self, schedule: Schedule, batch: AttentionBatch, shape: AttentionShape) -> None:
         """Fill the schedule for the batch's decode rows. context_lens, block_tables: contiguous int32."""
@@ -247,10 +316,16 @@ class NativeKernels:
             schedule.clear()
             return
         self.spared_tokens += schedule.fill(
-            batch.context_lens, batch.block_tables, batch.num_decode, batch.max_context_len,
-            block_size=shape.block_size, group=shape.num_heads // shape.num_kv_heads, num_kv_heads=shape.num_kv_heads,
-            num_threads=self.num_threads, worth=self.worth,
-        )  # fmt: skip
+            batch.context_lens,
+            batch.block_tables,
+            batch.num_decode,
+            batch.max_context_len,
+            block_size=shape.block_size,
+            group=shape.num_heads // shape.num_kv_heads,
+            num_kv_heads=shape.num_kv_heads,
+            num_threads=self.num_threads,
+            worth=self.worth,
+        )
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape, schedule: Schedule | None = None) -> NativePlan:
         """The schedule of attention for a step. `schedule`: its memory, which recordings need to stay in place."""
@@ -268,9 +343,17 @@ class NativeKernels:
         tiles = torch.empty((room, 2), dtype=torch.int32)
         num_tiles = self.lib.kr_attention_tiles(starts.data_ptr(), num_sequences, tile_tokens, tiles.data_ptr())
         return NativePlan(
-            starts, batch.context_lens, batch.block_tables, tiles, num_tiles, shape.num_kv_heads, shape.block_size,
-            batch.max_query_len, batch.max_context_len, schedule,
-        )  # fmt: skip
+            starts,
+            batch.context_lens,
+            batch.block_tables,
+            tiles,
+            num_tiles,
+            shape.num_kv_heads,
+            shape.block_size,
+            batch.max_query_len,
+            batch.max_context_len,
+            schedule,
+        )
 
     def attention(
         self, q: Tensor, kv_layer: Tensor, plan: NativePlan, *, scale: float, window: int | None, softcap: float | None
@@ -280,12 +363,32 @@ class NativeKernels:
         num_tokens, heads, head_dim = q.shape
         out = self.empty((num_tokens, heads, head_dim), q.dtype)
         self.lib.kr_attention(
-            self.pool, q.dtype == torch.float32, q.data_ptr(), out.data_ptr(), kv_layer.data_ptr(),
-            plan.query_starts.data_ptr(), plan.context_lens.data_ptr(), plan.tables.data_ptr(), plan.tables.shape[1],
-            plan.tiles.data_ptr(), plan.num_tiles, heads, plan.num_kv_heads, head_dim, plan.block_size, q.stride(0),
-            q.stride(1), plan.max_query_len, plan.max_context_len, window or 0, scale, softcap or 0.0,
-            KV_KINDS[kv_layer.dtype], kv_layer.shape[1], plan.schedule.address,
-        )  # fmt: skip
+            self.pool,
+            q.dtype == torch.float32,
+            q.data_ptr(),
+            out.data_ptr(),
+            kv_layer.data_ptr(),
+            plan.query_starts.data_ptr(),
+            plan.context_lens.data_ptr(),
+            plan.tables.data_ptr(),
+            plan.tables.shape[1],
+            plan.tiles.data_ptr(),
+            plan.num_tiles,
+            heads,
+            plan.num_kv_heads,
+            head_dim,
+            plan.block_size,
+            q.stride(0),
+            q.stride(1),
+            plan.max_query_len,
+            plan.max_context_len,
+            window or 0,
+            scale,
+            softcap or 0.0,
+            KV_KINDS[kv_layer.dtype],
+            kv_layer.shape[1],
+            plan.schedule.address,
+        )
         return out
 
     def widened(self, x: Tensor) -> Tensor:

@@ -34,9 +34,15 @@ class NativeQuantLinear:
         self._packed = torch.empty(lib.kr_quantized_bytes(bits, *shape), dtype=torch.uint8)
         errors = torch.empty(-(-self.out_features // kernels.panel_width), 2, dtype=torch.float64)
         lib.kr_quantize(
-            kernels.pool, bits, source.dtype == torch.float32, source.data_ptr(), self._packed.data_ptr(),
-            errors.data_ptr(), *shape, self.unit,
-        )  # fmt: skip
+            kernels.pool,
+            bits,
+            source.dtype == torch.float32,
+            source.data_ptr(),
+            self._packed.data_ptr(),
+            errors.data_ptr(),
+            *shape,
+            self.unit,
+        )
         error, squares = (errors.sum(0) * self.unit**2).tolist()
         self.error = WeightError(error, squares, weight.numel(), self._packed.numel())
         self._bias = None if bias is None else bias.float().contiguous()
@@ -53,9 +59,19 @@ class NativeQuantLinear:
         kernels, scheme = self._kernels, self._scheme
         out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_quant_linear(
-            kernels.pool, scheme.bits, self._dtype == torch.float32, x.data_ptr(), x.stride(0), out.data_ptr(),
-            *self._args, num_rows, self.out_features, width, scheme.group, self.unit,
-        )  # fmt: skip
+            kernels.pool,
+            scheme.bits,
+            self._dtype == torch.float32,
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            *self._args,
+            num_rows,
+            self.out_features,
+            width,
+            scheme.group,
+            self.unit,
+        )
         return out
 
 
@@ -67,10 +83,20 @@ def choose_experts(
     weights = kernels.empty((num_tokens, choice.num_chosen), torch.float32)
     chosen = kernels.empty((num_tokens, choice.num_chosen), torch.int64)
     kernels.lib.kr_choose(
-        kernels.pool, logits.data_ptr(), None if correction is None else correction.data_ptr(), weights.data_ptr(),
-        chosen.data_ptr(), num_tokens, choice.num_experts, choice.num_chosen, choice.scoring == "sigmoid",
-        choice.num_groups, choice.num_chosen_groups, choice.normalise, choice.scale,
-    )  # fmt: skip
+        kernels.pool,
+        logits.data_ptr(),
+        None if correction is None else correction.data_ptr(),
+        weights.data_ptr(),
+        chosen.data_ptr(),
+        num_tokens,
+        choice.num_experts,
+        choice.num_chosen,
+        choice.scoring == "sigmoid",
+        choice.num_groups,
+        choice.num_chosen_groups,
+        choice.normalise,
+        choice.scale,
+    )
     return weights, chosen
 
 
@@ -126,11 +152,27 @@ class NativeExperts:
         base_logits = None if base_logits is None else base_logits.contiguous()
         out = kernels.empty((num_tokens, hidden), self._dtype)
         kernels.lib.kr_experts(
-            kernels.pool, self._kind, self._dtype == torch.float32, self._is_gelu, x.data_ptr(), x.stride(0),
-            weights.data_ptr(), chosen.data_ptr(), self._addresses[0].data_ptr(), self._addresses[1].data_ptr(),
-            _address(self._units), _address(base), _address(base_logits), out.data_ptr(), num_tokens, chosen.shape[1],
-            len(self._packed), hidden, self._ffn, 0 if self._scheme is None else self._scheme.group,
-        )  # fmt: skip
+            kernels.pool,
+            self._kind,
+            self._dtype == torch.float32,
+            self._is_gelu,
+            x.data_ptr(),
+            x.stride(0),
+            weights.data_ptr(),
+            chosen.data_ptr(),
+            self._addresses[0].data_ptr(),
+            self._addresses[1].data_ptr(),
+            _address(self._units),
+            _address(base),
+            _address(base_logits),
+            out.data_ptr(),
+            num_tokens,
+            chosen.shape[1],
+            len(self._packed),
+            hidden,
+            self._ffn,
+            0 if self._scheme is None else self._scheme.group,
+        )
         return out
 
 

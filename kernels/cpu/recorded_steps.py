@@ -251,10 +251,14 @@ class RecordedSteps:
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         own = AttentionBatch(
             query_starts=batch.query_starts.to(torch.int32, copy=True),
-            context_lens=batch.context_lens.to(torch.int32, copy=True), block_tables=tables,
-            slot_mapping=batch.slot_mapping.clone(), positions=batch.positions.clone(), num_decode=batch.num_decode,
-            max_query_len=batch.max_query_len, max_context_len=batch.max_context_len,
-        )  # fmt: skip
+            context_lens=batch.context_lens.to(torch.int32, copy=True),
+            block_tables=tables,
+            slot_mapping=batch.slot_mapping.clone(),
+            positions=batch.positions.clone(),
+            num_decode=batch.num_decode,
+            max_query_len=batch.max_query_len,
+            max_context_len=batch.max_context_len,
+        )
         plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()
         assert plan.context_lens is own.context_lens and plan.tables is own.block_tables
         with _recording(self._kernels, buffers) as tape:

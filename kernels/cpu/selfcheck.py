@@ -94,10 +94,14 @@ def _attention_batch(generator: torch.Generator) -> AttentionBatch:
     tables = torch.randperm(48, generator=generator).to(torch.int32).view(2, 24)
     return AttentionBatch(
         query_starts=torch.tensor([0, 1, 21], dtype=torch.int32),
-        context_lens=torch.tensor([150, 70], dtype=torch.int32), block_tables=tables.contiguous(),
-        slot_mapping=torch.arange(21), positions=torch.arange(21), num_decode=1, max_query_len=20,
+        context_lens=torch.tensor([150, 70], dtype=torch.int32),
+        block_tables=tables.contiguous(),
+        slot_mapping=torch.arange(21),
+        positions=torch.arange(21),
+        num_decode=1,
+        max_query_len=20,
         max_context_len=150,
-    )  # fmt: skip
+    )
 
 
 def _attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
@@ -142,10 +146,12 @@ def _latent_attention(native: NativeKernels, reference: ReferenceBackend, dtype:
 def _sampling(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
     logits = 4 * torch.randn(4, 333, generator=torch.Generator().manual_seed(6))
     batch = SamplingBatch(
-        temperature=torch.tensor([0.0, 1.0, 0.7, 1.3]), top_k=torch.tensor([0, 0, 20, 0]),
-        top_p=torch.tensor([1.0, 0.9, 1.0, 1.0]), min_p=torch.tensor([0.0, 0.0, 0.0, 0.05]),
+        temperature=torch.tensor([0.0, 1.0, 0.7, 1.3]),
+        top_k=torch.tensor([0, 0, 20, 0]),
+        top_p=torch.tensor([1.0, 0.9, 1.0, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.05]),
         uniform=torch.tensor([0.3, 0.6, 0.1, 0.8], dtype=torch.float64),
-    )  # fmt: skip
+    )
     return torch.equal(native.sample(logits, batch), reference.sample(logits, batch))
 
 

@@ -190,11 +190,19 @@ class CudaBackend(TorchBackend):
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> CudaPlan:
         slots = self.staging.put(batch.slot_mapping.to(torch.int32))
         plan = CudaPlan(
-            shape=shape, batch=batch, positions=batch.positions, slot_mapping=batch.slot_mapping,
-            device_positions=self.staging.put(batch.positions), device_slots=slots,
-            device_zeros=torch.zeros_like(slots), num_decode=batch.num_decode, decode=None, prefill=None,
-            qo_indptr=None, fallback=None,
-        )  # fmt: skip
+            shape=shape,
+            batch=batch,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            device_positions=self.staging.put(batch.positions),
+            device_slots=slots,
+            device_zeros=torch.zeros_like(slots),
+            num_decode=batch.num_decode,
+            decode=None,
+            prefill=None,
+            qo_indptr=None,
+            fallback=None,
+        )
         self._current = plan
         is_latent = shape.latent_dim is not None
         if has_latent_attention(shape) if is_latent else has_attention(shape):

@@ -168,9 +168,17 @@ class CascadeDecode:
             plans.append((self._alone, levels.alone_level))
         for wrapper, level in plans:
             wrapper.plan(
-                level.qo_indptr, level.kv_indptr, level.indices, level.last_page_len, shape.num_heads,
-                shape.num_kv_heads, shape.head_dim, shape.block_size, causal=False, **options,
-            )  # fmt: skip
+                level.qo_indptr,
+                level.kv_indptr,
+                level.indices,
+                level.last_page_len,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.block_size,
+                causal=False,
+                **options,
+            )
 
     def run(self, q: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         """q, out: [R, heads, head_dim], in the batch's order."""

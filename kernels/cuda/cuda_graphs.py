@@ -45,10 +45,15 @@ def idle_batch(size: int) -> AttentionBatch:
     """Sequences of one token, all in the first slot: the batch that is captured before there are requests."""
     ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
     return AttentionBatch(
-        query_starts=torch.arange(size + 1, dtype=torch.int32), context_lens=ones,
-        block_tables=torch.zeros(size, 1, dtype=torch.int32), slot_mapping=zeros, positions=zeros.clone(),
-        num_decode=size, max_query_len=1, max_context_len=1,
-    )  # fmt: skip
+        query_starts=torch.arange(size + 1, dtype=torch.int32),
+        context_lens=ones,
+        block_tables=torch.zeros(size, 1, dtype=torch.int32),
+        slot_mapping=zeros,
+        positions=zeros.clone(),
+        num_decode=size,
+        max_query_len=1,
+        max_context_len=1,
+    )
 
 
 def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:

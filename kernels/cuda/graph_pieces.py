@@ -154,9 +154,12 @@ class CapturingCudaBackend(CudaBackend):
             return None
         spec.reserve_positions(spec.max_blocks * spec.shape.block_size)  # all at once, so that no capture is lost
         return CudaGraphs(
-            self, spec.shape, max_blocks=spec.max_blocks, sizes=ladder(spec.max_running),
+            self,
+            spec.shape,
+            max_blocks=spec.max_blocks,
+            sizes=ladder(spec.max_running),
             num_layers=spec.num_full_layers,
-        )  # fmt: skip
+        )
 
     def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
         return StepPieces(self, spec.shape, sizes=sizes_up_to(spec.max_tokens))

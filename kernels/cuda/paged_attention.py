@@ -104,9 +104,15 @@ class PagedAttention:
     def graph_wrapper(self, kv_layout: KvOrder, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> Any:
         """A decode wrapper for CUDA graphs, whose metadata lies in these device buffers (int32), which never move."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, kv_layout, use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last_page_len, backend=DECODE_KERNELS,
-        )  # fmt: skip
+            self._workspace,
+            kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+            backend=DECODE_KERNELS,
+        )
 
     def _decode_wrapper(self, kv_layout: KvOrder, variant: Variant) -> Any:
         """The wrapper of this variant; it is planned anew every step."""

@@ -119,14 +119,28 @@ def options_of(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
 def plan_decode(wrapper: Any, index: PagedIndex, shape: AttentionShape, variant: Variant) -> None:
     """Plan a BatchDecodeWithPagedKVCacheWrapper for one-token sequences."""
     wrapper.plan(
-        index.indptr, index.indices, index.last_page_len, shape.num_heads, shape.num_kv_heads, shape.head_dim,
-        shape.block_size, **options_of(variant, shape.dtype),
-    )  # fmt: skip
+        index.indptr,
+        index.indices,
+        index.last_page_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        **options_of(variant, shape.dtype),
+    )
 
 
 def plan_prefill(wrapper: Any, qo_indptr: Tensor, index: PagedIndex, shape: AttentionShape, variant: Variant) -> None:
     """Plan a BatchPrefillWithPagedKVCacheWrapper for chunks of queries, qo_indptr [P+1] int32; causal, bottom-right."""
     wrapper.plan(
-        qo_indptr, index.indptr, index.indices, index.last_page_len, shape.num_heads, shape.num_kv_heads,
-        shape.head_dim, shape.block_size, causal=True, **options_of(variant, shape.dtype),
-    )  # fmt: skip
+        qo_indptr,
+        index.indptr,
+        index.indices,
+        index.last_page_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        causal=True,
+        **options_of(variant, shape.dtype),
+    )

@@ -184,11 +184,32 @@ def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     scale = float(1 << bits)
     with torch.cuda.device_of(logits):
         _weigh[(rows,)](
-            logits, logits.stride(0), settings.temperature, settings.top_k, weights, totals, tokens, vocab, scale,
-            SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            settings.temperature,
+            settings.top_k,
+            weights,
+            totals,
+            tokens,
+            vocab,
+            scale,
+            SMALL=_SMALL,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
         _choose[(rows,)](
-            weights, totals, settings.temperature, settings.top_p, settings.min_p, uniform, tokens, vocab, scale,
-            bits // 4 + 1, SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+            weights,
+            totals,
+            settings.temperature,
+            settings.top_p,
+            settings.min_p,
+            uniform,
+            tokens,
+            vocab,
+            scale,
+            bits // 4 + 1,
+            SMALL=_SMALL,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
     return tokens

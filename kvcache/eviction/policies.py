@@ -37,14 +37,7 @@ class EntryUsage:
     def copy(self) -> "EntryUsage":
         """The same values for another entry. Written out: dataclasses.replace takes five times as long."""
         return EntryUsage(
-            self.digest,
-            self.num_blocks,
-            self.end_tokens,
-            self.used_s,
-            self.hits,
-            self.rank,
-            self.above,
-            self.note,
+            self.digest, self.num_blocks, self.end_tokens, self.used_s, self.hits, self.rank, self.above, self.note
         )
 
 

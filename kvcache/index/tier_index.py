@@ -288,9 +288,13 @@ class TierIndex:
         rows = self.rows
         leaving = len(rows.leaving)
         return TierCounts(
-            free=len(rows.free), reserved=len(rows.reserved), cached=len(self._entries), leaving=leaving,
-            held=len(rows.holds) - leaving, pinned=len(self._pins),
-        )  # fmt: skip
+            free=len(rows.free),
+            reserved=len(rows.reserved),
+            cached=len(self._entries),
+            leaving=leaving,
+            held=len(rows.holds) - leaving,
+            pinned=len(self._pins),
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless every row is in exactly one state and all counts agree."""

@@ -95,9 +95,15 @@ class HostSlab:
             return self.checksums(rows)
         hashes, region_bytes = np.empty(len(rows), np.uint64), self._layout.region_bytes
         self._library.copy_hashed(
-            self.memory.address, self._pool.address, target.ctypes.data, source.ctypes.data,
-            len(target), region_bytes, len(layers), hashes.ctypes.data,
-        )  # fmt: skip
+            self.memory.address,
+            self._pool.address,
+            target.ctypes.data,
+            source.ctypes.data,
+            len(target),
+            region_bytes,
+            len(layers),
+            hashes.ctypes.data,
+        )
         return [int(found) for found in hashes.tolist()]
 
     def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:

@@ -548,13 +548,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToWorker = Union[
-    Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins,
-    Audit, Assigned,
-]  # fmt: skip
+    Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins, Audit, Assigned
+]
 FromWorker = Union[
-    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired,
-    PairsSeen, Prefetched, Audited, AssignedByOthers,
-]  # fmt: skip
+    Welcome,
+    Reserved,
+    Refused,
+    Tokens,
+    Failed,
+    Transferred,
+    KvEvents,
+    KvSnapshot,
+    LoadReport,
+    Status,
+    Paired,
+    PairsSeen,
+    Prefetched,
+    Audited,
+    AssignedByOthers,
+]
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -51,9 +51,16 @@ def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
 
 def _usage(*, is_authority: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=not is_authority, key_cert_sign=is_authority, crl_sign=False, content_commitment=False,
-        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:

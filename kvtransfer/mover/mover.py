@@ -128,15 +128,26 @@ class NativeMove:
         self._scratch = ctypes.create_string_buffer(receipt.chunk_bytes if receipt.pieces.shape[1] > 1 else 1)
         self._lib, self._receipt = lib, receipt
         self._job = _Job(
-            source=source.address, target=target.address, source_bytes=source.num_bytes, target_bytes=target.num_bytes,
+            source=source.address,
+            target=target.address,
+            source_bytes=source.num_bytes,
+            target_bytes=target.num_bytes,
             num_rows=len(copies.num_bytes),
-            repeats=copies.repeats, source_stride=copies.source_stride, target_stride=copies.target_stride,
-            source_offset=_packed(copies.source_offset), target_offset=_packed(copies.target_offset),
-            num_bytes=_packed(copies.num_bytes), num_chunks=len(receipt.pieces),
-            pieces_per_chunk=receipt.pieces.shape[1], piece_bytes=receipt.piece_bytes, pieces=_packed(receipt.pieces),
-            is_checked=None if chosen is None else chosen.tobytes(), scratch=ctypes.addressof(self._scratch),
-            found=ctypes.addressof(receipt.hashes), landed=ctypes.addressof(receipt.landed),
-        )  # fmt: skip
+            repeats=copies.repeats,
+            source_stride=copies.source_stride,
+            target_stride=copies.target_stride,
+            source_offset=_packed(copies.source_offset),
+            target_offset=_packed(copies.target_offset),
+            num_bytes=_packed(copies.num_bytes),
+            num_chunks=len(receipt.pieces),
+            pieces_per_chunk=receipt.pieces.shape[1],
+            piece_bytes=receipt.piece_bytes,
+            pieces=_packed(receipt.pieces),
+            is_checked=None if chosen is None else chosen.tobytes(),
+            scratch=ctypes.addressof(self._scratch),
+            found=ctypes.addressof(receipt.hashes),
+            landed=ctypes.addressof(receipt.landed),
+        )
 
     def run(self, until: int = _ALL) -> None:
         """Go on until the first `until` bytes have landed. Raises TransportError."""

@@ -173,11 +173,15 @@ class PathTable:
         chosen = self.best(now_s)
         return [
             PathReport(
-                path=path.name, why=path.why, is_chosen=path is chosen, bytes_per_s=path.bytes_per_s,
-                latency_s=path.latency_s, problem=path.problem,
+                path=path.name,
+                why=path.why,
+                is_chosen=path is chosen,
+                bytes_per_s=path.bytes_per_s,
+                latency_s=path.latency_s,
+                problem=path.problem,
             )
             for path in self._paths
-        ]  # fmt: skip
+        ]
 
 
 def untried(table: PathTable, clock: Callable[[], float]) -> Iterator[str]:
@@ -218,9 +222,14 @@ class Route:
 
     @classmethod
     def between(
-        cls, source: Topology, source_device: str, offers: Sequence[Offer], target_device: str, usable: Sequence[str],
+        cls,
+        source: Topology,
+        source_device: str,
+        offers: Sequence[Offer],
+        target_device: str,
+        usable: Sequence[str],
         make_reader: Callable[[str], Reader],
-    ) -> "Route":  # fmt: skip
+    ) -> "Route":
         """The paths from a source on another machine or device that both ends can use, best first; not connected."""
         descriptors = {offer.name: offer.descriptor for offer in offers}
         common = [name for name in usable if name in descriptors]

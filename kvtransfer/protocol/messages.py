@@ -363,9 +363,13 @@ class TransferResult:
 def span_attributes(result: TransferResult) -> dict[str, str | int | float]:
     """A transfer that ended well, as attributes of its trace span."""
     return {
-        "path": result.transport, "blocks": result.num_blocks, "bytes": result.num_bytes, "seconds": result.seconds,
-        "exposed_s": result.exposed_s, "retries": result.retries,
-    }  # fmt: skip
+        "path": result.transport,
+        "blocks": result.num_blocks,
+        "bytes": result.num_bytes,
+        "seconds": result.seconds,
+        "exposed_s": result.exposed_s,
+        "retries": result.retries,
+    }
 
 
 @dataclass(slots=True)

@@ -90,9 +90,13 @@ class SharedSlab:
         `topology`: of the other's machine.
         """
         return Route.between(
-            topology, "cpu", theirs.offers, self.memory.device, list(self._exports.exporters),
+            topology,
+            "cpu",
+            theirs.offers,
+            self.memory.device,
+            list(self._exports.exporters),
             lambda name: self._transports[name].make_reader(self.memory, self._secret, self._host),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,14 @@ def this_machine() -> Topology:
 @lru_cache(maxsize=1)
 def _machine_of(pid: int) -> Topology:
     return discover(
-        Path("/sys"), host=host_id(), process=f"{_TOKEN}-{pid}", cores=os.sched_getaffinity(0),
-        addresses=_addresses(), gpu_addresses=_gpu_addresses(), fabrics=_fabrics(),
-    )  # fmt: skip
+        Path("/sys"),
+        host=host_id(),
+        process=f"{_TOKEN}-{pid}",
+        cores=os.sched_getaffinity(0),
+        addresses=_addresses(),
+        gpu_addresses=_gpu_addresses(),
+        fabrics=_fabrics(),
+    )
 
 
 def discover(
@@ -114,10 +119,14 @@ def _rdma_nics(root: Path) -> Iterable[Nic]:
         for port in entries(folder / "ports"):
             rate = re.match(r"[\d.]+", text(port / "rate"))
             yield Nic(
-                name=folder.name, kind="rdma", port=_number(port.name, 1),
-                is_up="ACTIVE" in text(port / "state"), gbit_per_s=float(rate.group()) if rate else 0.0,
-                numa_node=_numa_node(folder / "device"), pci_path=_pci_path(folder / "device"),
-            )  # fmt: skip
+                name=folder.name,
+                kind="rdma",
+                port=_number(port.name, 1),
+                is_up="ACTIVE" in text(port / "state"),
+                gbit_per_s=float(rate.group()) if rate else 0.0,
+                numa_node=_numa_node(folder / "device"),
+                pci_path=_pci_path(folder / "device"),
+            )
 
 
 def _ethernet_nics(root: Path, addresses: Mapping[str, Sequence[str]]) -> Iterable[Nic]:
@@ -126,18 +135,24 @@ def _ethernet_nics(root: Path, addresses: Mapping[str, Sequence[str]]) -> Iterab
             continue
         mbit_per_s = _number(text(folder / "speed"), -1)
         yield Nic(
-            name=folder.name, kind="ethernet", is_up=text(folder / "operstate") == "up",
-            gbit_per_s=max(mbit_per_s, 0) / 1000, numa_node=_numa_node(folder / "device"),
-            pci_path=_pci_path(folder / "device"), addresses=list(addresses.get(folder.name, ())),
-        )  # fmt: skip
+            name=folder.name,
+            kind="ethernet",
+            is_up=text(folder / "operstate") == "up",
+            gbit_per_s=max(mbit_per_s, 0) / 1000,
+            numa_node=_numa_node(folder / "device"),
+            pci_path=_pci_path(folder / "device"),
+            addresses=list(addresses.get(folder.name, ())),
+        )
 
 
 def _gpu(root: Path, index: int, address: str, fabrics: Mapping[str, str], host: str) -> Gpu:
     device = root / "bus/pci/devices" / address
     return Gpu(
-        index=index, nvlink_domain=fabrics.get(address) or host,
-        numa_node=_numa_node(device), pci_path=_pci_path(device),
-    )  # fmt: skip
+        index=index,
+        nvlink_domain=fabrics.get(address) or host,
+        numa_node=_numa_node(device),
+        pci_path=_pci_path(device),
+    )
 
 
 # ---- the rest of the machine

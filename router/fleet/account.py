@@ -154,9 +154,25 @@ class Columns:
         tokens, requests, sequences, waiting, free, turn = ints
         nodes, blocks, size, per_token = fixed
         return WorkerTable(
-            names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size, rates, step_s,
-            recent_step_s, kv_rate, per_token, turn, now_s - reported_at_s, output_tokens,
-        )  # fmt: skip
+            names,
+            nodes,
+            *held,
+            tokens,
+            requests,
+            sequences,
+            waiting,
+            free,
+            blocks,
+            size,
+            rates,
+            step_s,
+            recent_step_s,
+            kv_rate,
+            per_token,
+            turn,
+            now_s - reported_at_s,
+            output_tokens,
+        )
 
 
 def _shared(column: Ints) -> Ints:
@@ -345,9 +361,18 @@ class WorkerAccount:
         """The worker's whole load as one record, for `kvrelay status`."""
         info, (rate, step_s, kv_rate) = self.info, self._speeds()
         return WorkerLoad(
-            info.worker_id, info.node_id, info.max_model_len, info.num_blocks, info.block_size,
-            info.kv_bytes_per_token, rate, step_s, kv_rate, *self.counts(), self.turn,
-        )  # fmt: skip
+            info.worker_id,
+            info.node_id,
+            info.max_model_len,
+            info.num_blocks,
+            info.block_size,
+            info.kv_bytes_per_token,
+            rate,
+            step_s,
+            kv_rate,
+            *self.counts(),
+            self.turn,
+        )
 
     def counts(self) -> tuple[int, int, int, int, int]:
         """(queued tokens, queued requests, sequences, waiting sequences, free blocks); see WorkerTable."""

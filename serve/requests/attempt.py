@@ -21,9 +21,14 @@ def _without_first(output: TokenOutput, count: int) -> TokenOutput:
     """`output` without its first `count` tokens, which were delivered before, and without the facts of its first."""
     tokens, logprobs = output.token_ids[count:], output.logprobs[count:]
     return msgspec.structs.replace(
-        output, position=output.position + count, token_ids=tokens, logprobs=logprobs,
-        cached_tokens=None, prompt_logprobs=[], timings=None,
-    )  # fmt: skip
+        output,
+        position=output.position + count,
+        token_ids=tokens,
+        logprobs=logprobs,
+        cached_tokens=None,
+        prompt_logprobs=[],
+        timings=None,
+    )
 
 
 def _merged(outputs: list[TokenOutput], request_id: str) -> TokenOutput:

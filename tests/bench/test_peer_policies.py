@@ -10,7 +10,6 @@ from bench.router.peer_policies.dynamo import Dynamo
 from bench.router.peer_policies.llm_d import LlmD
 from bench.router.peer_policies.mooncake import Mooncake
 from bench.router.peer_policies.queue_plus_prefill import QueuePlusPrefill
-from bench.router.peer_policies.random_choice import RandomChoice
 from bench.router.peer_policies.sglang import Sglang
 from bench.router.policies import CONTENDERS
 from kvrelay.errors import ConfigError
@@ -33,17 +32,7 @@ from tests.router.policies.policy_cases import (
 
 pytestmark = pytest.mark.pure
 
-POLICIES = {policy.name: policy for policy in (RandomChoice, Sglang, Dynamo, Mooncake, LlmD, QueuePlusPrefill)}
-
-
-def test_random_names_every_worker_equally_often_and_the_roles_independently():
-    counts, prefills, decodes = np.zeros((4, 4)), side(4), side(4)
-    for number in range(2000):
-        way = best(RandomChoice({}), prefills, decodes, draw=number / 2000)
-        counts[way.prefill, way.decode] += 1
-    assert counts.sum(axis=0) == pytest.approx([500] * 4, abs=90)
-    assert counts.sum(axis=1) == pytest.approx([500] * 4, abs=90)
-    assert counts.ravel() == pytest.approx([125] * 16, abs=50)
+POLICIES = {policy.name: policy for policy in (Sglang, Dynamo, Mooncake, LlmD, QueuePlusPrefill)}
 
 
 def test_sglang_follows_a_prefix_of_more_than_three_tenths():
@@ -191,10 +180,14 @@ def test_llm_d_weighs_prefix_twice_and_queue_once():
     way = best(policy, side(held=[96, 0, 0], waiting=[8, 0, 4]))
     assert parts_of(policy, way) == pytest.approx(
         {
-            "decode_prefix": 2, "decode_queue": 0, "decode_kv_utilization": 0,
-            "prefill_prefix": 0.8, "prefill_queue": 1, "prefill_kv_utilization": 0,
+            "decode_prefix": 2,
+            "decode_queue": 0,
+            "decode_kv_utilization": 0,
+            "prefill_prefix": 0.8,
+            "prefill_queue": 1,
+            "prefill_kv_utilization": 0,
         }
-    )  # fmt: skip
+    )
 
 
 def test_llm_d_sees_the_first_256_blocks_unless_precise():
@@ -255,7 +248,6 @@ def test_unknown_options_are_refused(name):
         ("dynamo", {"predicted": 1}, "predicted: "),
         ("sglang", {"balance_abs_threshold": 1.5}, "balance_abs_threshold: "),
         ("llm_d", {"non_cached_tokens": True}, "non_cached_tokens: "),
-        ("random", {"seed": 1}, "it has none"),
     ],
 )
 def test_wrong_options_are_named(name, options, message):
@@ -271,12 +263,12 @@ def test_every_policy_keeps_the_contract(name):
     check_keeps_the_contract(POLICIES[name]({}))
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_order_of_the_rows_decides_between_equals_only(name):
     check_row_order_decides_between_equals_only(POLICIES[name]({}))
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
+@pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_is_better_in_everything_wins(name, role):
     check_a_better_worker_wins(POLICIES[name]({}), role)

@@ -104,10 +104,14 @@ def fitted(folder):
         curve = fit_curve(StepSampler(engine, budget_s=6.0).run()).curve
         config = engine.config
         return profile(
-            prefill=curve, decode=curve, num_blocks=engine.pool.num_blocks, token_budget=config.token_budget,
-            max_running=engine.config.max_running, max_model_len=engine.max_model_len,
+            prefill=curve,
+            decode=curve,
+            num_blocks=engine.pool.num_blocks,
+            token_budget=config.token_budget,
+            max_running=engine.config.max_running,
+            max_model_len=engine.max_model_len,
             kv_bytes_per_token=round(engine.cache.memory.layout.block_bytes / engine.config.block_size),
-        )  # fmt: skip
+        )
     finally:
         engine.close()
 

@@ -18,9 +18,13 @@ VOCAB = 100
 
 def request(num_outputs=0, group=None):
     return SequenceRequest(
-        request_id="r", token_ids=[1] * (40 + num_outputs), num_prompt_tokens=40, block_hashes=[],
-        sampling=Sampling(max_tokens=8), group=group,
-    )  # fmt: skip
+        request_id="r",
+        token_ids=[1] * (40 + num_outputs),
+        num_prompt_tokens=40,
+        block_hashes=[],
+        sampling=Sampling(max_tokens=8),
+        group=group,
+    )
 
 
 def manifest(**changes):

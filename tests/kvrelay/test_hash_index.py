@@ -190,12 +190,7 @@ def test_many_names_and_names_that_collide_are_distinguished():
     if hashing.table_extension() is not None:
         assert [
             hashing.table_extension().are_distinct(names) for names in (crowded, crowded[:10], many, many[:1000])
-        ] == [
-            False,
-            True,
-            False,
-            True,
-        ]
+        ] == [False, True, False, True]
 
 
 def test_distinct_names_are_not_copied():

@@ -34,8 +34,11 @@ def two_nodes(tmp_path: Path) -> Path:
 
 def test_a_core_has_its_hyperthreads_and_its_node(two_nodes: Path):
     assert physical_cores(range(8), two_nodes) == (
-        Core(0, (0, 4), 0), Core(1, (1, 5), 0), Core(2, (2, 6), 1), Core(3, (3, 7), 1),
-    )  # fmt: skip
+        Core(0, (0, 4), 0),
+        Core(1, (1, 5), 0),
+        Core(2, (2, 6), 1),
+        Core(3, (3, 7), 1),
+    )
 
 
 def test_a_core_keeps_its_name_whichever_of_its_hyperthreads_may_be_used(two_nodes: Path):

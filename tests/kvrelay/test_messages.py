@@ -52,9 +52,15 @@ OUTPUT = wire.TokenOutput(
 )
 
 PAIR = wire.PairReport(
-    source="p0", target="d0", target_epoch="e", ok=False, reason="fingerprint", detail="dtype", remedy="set it alike",
+    source="p0",
+    target="d0",
+    target_epoch="e",
+    ok=False,
+    reason="fingerprint",
+    detail="dtype",
+    remedy="set it alike",
     paths=[wire.PathReport(path="shm", why="same host", is_chosen=True, bytes_per_s=1e9, latency_s=1e-5)],
-)  # fmt: skip
+)
 TO_WORKER = [
     wire.Reserve(request=REQUEST, timeout_s=1.5),
     wire.Prefill(request=REQUEST, ticket=b"\x00\xff"),

@@ -64,8 +64,10 @@ def test_an_error_marks_the_span_and_what_is_left_open_is_closed_once(exporter):
     spans.end("decode")
     first, second = exporter.get_finished_spans()
     assert (first.name, first.status.status_code, first.status.description) == (
-        "kv transfer", StatusCode.ERROR, "checksum: block 3",
-    )  # fmt: skip
+        "kv transfer",
+        StatusCode.ERROR,
+        "checksum: block 3",
+    )
     assert (second.name, second.status.description) == ("decode", "given up")
 
 

@@ -37,9 +37,14 @@ class Peer:
     @classmethod
     async def spawn(cls, role, env=None, **config):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(_PATH), role, json.dumps(config),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, **(env or {})},
-        )  # fmt: skip
+            sys.executable,
+            str(_PATH),
+            role,
+            json.dumps(config),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+        )
         peer = cls(process)
         await peer.hear("ready")
         return peer
@@ -96,8 +101,9 @@ async def kv(monkeypatch):
 
         async def pair(self, transport="loopback", deadline_s=30.0, **options):
             return (
-                await self.source(transport, deadline_s=deadline_s, **options), await self.target(transport, **options)
-            )  # fmt: skip
+                await self.source(transport, deadline_s=deadline_s, **options),
+                await self.target(transport, **options),
+            )
 
         @staticmethod
         def tamper(change):

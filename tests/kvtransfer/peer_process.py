@@ -76,38 +76,79 @@ class Generations(dict):
 
 class SourceSide(KvSource):
     def __init__(
-        self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1",
-        transports=None, probe_buffers=None, lease_s=10.0, deadline_s=30.0, window_bytes=64 << 20, **settings,
-    ):  # fmt: skip
+        self,
+        transport="tcp",
+        *,
+        memory=None,
+        fill=1,
+        fingerprint=FINGERPRINT,
+        secret=SECRET,
+        epoch="p1",
+        transports=None,
+        probe_buffers=None,
+        lease_s=10.0,
+        deadline_s=30.0,
+        window_bytes=64 << 20,
+        **settings,
+    ):
         self.generations, self.probe_buffers = Generations(), probe_buffers
         name, known, tls = table(transport)
         super().__init__(
-            memory or allocate(fill=fill), "prefill-0", epoch, fingerprint, secret,
-            TransferSettings(transport=name, **settings), host="127.0.0.1",
-            generation_of=self.generations, probe_buffers=probe_buffers, transports=transports or known, tls=tls,
-            lease_s=lease_s, deadline_s=deadline_s, window_bytes=window_bytes,
-        )  # fmt: skip
+            memory or allocate(fill=fill),
+            "prefill-0",
+            epoch,
+            fingerprint,
+            secret,
+            TransferSettings(transport=name, **settings),
+            host="127.0.0.1",
+            generation_of=self.generations,
+            probe_buffers=probe_buffers,
+            transports=transports or known,
+            tls=tls,
+            lease_s=lease_s,
+            deadline_s=deadline_s,
+            window_bytes=window_bytes,
+        )
 
 
 class TargetSide(KvTarget):
     """Records how every grant ends; `event(kind, request_id)` waits for it."""
 
     def __init__(
-        self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, probe_buffers=None,
-        lease_s=10.0, stall_s=2.0, **settings,
-    ):  # fmt: skip
+        self,
+        transport="tcp",
+        *,
+        memory=None,
+        fingerprint=FINGERPRINT,
+        epoch="d1",
+        transports=None,
+        probe_buffers=None,
+        lease_s=10.0,
+        stall_s=2.0,
+        **settings,
+    ):
         self.generations, self.probe_buffers = Generations(), probe_buffers
         self.ends = []  # (kind, request_id, detail) in order
         self._waiting = {}
         name, known, tls = table(transport)
         super().__init__(
-            memory or allocate(), "decode-0", epoch, fingerprint, SECRET,
-            TransferSettings(transport=name, **settings), host="127.0.0.1", generation_of=self.generations,
+            memory or allocate(),
+            "decode-0",
+            epoch,
+            fingerprint,
+            SECRET,
+            TransferSettings(transport=name, **settings),
+            host="127.0.0.1",
+            generation_of=self.generations,
             on_commit=lambda request_id, payload, result: self._record("commit", request_id, (payload, result)),
             on_failed=lambda request_id, error: self._record("failed", request_id, error),
             on_released=lambda request_id: self._record("released", request_id, None),
-            probe_buffers=probe_buffers, transports=transports or known, tls=tls, lease_s=lease_s, stall_s=stall_s,
-        )  # fmt: skip
+            probe_buffers=probe_buffers,
+            transports=transports or known,
+            tls=tls,
+            lease_s=lease_s,
+            stall_s=stall_s,
+        )
 
     def _record(self, kind, request_id, detail):
         self.ends.append((kind, request_id, detail))

@@ -70,8 +70,11 @@ def flags_in_examples():
 def help_of(*words):
     done = subprocess.run(
         [sys.executable, "-m", "kvrelay.cluster.commands.cli", *words, "--help"],
-        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "200"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "200"},
+    )
     return done.stdout
 
 

@@ -30,11 +30,7 @@ IMPURE = {
     "time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "subprocess",
     "os", "mmap", "ctypes", "tempfile", "pathlib", "io",  # the machine
 }  # fmt: skip
-MEMORY_OWNERS = {
-    Path("kvcache/memory/storage.py"),
-    Path("kvcache/memory/formats.py"),
-    Path("kvcache/memory/host.py"),
-}
+MEMORY_OWNERS = {Path("kvcache/memory/storage.py"), Path("kvcache/memory/formats.py"), Path("kvcache/memory/host.py")}
 TIERS = {  # own files, locks and threads; what they decide is in the pure files beside them
     Path("kvcache/stores/codecs.py"),
     Path("kvcache/stores/disk/tier.py"),

@@ -80,7 +80,7 @@ NAMES = frozenset(
     {"Way", "Ask", "Side", "Scene", "Spot", "Desk", "Look", "Kept", "Off", "Said", "Told", "Stake", "Carrier", "Below"}
 )
 ALLOWED = {
-    ("cluster/verify/text.txt", None),  # an English text that a perplexity is measured on
+    ("cluster/verify/text.txt", None)  # an English text that a perplexity is measured on
 }
 
 

@@ -205,9 +205,7 @@ class DiskStore(CountingStore):
                 self._num_unfit += outcome.num_unfit
                 self._num_fit += outcome.num_written
         self.count(
-            stored_blocks=outcome.num_written,
-            rejected_blocks=outcome.num_rejected,
-            store_s=self._clock() - began_s,
+            stored_blocks=outcome.num_written, rejected_blocks=outcome.num_rejected, store_s=self._clock() - began_s
         )
         return [index in outcome.done for index in range(len(hashes))]
 

@@ -46,9 +46,14 @@ class _Descriptor(msgspec.Struct, frozen=True):
 def _describe(memory: KvMemory, agent: str, metadata: bytes) -> _Descriptor:
     layout, device = memory.layout, memory.device
     return _Descriptor(
-        agent, metadata, memory.address, layout.num_bytes, layout.region_bytes, memory_type(device),
+        agent,
+        metadata,
+        memory.address,
+        layout.num_bytes,
+        layout.region_bytes,
+        memory_type(device),
         device_index(device),
-    )  # fmt: skip
+    )
 
 
 def _devices(memory: KvMemory, host: str) -> dict[str, str]:

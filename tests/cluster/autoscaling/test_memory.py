@@ -22,9 +22,14 @@ def registry():
     temp = Path(f"/tmp/kvp{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
     paths = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     ray.init(
-        num_cpus=1, namespace=NAMESPACE, include_dashboard=False, _temp_dir=str(temp), object_store_memory=80 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}}, configure_logging=False,
-    )  # fmt: skip
+        num_cpus=1,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        _temp_dir=str(temp),
+        object_store_memory=80 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+        configure_logging=False,
+    )
     try:
         yield connect_registry("secret")
     finally:

@@ -177,10 +177,15 @@ def test_a_worker_with_prompts_in_hand_says_nothing_of_its_decode_steps():
 def test_a_model_is_learnt_from_reports():
     it = LearnedModel()
     reports = [
-        {feed.PREFILL_SPEED: 2000.0, feed.STEP_S: 0.02 + 0.001 * batch, feed.RUNNING: float(batch),
-         feed.POOL_TOKENS: 5000.0, feed.MAX_RUNNING: 32.0}
+        {
+            feed.PREFILL_SPEED: 2000.0,
+            feed.STEP_S: 0.02 + 0.001 * batch,
+            feed.RUNNING: float(batch),
+            feed.POOL_TOKENS: 5000.0,
+            feed.MAX_RUNNING: 32.0,
+        }
         for batch in range(1, 25)
-    ]  # fmt: skip
+    ]
     assert it.model(reports, 0.0) is None
     for number, report in enumerate(reports * 4):
         it.observe([report], float(number))
@@ -430,9 +435,15 @@ class World:
 
     def report(self, name: str) -> dict[str, float]:
         return {
-            feed.PREFILL_SPEED: 1000.0, feed.STEP_S: 0.09, feed.RUNNING: 4.0, feed.POOL_TOKENS: 50_000.0,
-            feed.MAX_RUNNING: 64.0, feed.CACHED: float(sum(map(ord, name))), feed.BLOCK_SIZE: 16.0, feed.HIT_SHARE: 0.3,
-        }  # fmt: skip
+            feed.PREFILL_SPEED: 1000.0,
+            feed.STEP_S: 0.09,
+            feed.RUNNING: 4.0,
+            feed.POOL_TOKENS: 50_000.0,
+            feed.MAX_RUNNING: 64.0,
+            feed.CACHED: float(sum(map(ord, name))),
+            feed.BLOCK_SIZE: 16.0,
+            feed.HIT_SHARE: 0.3,
+        }
 
     def tick(self, rate: float, seconds: float = 10.0) -> dict[str, int]:
         self.now_s += seconds

@@ -66,9 +66,18 @@ def test_a_step_is_shown_written_and_drawn(capsys, tmp_path, monkeypatch):
 def test_a_profile_is_fitted_and_written(capsys, tmp_path):
     folder, file = tiny_checkpoint("llama", tmp_path / "tiny"), tmp_path / "tiny.json"
     code, out, _ = said(
-        capsys, "--fit", str(file), "--model", str(folder), "--dtype", "float32", "--seconds", "20",
-        "--set", "engine.kv_memory=8MiB",
-    )  # fmt: skip
+        capsys,
+        "--fit",
+        str(file),
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--seconds",
+        "20",
+        "--set",
+        "engine.kv_memory=8MiB",
+    )
     assert code == 0 and "median error" in out and "tiny.json" in out
     profile = load_profile(file)
     assert profile.fit is not None and {"prefill", "decode", "mixed"} == set(profile.fit.errors)
@@ -78,9 +87,22 @@ def test_a_profile_is_fitted_and_written(capsys, tmp_path):
 def test_how_workers_of_one_machine_slow_each_other_down_is_measured_and_written(capsys, tmp_path):
     folder, file = tiny_checkpoint("llama", tmp_path / "tiny"), tmp_path / "tiny.json"
     code, out, _ = said(
-        capsys, "--fit", str(file), "--model", str(folder), "--dtype", "float32", "--seconds", "10", "--workers", "2",
-        "--set", "engine.kv_memory=8MiB", "--set", "engine.num_threads=1",
-    )  # fmt: skip
+        capsys,
+        "--fit",
+        str(file),
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--seconds",
+        "10",
+        "--workers",
+        "2",
+        "--set",
+        "engine.kv_memory=8MiB",
+        "--set",
+        "engine.num_threads=1",
+    )
     assert code == 0 and "with 2 busy workers" in out
     profile = load_profile(file)
     assert profile.workers_per_node == 2 and {len(ratios) for ratios in profile.slowdown.values()} == {2}

@@ -41,11 +41,7 @@ def test_a_killed_holders_cores_are_free_at_once(tmp_path: Path):
     [(5, {}, 3), (0, {}, 8), (5, {"cores_per_worker": 4}, 4), (5, {"num_gpus_per_worker": 1}, None)],
 )
 async def test_a_worker_takes_a_fair_share_among_those_that_serve_means_to_run(
-    deployed: int,
-    settings: dict[str, float],
-    num_cores: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    deployed: int, settings: dict[str, float], num_cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def deployed_workers() -> int:
         return deployed

@@ -30,10 +30,13 @@ class Stuck:
         paths = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, str(program), how, *(f"{name}={value}" for name, value in constants.items())],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
             env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": paths},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
         self.child = 0
 
     def begin(self) -> None:

@@ -42,9 +42,13 @@ def started(folder):
 
 async def serve(cluster):
     request = SequenceRequest(
-        request_id="r", token_ids=PROMPT, num_prompt_tokens=len(PROMPT), tokens_per_hash=BLOCK, block_hashes=HASHES,
+        request_id="r",
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        tokens_per_hash=BLOCK,
+        block_hashes=HASHES,
         sampling=Sampling(max_tokens=2, ignore_eos=True, temperature=0.0),
-    )  # fmt: skip
+    )
     async for _ in cluster.dispatcher.generate(request):
         pass
 

@@ -101,11 +101,15 @@ def start(temp: Path, *flags: str) -> tuple[subprocess.Popen[str], Path, int]:
                "--dashboard-port", str(free_port()), *flags]  # fmt: skip
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
             env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200"},
             # tests in the background were told to ignore it
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
     return process, log, port
 
 
@@ -241,9 +245,10 @@ def test_ctrl_c_leaves_no_process_and_no_file(served: Served):
     assert list((served.temp / "t").iterdir()) == []
     pids = {process.pid for process in family}
     left = [
-        path for path in set(Path("/dev/shm").iterdir()) - served.shared
+        path
+        for path in set(Path("/dev/shm").iterdir()) - served.shared
         if pids & {int(digits) for digits in re.findall(r"\d+", path.name)}
-    ]  # fmt: skip
+    ]
     assert left == []
 
 

@@ -39,9 +39,13 @@ def snapshots(messages):
 
 async def served(connection, hashes):
     request = wire.SequenceRequest(
-        request_id="r", token_ids=PROMPT, num_prompt_tokens=len(PROMPT), tokens_per_hash=BLOCK, block_hashes=hashes,
+        request_id="r",
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        tokens_per_hash=BLOCK,
+        block_hashes=hashes,
         sampling=wire.Sampling(max_tokens=2, ignore_eos=True, temperature=0.0),
-    )  # fmt: skip
+    )
     connection.send_nowait(wire.encode(wire.Generate(request=request)))
     await until(connection, lambda one: isinstance(one, wire.Tokens) and one.outputs[-1].ends_request)
 

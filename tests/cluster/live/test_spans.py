@@ -54,9 +54,13 @@ class Cluster:
     def stream(self, *, traceparent=PARENT, max_tokens=6, force="remote"):
         ids = [3 + index % 200 for index in range(100)]
         request = SequenceRequest(
-            request_id="r", token_ids=ids, num_prompt_tokens=100, block_hashes=list(block_hashes(ids, 16)),
-            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), traceparent=traceparent,
-        )  # fmt: skip
+            request_id="r",
+            token_ids=ids,
+            num_prompt_tokens=100,
+            block_hashes=list(block_hashes(ids, 16)),
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            traceparent=traceparent,
+        )
         return self.dispatcher.generate(request, force=force)
 
 

@@ -174,12 +174,7 @@ async def test_a_generator_whose_server_is_slow_is_not_late():
 
 @pytest.mark.parametrize(
     ("model", "outcome"),
-    [
-        ("status-429", "http 429"),
-        ("status-500", "http 500"),
-        ("error-event", "error event"),
-        ("cut", "cut off"),
-    ],
+    [("status-429", "http 429"), ("status-500", "http 500"), ("error-event", "error event"), ("cut", "cut off")],
 )
 async def test_each_failure_has_its_name(model, outcome):
     async with Server() as server:

@@ -68,13 +68,7 @@ def test_tpot_is_the_time_after_the_first_token_over_the_other_tokens():
 
 @pytest.mark.parametrize(
     ("slo", "good"),
-    [
-        (Slo(), 3),
-        (Slo(ttft_s=0.2), 2),
-        (Slo(tpot_s=0.05), 1),
-        (Slo(ttft_s=0.2, tpot_s=0.05), 0),
-        (Slo(ttft_s=0.01), 0),
-    ],
+    [(Slo(), 3), (Slo(ttft_s=0.2), 2), (Slo(tpot_s=0.05), 1), (Slo(ttft_s=0.2, tpot_s=0.05), 0), (Slo(ttft_s=0.01), 0)],
 )
 def test_goodput_counts_requests_inside_every_limit(slo, good):
     records = [

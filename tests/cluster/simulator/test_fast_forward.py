@@ -27,9 +27,11 @@ class Bench:
     def __init__(self, *, blocks=96, budget=32, running=8, headroom=1.0) -> None:
         parked, fair_share = ParkedSequences(WORD), FairShareWithParked(QueueRules(tenant_weights={"gold": 2.0}))
         self.sched = Scheduler(
-            BlockPool(blocks, block_size=BLOCK), SchedulerConfig(budget, running, 64, headroom),
-            fair_share=fair_share, headroom=RefreshedHeadroom(headroom, BLOCK, parked),
-        )  # fmt: skip
+            BlockPool(blocks, block_size=BLOCK),
+            SchedulerConfig(budget, running, 64, headroom),
+            fair_share=fair_share,
+            headroom=RefreshedHeadroom(headroom, BLOCK, parked),
+        )
         self.fast_forward = FastForward(self.sched, parked, fair_share)
         self.appender = OutputProcessor(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
         self.ended, self.planned = [], []
@@ -37,9 +39,14 @@ class Bench:
     def add(self, name, prompt, output, tenant="", *, reserve=False):
         tokens = [hash(name) % 1000 + 10] * prompt
         request = SequenceRequest(
-            request_id=name, token_ids=tokens, num_prompt_tokens=prompt, block_hashes=list(block_hashes(tokens, BLOCK)),
-            sampling=Sampling(max_tokens=output), tokens_per_hash=BLOCK, tenant=tenant,
-        )  # fmt: skip
+            request_id=name,
+            token_ids=tokens,
+            num_prompt_tokens=prompt,
+            block_hashes=list(block_hashes(tokens, BLOCK)),
+            sampling=Sampling(max_tokens=output),
+            tokens_per_hash=BLOCK,
+            tenant=tenant,
+        )
         (self.sched.add_reservation if reserve else self.sched.add)(request, 0.0)
 
     def grant(self):

@@ -5,16 +5,7 @@ import json
 import pytest
 
 from kvrelay.cluster.simulator import plots as simulation_plots
-from kvrelay.cluster.simulator.plots import (
-    Run,
-    check_picture,
-    held_load,
-    main,
-    nearest,
-    over_load,
-    plot,
-    runs_of,
-)
+from kvrelay.cluster.simulator.plots import Run, check_picture, held_load, main, nearest, over_load, plot, runs_of
 from kvrelay.cluster.simulator.results import RunTimeline, _shares
 from kvrelay.errors import ConfigError
 
@@ -92,9 +83,13 @@ def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
     plot(runs, path, title="test")
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert drawn == {
-        "goodput": 2, "prompt tokens found in caches": 2, "TTFT p99": 2, "TTFT": 3, "TPOT": 3,
+        "goodput": 2,
+        "prompt tokens found in caches": 2,
+        "TTFT p99": 2,
+        "TTFT": 3,
+        "TPOT": 3,
         "busy prefill workers (thin: decode)": 4,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.slow

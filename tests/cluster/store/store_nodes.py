@@ -50,9 +50,15 @@ class Nodes:
     def inside(self, name, *, tls=None, transport="auto", **options):
         async def start():
             service = StoreService(
-                name, StoreSettings(**self.settings), SECRET, host="127.0.0.1", tls=tls, transport=transport,
-                transports=transports_for(tls), **options,
-            )  # fmt: skip
+                name,
+                StoreSettings(**self.settings),
+                SECRET,
+                host="127.0.0.1",
+                tls=tls,
+                transport=transport,
+                transports=transports_for(tls),
+                **options,
+            )
             return service, await service.start()
 
         self.services[name], self.addresses[name] = self.run(start())

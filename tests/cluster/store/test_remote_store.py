@@ -293,7 +293,7 @@ def test_a_block_that_the_client_writes_over_while_it_is_taken_is_not_kept(make_
         await slab.start()
         peer = SlabPeer(
             "127.0.0.1", service.server.port, SECRET, [slab], peer_id="liar", block_bytes=BLOCK, answer_s=5.0
-        )  # fmt: skip
+        )
         await peer.connect()
         try:
             return await peer.put(0, [BlockOffer(b"k" * 16, 0, BLOCK, 1234)], within_s=5.0)
@@ -314,7 +314,7 @@ def test_a_block_that_the_client_writes_over_while_it_is_taken_is_not_kept(make_
 async def connected(nodes, service, slab):
     peer = SlabPeer(
         "127.0.0.1", service.server.port, SECRET, [slab], peer_id="p", block_bytes=BLOCK, answer_s=10.0, stall_s=10.0
-    )  # fmt: skip
+    )
     await peer.connect()
     return peer
 

@@ -118,8 +118,13 @@ async def test_prompts_are_served_as_the_row_says():
     for force in ("remote", "alternate", lambda prompt: f"to {prompt.name}"):
         await run_row(verifier, verifier, VerifyRow("row", force=force, together=True, num_first=1), PROMPTS)
     assert verifier.served == [
-        ("a", "remote"), ("b", "remote"), ("a", "local"), ("b", "remote"), ("a", "to a"), ("b", "to b")
-    ]  # fmt: skip
+        ("a", "remote"),
+        ("b", "remote"),
+        ("a", "local"),
+        ("b", "remote"),
+        ("a", "to a"),
+        ("b", "to b"),
+    ]
 
 
 async def test_a_setup_serves_its_rows_in_order_and_leaves_out_those_that_do_not_apply():

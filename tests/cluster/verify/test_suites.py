@@ -64,9 +64,10 @@ async def test_requests_that_share_a_prefix_get_hugging_faces_tokens(tmp_path):
 async def test_text_that_repeats_gets_hugging_faces_tokens(tmp_path):
     verifier = verifier_of(tmp_path, num_output=24)
     assert await report_of(verifier, suites.speculation(verifier, "shm")) == [
-        f"{kind}{what}" for kind in ("speculation", "draft model")
+        f"{kind}{what}"
+        for kind in ("speculation", "draft model")
         for what in (" disaggregated", " on one worker", ": accepting every draft changes the answers")
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow

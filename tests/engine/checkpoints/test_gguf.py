@@ -64,7 +64,7 @@ def byte_level_vocab() -> dict[str, Any]:
         "bos": 1,
         "eos": 2,
         "pad": 0,
-    }  # fmt: skip
+    }
 
 
 def sentencepiece_vocab(is_gemma: bool) -> dict[str, Any]:

@@ -138,11 +138,7 @@ def test_qwens_vocab_and_merges_are_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "output"),
-    [
-        ({"kind": 1}, "not BPE"),
-        ({"charsmap": b"\x01\x02"}, "normalises text"),
-        ({"squeeze": 1}, "normalises text"),
-    ],
+    [({"kind": 1}, "not BPE"), ({"charsmap": b"\x01\x02"}, "normalises text"), ({"squeeze": 1}, "normalises text")],
 )
 def test_other_sentencepiece_models_are_refused(change: dict[str, Any], output: str, tmp_path: Path) -> None:
     folder = mistral(tmp_path)

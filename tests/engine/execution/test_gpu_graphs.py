@@ -31,11 +31,14 @@ def tokens_of(engine):
         prompt = list(range(5, 25 + 3 * index))
         engine.add(
             SequenceRequest(
-                request_id=f"r{index}", token_ids=prompt, num_prompt_tokens=len(prompt),
-                block_hashes=list(block_hashes(prompt, 16)), tokens_per_hash=16,
+                request_id=f"r{index}",
+                token_ids=prompt,
+                num_prompt_tokens=len(prompt),
+                block_hashes=list(block_hashes(prompt, 16)),
+                tokens_per_hash=16,
                 sampling=Sampling(max_tokens=8, temperature=0.7, top_p=0.9, seed=index, ignore_eos=True),
             )
-        )  # fmt: skip
+        )
         take(engine.step(), found)
     while engine.scheduler.has_work:
         take(engine.step(), found)

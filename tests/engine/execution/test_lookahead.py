@@ -31,10 +31,18 @@ STOPS = tuple(range(3, 24))
 def folder(tmp_path_factory):
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=96, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("tiny-llama")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -63,9 +71,13 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def request(name: str, prompt: list[int], group: Group | None = None, **sampling) -> SequenceRequest:
     options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), group=group,
-        block_hashes=list(block_hashes(prompt, BLOCK)), sampling=Sampling(**options),
-    )  # fmt: skip
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        group=group,
+        block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(**options),
+    )
 
 
 def told(output) -> tuple:

@@ -84,9 +84,16 @@ def _without_times(output) -> tuple[object, ...]:
     num_chunks = output.timings.num_chunks if output.timings is not None else None
     logprobs = [(one.token_id, one.logprob) for one in output.logprobs] if output.logprobs else []
     return (
-        output.request_id, output.position, tuple(output.token_ids), output.finish_reason, output.stop_token,
-        output.cached_tokens, num_chunks, len(logprobs), len(output.prompt_logprobs),
-    )  # fmt: skip
+        output.request_id,
+        output.position,
+        tuple(output.token_ids),
+        output.finish_reason,
+        output.stop_token,
+        output.cached_tokens,
+        num_chunks,
+        len(logprobs),
+        len(output.prompt_logprobs),
+    )
 
 
 def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):

@@ -38,9 +38,14 @@ class Run:
         self.count += 1
         ids = [1000 * self.count + index for index in range(tokens)]
         return SequenceRequest(
-            request_id=f"r{self.count}", token_ids=ids, num_prompt_tokens=tokens, block_hashes=[],
-            sampling=Sampling(max_tokens=max_tokens), tenant=tenant, **facts,
-        )  # fmt: skip
+            request_id=f"r{self.count}",
+            token_ids=ids,
+            num_prompt_tokens=tokens,
+            block_hashes=[],
+            sampling=Sampling(max_tokens=max_tokens),
+            tenant=tenant,
+            **facts,
+        )
 
     def add(self, tenant="", *, now_s=0.0, **facts) -> Sequence:
         return self.sched.add(self.request(tenant, **facts), now_s)
@@ -238,9 +243,12 @@ def test_one_tenant_alone_has_the_whole_queue():
 # ---- nobody starves, whatever comes to either line
 
 NEWCOMER = st.tuples(
-    st.sampled_from(["add", "reserve"]), st.integers(-2, 2), st.one_of(st.none(), st.floats(5.0, 50.0)),
-    st.sampled_from("abc"), st.integers(1, 24),
-)  # fmt: skip
+    st.sampled_from(["add", "reserve"]),
+    st.integers(-2, 2),
+    st.one_of(st.none(), st.floats(5.0, 50.0)),
+    st.sampled_from("abc"),
+    st.integers(1, 24),
+)
 
 
 def steps_until_admitted(rules: QueueRules, own, newcomers, *, limit: int) -> int | None:
@@ -369,9 +377,13 @@ def test_what_is_cached_takes_no_time():
         run.step()
     run.sched.finish(run.sched.sequences["r1"], FinishReason.LENGTH)
     again = SequenceRequest(
-        request_id="again", token_ids=[*prompt.token_ids, 1], num_prompt_tokens=81, block_hashes=[],
-        sampling=prompt.sampling, ttft_target_s=0.5,
-    )  # fmt: skip
+        request_id="again",
+        token_ids=[*prompt.token_ids, 1],
+        num_prompt_tokens=81,
+        block_hashes=[],
+        sampling=prompt.sampling,
+        ttft_target_s=0.5,
+    )
     run.add(tokens=81, ttft_target_s=0.5)
     run.sched.add(again, 0.0)
     assert in_order(run, 0.2) == ["again", "r2"]

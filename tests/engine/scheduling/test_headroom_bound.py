@@ -44,9 +44,13 @@ class Bench:
     def add(self, name, prompt, output, *, reserve):
         tokens = [hash(name) % 1000 + 10] * prompt
         request = SequenceRequest(
-            request_id=name, token_ids=tokens, num_prompt_tokens=prompt, block_hashes=list(block_hashes(tokens, BLOCK)),
-            sampling=Sampling(max_tokens=output), tokens_per_hash=BLOCK,
-        )  # fmt: skip
+            request_id=name,
+            token_ids=tokens,
+            num_prompt_tokens=prompt,
+            block_hashes=list(block_hashes(tokens, BLOCK)),
+            sampling=Sampling(max_tokens=output),
+            tokens_per_hash=BLOCK,
+        )
         (self.sched.add_reservation if reserve else self.sched.add)(request, 0.0)
 
     def step(self):

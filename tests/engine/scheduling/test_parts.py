@@ -17,9 +17,12 @@ BLOCK = 4
 
 def sequence(name: str, num_tokens: int, arrival: int = 1) -> Sequence:
     request = SequenceRequest(
-        request_id=name, token_ids=list(range(num_tokens)), num_prompt_tokens=num_tokens, block_hashes=[],
+        request_id=name,
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        block_hashes=[],
         sampling=Sampling(max_tokens=8),
-    )  # fmt: skip
+    )
     return Sequence(request, BLOCK, arrival)
 
 

@@ -172,10 +172,13 @@ def test_a_returned_sequence_goes_on_from_another_engine_and_leaves_nothing(make
     assert engine.step().returned_to_prefill == ["a"] and engine.step().returned_to_prefill == []
     assert engine.load().used_blocks == 0 and engine.load().preempted == {"return-to-prefill": 1}
     rest = SequenceRequest(
-        request_id="a~2", token_ids=prompt + tokens, num_prompt_tokens=len(prompt),
-        block_hashes=list(block_hashes(prompt + tokens, BLOCK)), num_prefill_returns=1,
+        request_id="a~2",
+        token_ids=prompt + tokens,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt + tokens, BLOCK)),
+        num_prefill_returns=1,
         sampling=Sampling(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3),
-    )  # fmt: skip
+    )
     other = make(blocks=64)
     other.add(rest)
     assert tokens + drain(other)["a~2"] == expected

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.blocks import OutputLengths, growth_blocks
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import (
-    MeasuredSpeeds,
-    PreemptionMode,
-    VictimGroup,
-    choose,
-    costs,
-)
+from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionMode, VictimGroup, choose, costs
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.hashing import block_hashes
@@ -78,9 +72,11 @@ def test_a_mode_that_is_asked_for_is_taken_where_it_can_be(only):
 
 
 @given(
-    tokens=st.integers(1, 10**6), others=st.integers(0, 500), swap_bytes=st.integers(0, 10**11),
+    tokens=st.integers(1, 10**6),
+    others=st.integers(0, 500),
+    swap_bytes=st.integers(0, 10**11),
     transfer_bytes=st.integers(0, 10**11),
-)  # fmt: skip
+)
 def test_no_other_mode_costs_less_than_the_chosen_one(tokens, others, swap_bytes, transfer_bytes):
     stake = VictimGroup(
         tokens, swap_bytes=swap_bytes, transfer_bytes=transfer_bytes, num_others=others, can_swap=True, can_return=True
@@ -232,9 +228,12 @@ class Swapping:
         start = sum(map(ord, name)) * 1000
         ids = list(range(start, start + tokens)) if isinstance(tokens, int) else tokens
         request = SequenceRequest(
-            request_id=name, token_ids=ids, num_prompt_tokens=len(ids), block_hashes=list(block_hashes(ids, BLOCK)),
+            request_id=name,
+            token_ids=ids,
+            num_prompt_tokens=len(ids),
+            block_hashes=list(block_hashes(ids, BLOCK)),
             sampling=Sampling(max_tokens=max_tokens),
-        )  # fmt: skip
+        )
         assert self.sched.refusal(request) is None
         return self.sched.add(request, 0.0)
 

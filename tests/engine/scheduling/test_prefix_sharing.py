@@ -19,9 +19,13 @@ BLOCK = 4
 def request(name, ids, *, salt="", **fields):
     given = {"sampling": Sampling(max_tokens=8)} | fields
     return SequenceRequest(
-        request_id=name, token_ids=ids, num_prompt_tokens=len(ids), salt=salt,
-        block_hashes=list(block_hashes(ids, BLOCK, salt)), **given,
-    )  # fmt: skip
+        request_id=name,
+        token_ids=ids,
+        num_prompt_tokens=len(ids),
+        salt=salt,
+        block_hashes=list(block_hashes(ids, BLOCK, salt)),
+        **given,
+    )
 
 
 def scheduler(*requests, budget=64, **pool):

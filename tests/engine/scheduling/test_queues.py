@@ -33,10 +33,13 @@ def engine_of(folder, **options):
 def request(number, *, tokens=20, max_tokens=3, **facts):
     prompt = [3 + (number * 31 + index * 7) % 200 for index in range(tokens)]
     return SequenceRequest(
-        request_id=f"r{number}", token_ids=prompt, num_prompt_tokens=tokens,
+        request_id=f"r{number}",
+        token_ids=prompt,
+        num_prompt_tokens=tokens,
         block_hashes=list(block_hashes(prompt, BLOCK)),
-        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), **facts,
-    )  # fmt: skip
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        **facts,
+    )
 
 
 def outputs_of(engine):
@@ -73,9 +76,10 @@ def test_the_load_reports_the_queue_and_the_service(folder):
 async def test_a_stuck_engine_wakes_for_a_deadline_and_refuses(folder):
     refused = asyncio.Queue()
     thread = EngineThread(
-        lambda: engine_of(folder), on_failure=lambda error: refused.put_nowait(error),
+        lambda: engine_of(folder),
+        on_failure=lambda error: refused.put_nowait(error),
         on_step=lambda result: [refused.put_nowait(one) for one in result.refused],
-    )  # fmt: skip
+    )
     await thread.start()
     try:
         blocks = await thread.call(

@@ -52,9 +52,13 @@ def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
 def hashed_by(step: int, name: str, ids: list[int]) -> SequenceRequest:
     """A request with a hash for every `step` tokens, BLOCK or a part of it."""
     return SequenceRequest(
-        request_id=name, token_ids=ids, num_prompt_tokens=len(ids), block_hashes=list(block_hashes(ids, step)),
-        sampling=Sampling(max_tokens=8), tokens_per_hash=step,
-    )  # fmt: skip
+        request_id=name,
+        token_ids=ids,
+        num_prompt_tokens=len(ids),
+        block_hashes=list(block_hashes(ids, step)),
+        sampling=Sampling(max_tokens=8),
+        tokens_per_hash=step,
+    )
 
 
 def test_blocks_larger_than_a_hash_are_named_by_the_hash_that_ends_them():
@@ -81,9 +85,13 @@ def test_a_block_that_is_yet_to_be_copied_goes_to_nobody_in_the_same_step():
 
     def add(name: str, ids: list[int], *, priority: int = 0) -> None:
         one = SequenceRequest(
-            request_id=name, token_ids=ids, num_prompt_tokens=len(ids), sampling=Sampling(max_tokens=1),
-            block_hashes=list(block_hashes(ids, 8)), hints=KvHints(priority=priority),
-        )  # fmt: skip
+            request_id=name,
+            token_ids=ids,
+            num_prompt_tokens=len(ids),
+            sampling=Sampling(max_tokens=1),
+            block_hashes=list(block_hashes(ids, 8)),
+            hints=KvHints(priority=priority),
+        )
         sched.add(one, 0.0)
 
     for name, ids, priority in (("a", list(range(17)), 0), ("x", list(range(30, 47)), 1)):
@@ -341,9 +349,14 @@ def tail_scheduler(blocks: int, **options) -> Scheduler:
 
 def tail_request(name: str, ids: list[int], *, salt: str = "", **hints) -> SequenceRequest:
     return SequenceRequest(
-        request_id=name, token_ids=ids, num_prompt_tokens=len(ids), block_hashes=list(block_hashes(ids, TAIL, salt)),
-        sampling=Sampling(max_tokens=8), salt=salt, hints=KvHints(**hints),
-    )  # fmt: skip
+        request_id=name,
+        token_ids=ids,
+        num_prompt_tokens=len(ids),
+        block_hashes=list(block_hashes(ids, TAIL, salt)),
+        sampling=Sampling(max_tokens=8),
+        salt=salt,
+        hints=KvHints(**hints),
+    )
 
 
 def finished(sched: Scheduler, name: str, ids: list[int], **options) -> list[int]:

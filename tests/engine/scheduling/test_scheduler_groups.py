@@ -31,9 +31,15 @@ class Run:
         self.count += 1
         ids = [1000 * self.count + index for index in range(tokens)]
         return SequenceRequest(
-            request_id=f"r{self.count}", token_ids=ids, num_prompt_tokens=tokens, block_hashes=[], tenant="a",
-            sampling=Sampling(max_tokens=max_tokens), group=group, **facts,
-        )  # fmt: skip
+            request_id=f"r{self.count}",
+            token_ids=ids,
+            num_prompt_tokens=tokens,
+            block_hashes=[],
+            tenant="a",
+            sampling=Sampling(max_tokens=max_tokens),
+            group=group,
+            **facts,
+        )
 
     def step(self) -> None:
         plan = self.sched.schedule()

@@ -27,9 +27,14 @@ WEIGHTS = {"b": 2.0, "c": 0.5}  # sums of such prices are exact
 def request(name: str, tenant: str = "", *, tokens: int = 6, num_prompt: int | None = None, **facts) -> SequenceRequest:
     ids = [100 * int(name) + index for index in range(tokens)]
     return SequenceRequest(
-        request_id=name, token_ids=ids, num_prompt_tokens=num_prompt or tokens, block_hashes=[],
-        sampling=Sampling(max_tokens=32), tenant=tenant, **facts,
-    )  # fmt: skip
+        request_id=name,
+        token_ids=ids,
+        num_prompt_tokens=num_prompt or tokens,
+        block_hashes=[],
+        sampling=Sampling(max_tokens=32),
+        tenant=tenant,
+        **facts,
+    )
 
 
 def scheduler(kind: type[Scheduler] = Scheduler, *, blocks: int = 24) -> Scheduler:

@@ -29,9 +29,15 @@ class QueueWorld:
     def new(self, tenant="", *, priority=0, deadline_s=None, tokens=100, now_s=0.0) -> Sequence:
         self.arrivals += 1
         request = SequenceRequest(
-            request_id=f"r{self.arrivals}", token_ids=[0] * tokens, num_prompt_tokens=tokens, block_hashes=[],
-            sampling=Sampling(max_tokens=8), priority=priority, deadline_s=deadline_s, tenant=tenant,
-        )  # fmt: skip
+            request_id=f"r{self.arrivals}",
+            token_ids=[0] * tokens,
+            num_prompt_tokens=tokens,
+            block_hashes=[],
+            sampling=Sampling(max_tokens=8),
+            priority=priority,
+            deadline_s=deadline_s,
+            tenant=tenant,
+        )
         return Sequence(request, 16, self.arrivals, arrived_s=now_s)
 
     def come(self, tenant="", **facts) -> Sequence:

@@ -7,11 +7,7 @@ import pytest
 
 from kvrelay.cluster.commands.settings_flags import with_absolute_source
 from kvrelay.config import settings_from
-from kvrelay.engine.speculation.draft_fit import (
-    check_vocabulary,
-    prepare_draft_model,
-    weight_share,
-)
+from kvrelay.engine.speculation.draft_fit import check_vocabulary, prepare_draft_model, weight_share
 from kvrelay.errors import ConfigError, ModelNotFound
 
 pytestmark = pytest.mark.pure

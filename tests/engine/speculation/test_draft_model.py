@@ -65,9 +65,7 @@ def make(folders, monkeypatch):
             monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
             monkeypatch.setattr(Speculation, "lengths", lambda self, count, drafters: [self.most] * len(drafters))
             monkeypatch.setattr(
-                DraftModelChoice,
-                "lengths",
-                lambda self, candidates, *_, **__: [one.most for one in candidates],
+                DraftModelChoice, "lengths", lambda self, candidates, *_, **__: [one.most for one in candidates]
             )
         backend = select_backend("cpu", "cpu", 1)
         config = EngineConfig(

@@ -54,9 +54,13 @@ class Driven:
         """(tokens, cached tokens) of one request."""
         sampling = Sampling(max_tokens=count, temperature=0.0, ignore_eos=True)
         request = SequenceRequest(
-            request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling,
-            block_hashes=list(block_hashes(prompt, BLOCK, fields.get("salt", ""))), **fields,
-        )  # fmt: skip
+            request_id=name,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            block_hashes=list(block_hashes(prompt, BLOCK, fields.get("salt", ""))),
+            **fields,
+        )
         assert self.engine.refusal(request) is None
         self.engine.add(request)
         tokens, cached = [], 0
@@ -211,9 +215,12 @@ def test_layers_that_come_up_are_announced_for_the_transfer_like_computed_ones(d
     it.forget_pool()
     sampling = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True)
     request = SequenceRequest(
-        request_id="held", token_ids=prompt, num_prompt_tokens=64, sampling=sampling,
+        request_id="held",
+        token_ids=prompt,
+        num_prompt_tokens=64,
+        sampling=sampling,
         block_hashes=list(block_hashes(prompt, BLOCK)),
-    )  # fmt: skip
+    )
     it.engine.add(request, hold=True, output_limit=1)
     while not it.engine.scheduler.held:
         it.engine.step()
@@ -256,9 +263,12 @@ def test_an_abort_while_blocks_come_up_frees_them(drive):
     it.forget_pool()
     sampling = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True)
     request = SequenceRequest(
-        request_id="reserved", token_ids=prompt, num_prompt_tokens=64, sampling=sampling,
+        request_id="reserved",
+        token_ids=prompt,
+        num_prompt_tokens=64,
+        sampling=sampling,
         block_hashes=list(block_hashes(prompt, BLOCK)),
-    )  # fmt: skip
+    )
     it.engine.reserve(request)
     result = it.engine.step()
     assert result.reservations[0].held_tokens == 64

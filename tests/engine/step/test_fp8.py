@@ -52,10 +52,14 @@ def run(engine, prompts, max_tokens=8):
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
         engine.add(
             SequenceRequest(
-                request_id=str(index), token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=[],
-                tokens_per_hash=engine.config.block_size, sampling=sampling,
+                request_id=str(index),
+                token_ids=prompt,
+                num_prompt_tokens=len(prompt),
+                block_hashes=[],
+                tokens_per_hash=engine.config.block_size,
+                sampling=sampling,
             )
-        )  # fmt: skip
+        )
     tokens, logprobs = [[] for _ in prompts], [[] for _ in prompts]
     while engine.scheduler.has_work:
         for output in engine.step().outputs:

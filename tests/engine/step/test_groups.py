@@ -33,9 +33,15 @@ def hugging_face(folder):
     def search(prompt: list[int], width: int, count: int, max_tokens: int, **options) -> list[list[int]]:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, num_beams=width,
-            num_return_sequences=count, pad_token_id=0, **options,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=count,
+            pad_token_id=0,
+            **options,
+        )
         return [up_to_the_end(row[len(prompt) :].tolist()) for row in out]
 
     return search

@@ -16,9 +16,13 @@ KINDS = {"samples": Group(seeds=(11, 12, 13)), "beams": Group(beams=Beams(width=
 def request_of(name, prompt, group):
     sampling = Sampling(max_tokens=NUM_OUTPUT, temperature=0.0 if group.beams else 1.0, ignore_eos=True)
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling, group=group,
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=sampling,
+        group=group,
         block_hashes=list(block_hashes(prompt, BLOCK)),
-    )  # fmt: skip
+    )
 
 
 def drained(it):

@@ -23,9 +23,12 @@ def folder(tmp_path_factory):
 def request(name, first):
     prompt = list(range(first, first + 40))
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=40, block_hashes=list(block_hashes(prompt, 16)),
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=40,
+        block_hashes=list(block_hashes(prompt, 16)),
         sampling=Sampling(max_tokens=8, temperature=0.0, ignore_eos=True),
-    )  # fmt: skip
+    )
 
 
 async def test_who_reserves_does_not_wait_for_the_step_of_the_others(folder):

@@ -142,10 +142,14 @@ def generate(engine, prompt=PROMPT):
     """(tokens, cached prompt tokens) of greedy decoding."""
     engine.add(
         SequenceRequest(
-            request_id="r", token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=[],
-            tokens_per_hash=engine.config.block_size, sampling=Sampling(max_tokens=8, temperature=0.0, ignore_eos=True),
+            request_id="r",
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            block_hashes=[],
+            tokens_per_hash=engine.config.block_size,
+            sampling=Sampling(max_tokens=8, temperature=0.0, ignore_eos=True),
         )
-    )  # fmt: skip
+    )
     tokens, cached = [], 0
     while engine.scheduler.has_work:
         for output in engine.step().outputs:

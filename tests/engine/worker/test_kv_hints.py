@@ -19,9 +19,12 @@ def others(it: Driven, count: int, **fields) -> None:
 def ask(it: Driven, prompt, *, hold_s=30.0, name="p"):
     """What a prefetch is told."""
     request = SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=Sampling(max_tokens=1),
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=Sampling(max_tokens=1),
         block_hashes=list(block_hashes(prompt, BLOCK)),
-    )  # fmt: skip
+    )
     told = []
     prefetch(it.engine, Prefetch(query_id=7, request=request, hold_s=hold_s), told.append)
     it.settle()
@@ -121,9 +124,7 @@ def test_a_tenant_has_its_share_of_the_host_tier_and_no_more(drive):  # noqa: F8
 
 @pytest.mark.parametrize("write", ["write-through", "selective", "write-back"])
 def test_what_is_not_to_be_kept_is_kept_nowhere(drive, tmp_path, write):  # noqa: F811
-    it = drive(
-        pool_blocks=20, host_blocks=24, write_policy=write, disk_path=str(tmp_path / "kv"), disk_size="8MiB"
-    )  # fmt: skip
+    it = drive(pool_blocks=20, host_blocks=24, write_policy=write, disk_path=str(tmp_path / "kv"), disk_size="8MiB")
     for seed in range(4):
         for _ in range(2):
             it.run(prompt_of(60, seed), hints=KvHints(keep=False, priority=8))

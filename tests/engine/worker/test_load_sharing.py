@@ -63,9 +63,10 @@ def test_each_has_been_told_the_sum_of_the_others(script):
         others = [one for other, one in said.items() if other != peer]
         known = [one for one in others if one is not None]
         want = AssignedByOthers(
-            len(others), len(known) == len(others), *(sum(getattr(one, name) for one in known)
-            for name in ("tokens", "prompts", "sequences", "blocks"))
-        )  # fmt: skip
+            len(others),
+            len(known) == len(others),
+            *(sum(getattr(one, name) for one in known) for name in ("tokens", "prompts", "sequences", "blocks")),
+        )
         assert told.get(peer, AssignedByOthers(0, True)) == want
 
 
@@ -115,12 +116,15 @@ class Together:
         return [
             {
                 view.worker_id: (
-                    view.load.queued_tokens, view.load.queued_requests, view.load.sequences, view.load.free_blocks,
+                    view.load.queued_tokens,
+                    view.load.queued_requests,
+                    view.load.sequences,
+                    view.load.free_blocks,
                 )
                 for view in router.workers()
             }
             for router in self.routers
-        ]  # fmt: skip
+        ]
 
 
 moves = st.lists(

@@ -27,8 +27,9 @@ async def thread(folder):
     failures = []
     thread = EngineThread(
         lambda: load_engine(folder, select_backend("reference", "cpu", 1), torch.float32, config),
-        on_step=lambda result: None, on_failure=failures.append,
-    )  # fmt: skip
+        on_step=lambda result: None,
+        on_failure=failures.append,
+    )
     await thread.start()
     yield thread
     await thread.aclose()

@@ -12,8 +12,11 @@ GIB = 1 << 30
 def sizes(engine=None, *, has_device=False, free=24 * GIB, workers=2, gpus=0.0):
     return engine_sizes(
         settings_from({"engine": engine or {}}).engine,
-        has_device=has_device, free_host_bytes=free, num_workers=workers, gpus_per_worker=gpus,
-    )  # fmt: skip
+        has_device=has_device,
+        free_host_bytes=free,
+        num_workers=workers,
+        gpus_per_worker=gpus,
+    )
 
 
 @pytest.mark.parametrize(

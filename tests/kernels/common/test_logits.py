@@ -14,9 +14,13 @@ VOCAB = 12
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=9)
 PENALTY = st.sampled_from([1.0, 1.3, 0.8])
 WISHES = st.tuples(
-    TOKENS, PENALTY, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, -0.4]),
-    st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-2.0, 0.5]), max_size=4), TOKENS,
-)  # fmt: skip
+    TOKENS,
+    PENALTY,
+    st.sampled_from([0.0, 0.7]),
+    st.sampled_from([0.0, -0.4]),
+    st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-2.0, 0.5]), max_size=4),
+    TOKENS,
+)
 
 
 def by_hand(row, wish):

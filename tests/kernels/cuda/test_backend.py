@@ -77,9 +77,13 @@ def test_the_ladder_ends_at_the_largest_batch_and_pads_little(most):
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 def test_attention_equals_the_reference(cuda, reference, dtype, head_dim, heads, window_softcap, block_size):
     case = KernelCase(
-        ((1, 33), (1, 700), (1, 1), (5, 5), (16, 48), (17, 49), (40, 300)), *heads, head_dim, block_size, dtype,
+        ((1, 33), (1, 700), (1, 1), (5, 5), (16, 48), (17, 49), (40, 300)),
+        *heads,
+        head_dim,
+        block_size,
+        dtype,
         *window_softcap,
-    )  # fmt: skip
+    )
     step = make_step(case)
     found = run_attention(cuda, on_gpu(step)).cpu()
     torch.testing.assert_close(found, run_attention(reference, step), atol=2e-2, rtol=2e-2)
@@ -147,9 +151,12 @@ def test_sampling_equals_the_reference(cuda, reference, filters):
     logits, uniform = 4 * torch.randn(24, 5000, generator=generator), torch.rand(24, generator=generator)
     top_k, top_p, min_p = filters
     batch = SamplingBatch(
-        torch.tensor([0.0, 0.8] * 12), torch.full((24,), top_k), torch.full((24,), top_p), torch.full((24,), min_p),
+        torch.tensor([0.0, 0.8] * 12),
+        torch.full((24,), top_k),
+        torch.full((24,), top_p),
+        torch.full((24,), min_p),
         uniform.double(),
-    )  # fmt: skip
+    )
     assert torch.equal(cuda.sample(logits.cuda(), batch), reference.sample(logits, batch))
 
 

@@ -55,10 +55,15 @@ def run_until(
 ) -> None:
     """`is_shrunk`: a failure is made as small as it can be, which takes minutes: not for those that are wanted."""
     chosen = settings(
-        max_examples=examples, stateful_step_count=rules_each, deadline=None, database=None, derandomize=False,
-        suppress_health_check=list(HealthCheck), report_multiple_bugs=is_shrunk,
+        max_examples=examples,
+        stateful_step_count=rules_each,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=is_shrunk,
         phases=[Phase.generate, Phase.shrink] if is_shrunk else [Phase.generate],
-    )  # fmt: skip
+    )
     number = SEED
     while not is_done():
         run_state_machine_as_test(seed(number)(type(machine.__name__, (machine,), {})), settings=chosen)

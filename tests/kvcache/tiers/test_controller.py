@@ -77,9 +77,15 @@ class World:
         self.slab = HostSlab(self.storage.memory, slots * LAYOUT.block_bytes)
         self.woken = threading.Semaphore(0)
         self.tiers = TierController(
-            self.pool, self.slab, TierIndex(slots, Lru(), keep_changes=True), list(stores), TierRules(**rules),
-            max_bytes=1 << 20, wake=self.woken.release, clock=clock,
-        )  # fmt: skip
+            self.pool,
+            self.slab,
+            TierIndex(slots, Lru(), keep_changes=True),
+            list(stores),
+            TierRules(**rules),
+            max_bytes=1 << 20,
+            wake=self.woken.release,
+            clock=clock,
+        )
         self.tiers.start()
 
     def named(self, count, salt=""):

@@ -245,9 +245,16 @@ class Life:
         self.stores = [FakeStore("near", 6), FakeStore("far", 40)]
         self.rules = TierRules(write, prefetch, 2.0, is_checked, SIZE)
         self.tiers = TierController(
-            self.pool, self.slab, self.index, self.stores, self.rules, max_bytes=1,
-            wake=lambda: None, clock=lambda: self.now_s, make_threads=InlineThreads,
-        )  # fmt: skip
+            self.pool,
+            self.slab,
+            self.index,
+            self.stores,
+            self.rules,
+            max_bytes=1,
+            wake=lambda: None,
+            clock=lambda: self.now_s,
+            make_threads=InlineThreads,
+        )
         self.tiers.start()
         self.copies, self.io = self.tiers._copies, self.tiers._io
         self.waiting: list[Seq] = []

@@ -207,9 +207,13 @@ class Script:
         attempt.openings.append(opening)
         try:
             answer = await source.ask(
-                "open", opening=name, request_id=request_id, path=attempt.path, ticket=ticket.hex(),
+                "open",
+                opening=name,
+                request_id=request_id,
+                path=attempt.path,
+                ticket=ticket.hex(),
                 num_blocks=attempt.num_blocks,
-            )  # fmt: skip
+            )
         except Gone:  # perhaps before anybody knew of this opening
             opening.end("killed")
             raise

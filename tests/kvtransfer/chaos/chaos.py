@@ -152,9 +152,16 @@ class Chaos:
             num_blocks = open_ticket(stale, SECRET).num_blocks
         first_block = rng.randrange(num_blocks) if rng.random() < 0.2 else 0
         attempt = Attempt(
-            f"r{number}.{rng.randrange(1 << 32):x}", plan, path, source, target, first_block, num_blocks,
-            asyncio.get_running_loop().create_future(), num_freezes=source.num_freezes + target.num_freezes,
-        )  # fmt: skip
+            f"r{number}.{rng.randrange(1 << 32):x}",
+            plan,
+            path,
+            source,
+            target,
+            first_block,
+            num_blocks,
+            asyncio.get_running_loop().create_future(),
+            num_freezes=source.num_freezes + target.num_freezes,
+        )
         self._attempts[attempt.request_id] = attempt
         try:
             if not await self._run(attempt, rng, stale):
@@ -180,9 +187,13 @@ class Chaos:
         flip = attempt.plan == FLIP
         try:
             granted = await attempt.target.ask(
-                "grant", request_id=attempt.request_id, path=attempt.path, first_block=attempt.first_block,
-                num_blocks=attempt.num_blocks, flip=flip,
-            )  # fmt: skip
+                "grant",
+                request_id=attempt.request_id,
+                path=attempt.path,
+                first_block=attempt.first_block,
+                num_blocks=attempt.num_blocks,
+                flip=flip,
+            )
         except Gone:
             return False
         if "ticket" not in granted:
@@ -195,9 +206,10 @@ class Chaos:
         if len(self._tickets[attempt.target]) < 4:
             self._tickets[attempt.target].append(ticket)
         others = [
-            member.now for member in self._members["source"]
+            member.now
+            for member in self._members["source"]
             if member.now.is_ready and member.now is not attempt.source and attempt.path in member.now.paths
-        ]  # fmt: skip
+        ]
         script = Script(attempt, rng, others, stale)
         with contextlib.suppress(Gone):  # the ends tell
             await script.run(ticket, LEASE_S)
@@ -388,11 +400,20 @@ def report(chaos: Chaos, options: argparse.Namespace, seconds: float) -> dict[st
         f"problems {len(chaos.problems)}"
     )
     return {
-        "machine": machine(), "transfers": options.n, "seed": options.seed, "seconds": seconds,
-        "faults": chaos.faults, "outcomes": chaos.outcomes, "transports": chaos.transports, "recoveries": recoveries,
-        "growth": chaos.growth, "leaked_blocks": chaos.num_leaked, "wrong_blocks": chaos.num_wrong,
-        "late_writes": chaos.num_late, "problems": chaos.problems,
-    }  # fmt: skip
+        "machine": machine(),
+        "transfers": options.n,
+        "seed": options.seed,
+        "seconds": seconds,
+        "faults": chaos.faults,
+        "outcomes": chaos.outcomes,
+        "transports": chaos.transports,
+        "recoveries": recoveries,
+        "growth": chaos.growth,
+        "leaked_blocks": chaos.num_leaked,
+        "wrong_blocks": chaos.num_wrong,
+        "late_writes": chaos.num_late,
+        "problems": chaos.problems,
+    }
 
 
 def main() -> int:

@@ -48,9 +48,15 @@ HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 UNHELD = 0xC5  # what blocks hold that nobody holds
 FINGERPRINT = Fingerprint(
-    protocol=1, model="chaos", dtype=LAYOUT.dtype, block_size=LAYOUT.block_size, num_layers=LAYOUT.num_layers,
-    num_kv_heads=LAYOUT.num_kv_heads, head_dim=LAYOUT.head_dim, hash_seed="chaos",
-)  # fmt: skip
+    protocol=1,
+    model="chaos",
+    dtype=LAYOUT.dtype,
+    block_size=LAYOUT.block_size,
+    num_layers=LAYOUT.num_layers,
+    num_kv_heads=LAYOUT.num_kv_heads,
+    head_dim=LAYOUT.head_dim,
+    hash_seed="chaos",
+)
 
 
 class Blocks:
@@ -89,9 +95,11 @@ class Blocks:
 
     def status(self) -> dict[str, Any]:
         return {
-            "missing": LAYOUT.num_blocks - self.held.num_available, "late_writes": self.num_late_writes,
-            "files": dict(Counter(_open_files())), "threads": threading.active_count(),
-        }  # fmt: skip
+            "missing": LAYOUT.num_blocks - self.held.num_available,
+            "late_writes": self.num_late_writes,
+            "files": dict(Counter(_open_files())),
+            "threads": threading.active_count(),
+        }
 
 
 def _open_files() -> Iterator[str]:
@@ -140,9 +148,18 @@ class SourceEnd(End):
         for path in self.paths:
             settings, table = self.settings(path)
             self._engines[path] = engine = KvSource(
-                self.blocks.memory, f"{self.name}.{path}", self.epoch, FINGERPRINT, SECRET, settings, host=HOST,
-                generation_of=self.blocks.held.generation, transports=table, lease_s=LEASE_S, deadline_s=DEADLINE_S,
-            )  # fmt: skip
+                self.blocks.memory,
+                f"{self.name}.{path}",
+                self.epoch,
+                FINGERPRINT,
+                SECRET,
+                settings,
+                host=HOST,
+                generation_of=self.blocks.held.generation,
+                transports=table,
+                lease_s=LEASE_S,
+                deadline_s=DEADLINE_S,
+            )
             await engine.start()
 
     def on_open(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -235,10 +252,20 @@ class TargetEnd(End):
         for path in self.paths:
             settings, table = self.settings(path)
             self._engines[path] = engine = KvTarget(
-                self.blocks.memory, f"{self.name}.{path}", self.epoch, FINGERPRINT, SECRET, settings, host=HOST,
-                generation_of=self.blocks.held.generation, on_commit=self._on_commit, on_failed=self._on_failed,
-                on_released=self._on_released, transports=table, lease_s=LEASE_S,
-            )  # fmt: skip
+                self.blocks.memory,
+                f"{self.name}.{path}",
+                self.epoch,
+                FINGERPRINT,
+                SECRET,
+                settings,
+                host=HOST,
+                generation_of=self.blocks.held.generation,
+                on_commit=self._on_commit,
+                on_failed=self._on_failed,
+                on_released=self._on_released,
+                transports=table,
+                lease_s=LEASE_S,
+            )
             await engine.start()
 
     def on_grant(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -303,9 +330,10 @@ class TargetEnd(End):
     def status(self) -> dict[str, Any]:
         stats = [engine.stats() for engine in self._engines.values()]
         return {
-            **self.blocks.status(), "open": sum(each.open_transfers for each in stats),
+            **self.blocks.status(),
+            "open": sum(each.open_transfers for each in stats),
             "quarantined": sum(each.quarantined_blocks for each in stats),
-        }  # fmt: skip
+        }
 
     async def aclose(self) -> None:
         for engine in self._engines.values():

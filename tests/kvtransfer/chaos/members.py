@@ -46,9 +46,17 @@ class Incarnation:
         """Run it; returns when it takes orders. Raises RuntimeError with its last words."""
         whole = {**config, "name": self.name, "epoch": self.epoch}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.kvtransfer.chaos.end", self.role, json.dumps(whole),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self._errors, limit=1 << 24, cwd=ROOT,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "tests.kvtransfer.chaos.end",
+            self.role,
+            json.dumps(whole),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._errors,
+            limit=1 << 24,
+            cwd=ROOT,
+        )
         ready = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(ready))
         async with asyncio.timeout(START_TIMEOUT_S):

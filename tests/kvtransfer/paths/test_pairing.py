@@ -89,8 +89,7 @@ async def test_a_stuck_probe_keeps_its_blocks_until_it_has_ended(kv, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("model", "another"), ("hash_seed", "another"), ("head_dim", 64), ("num_layers", 5)],
+    ("field", "value"), [("model", "another"), ("hash_seed", "another"), ("head_dim", 64), ("num_layers", 5)]
 )
 async def test_a_misfit_names_the_field_and_the_remedy(kv, field, value):
     misfit = dataclasses.replace(kv.lib.FINGERPRINT, **{field: value})

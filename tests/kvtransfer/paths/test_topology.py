@@ -116,15 +116,22 @@ def cloud_vm(root, host="vm-1", process="p"):
 def test_a_dgx_like_host_is_read(tmp_path):
     found = dgx(tmp_path, cores=(56, 57))
     assert {nic.name: (nic.kind, nic.is_up, nic.gbit_per_s, nic.numa_node) for nic in found.nics} == {
-        "mlx5_0": ("rdma", True, 200.0, 0), "mlx5_1": ("rdma", True, 200.0, 0),
-        "mlx5_2": ("rdma", True, 200.0, 1), "mlx5_3": ("rdma", True, 200.0, 1),
-        "mlx5_8": ("rdma", False, 200.0, 1), "mlx5_9": ("rdma", True, 400.0, 0),
-        "eno1": ("ethernet", True, 25.0, 0), "docker0": ("ethernet", True, 0.0, -1),
-    }  # fmt: skip
+        "mlx5_0": ("rdma", True, 200.0, 0),
+        "mlx5_1": ("rdma", True, 200.0, 0),
+        "mlx5_2": ("rdma", True, 200.0, 1),
+        "mlx5_3": ("rdma", True, 200.0, 1),
+        "mlx5_8": ("rdma", False, 200.0, 1),
+        "mlx5_9": ("rdma", True, 400.0, 0),
+        "eno1": ("ethernet", True, 25.0, 0),
+        "docker0": ("ethernet", True, 0.0, -1),
+    }
     assert found.nics[0].pci_path == ["pci0000:0a", "0000:0a:01.0", "0000:0b:00.0", "0000:0c:00.0", "0000:0d:00.0"]
     assert [(gpu.index, gpu.numa_node, gpu.nvlink_domain) for gpu in found.gpus] == [
-        (0, 0, "dgx-1"), (1, 0, "dgx-1"), (2, 1, "dgx-1"), (3, 1, "dgx-1"),
-    ]  # fmt: skip
+        (0, 0, "dgx-1"),
+        (1, 0, "dgx-1"),
+        (2, 1, "dgx-1"),
+        (3, 1, "dgx-1"),
+    ]
     assert (found.numa_node, found.numa_distances) == (1, [[10, 32], [32, 10]])
 
 
@@ -224,8 +231,11 @@ def names(nics):
 def test_each_gpu_takes_the_nics_of_its_own_switch(tmp_path):
     machine = dgx(tmp_path)
     assert [names(best_nics(machine, f"cuda:{index}")) for index in range(4)] == [
-        ["mlx5_0", "mlx5_1"], ["mlx5_0", "mlx5_1"], ["mlx5_2", "mlx5_3"], ["mlx5_2", "mlx5_3"],
-    ]  # fmt: skip
+        ["mlx5_0", "mlx5_1"],
+        ["mlx5_0", "mlx5_1"],
+        ["mlx5_2", "mlx5_3"],
+        ["mlx5_2", "mlx5_3"],
+    ]
 
 
 def test_host_memory_takes_the_fastest_nics_of_the_workers_node(tmp_path):
@@ -315,10 +325,7 @@ def test_between_hosts_without_rdma_sockets_go_first_and_the_danger_is_named(tmp
 def test_rdma_goes_before_tcp_and_names_both_nics_with_their_affinity(tmp_path):
     source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
     assert rank_paths(source, target, "cuda:0", "cuda:2", ["nixl", "tcp"]) == [
-        (
-            "nixl",
-            "RDMA mlx5_0, 200 Gb/s, same PCIe switch as cuda:0, to mlx5_2, 200 Gb/s, same PCIe switch as cuda:2",
-        ),
+        ("nixl", "RDMA mlx5_0, 200 Gb/s, same PCIe switch as cuda:0, to mlx5_2, 200 Gb/s, same PCIe switch as cuda:2"),
         ("tcp", "TCP eno1 to eno1, 25 Gb/s"),
     ]
 

@@ -79,9 +79,15 @@ def cases(draw):
     layouts = []
     for side in range(2):
         model = KvLayout(
-            draw(st.just(3)), rooms[side], sizes[side], heads, draw(st.sampled_from([1, 3])), "float16",
-            order=draw(st.sampled_from(["NHD", "HND"])), is_latent=is_latent,
-        )  # fmt: skip
+            draw(st.just(3)),
+            rooms[side],
+            sizes[side],
+            heads,
+            draw(st.sampled_from([1, 3])),
+            "float16",
+            order=draw(st.sampled_from(["NHD", "HND"])),
+            is_latent=is_latent,
+        )
         model = dataclasses.replace(model, head_dim=layouts[0][0].head_dim) if layouts else model
         layouts.append(
             [

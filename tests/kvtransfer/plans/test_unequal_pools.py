@@ -112,8 +112,7 @@ async def test_only_what_the_target_lacks_travels_in_chunks_too(kv, sent, landed
     )
     first = first_block * landed
     assert torch.equal(
-        tokens(target.memory, target_blocks, first, NUM_TOKENS),
-        tokens(source.memory, source_blocks, first, NUM_TOKENS),
+        tokens(target.memory, target_blocks, first, NUM_TOKENS), tokens(source.memory, source_blocks, first, NUM_TOKENS)
     )
     assert not tokens(target.memory, target_blocks, 0, first).any()
     small = min(sent, landed)

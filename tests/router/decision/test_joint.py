@@ -186,8 +186,10 @@ def test_sequences_go_to_decode_workers_that_keep_their_pace():
 def test_a_decision_says_how_soon_the_first_token_is_wanted():
     slo = SloRequirement((SloTarget("c", ttft_s=3.0),))
     for policy, request, wanted in (
-        ("joint", ask(), (5.0, 0.1)), ("joint", ask(slo=slo), (3.0, 0.1)), ("least_loaded", ask(), (None, None)),
-    ):  # fmt: skip
+        ("joint", ask(), (5.0, 0.1)),
+        ("joint", ask(slo=slo), (3.0, 0.1)),
+        ("least_loaded", ask(), (None, None)),
+    ):
         choice = decided(cluster(["p1"], ["d1"], policy=policy).select_and_reserve(request, 0.0))
         assert (choice.ttft_target_s, choice.tpot_target_s) == wanted
 

@@ -34,10 +34,7 @@ class Spy(RoutingPolicy):
 
     def rank(self, ask, prefills, decodes):
         copies = tuple(
-            WorkerTable(
-                side.names,
-                *(np.copy(getattr(side, f.name)) for f in fields(side) if f.name != "names"),
-            )
+            WorkerTable(side.names, *(np.copy(getattr(side, f.name)) for f in fields(side) if f.name != "names"))
             for side in (prefills, decodes)
         )
         self.seen.append((ask, *copies))
@@ -68,12 +65,19 @@ def accounts(router, role, rate):
     model = CostModel()
     return {
         view.worker_id: (
-            load.queued_tokens, load.queued_requests, load.sequences, load.waiting, load.free_blocks, load.turn,
-            load.prefill_tokens_per_s or rate, load.decode_step_s or model.default_decode_step_s,
+            load.queued_tokens,
+            load.queued_requests,
+            load.sequences,
+            load.waiting,
+            load.free_blocks,
+            load.turn,
+            load.prefill_tokens_per_s or rate,
+            load.decode_step_s or model.default_decode_step_s,
             load.kv_bytes_per_s or model.default_kv_bytes_per_s,
         )
-        for view in router.workers() if view.role == role and (load := view.load)
-    }  # fmt: skip
+        for view in router.workers()
+        if view.role == role and (load := view.load)
+    }
 
 
 names = st.sampled_from(["p1", "p2", "p3", "d1", "d2"])

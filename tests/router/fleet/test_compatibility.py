@@ -21,10 +21,22 @@ def cluster(prefill, decode, misfits=(), **settings):
     for role, names in (("prefill", prefill), ("decode", decode)):
         for name in names:
             info = WorkerInfo(
-                worker_id=name, role=role, epoch="e", host="h", port=1, node_id="n", model="m", fingerprint="f",
-                block_size=BLOCK, num_blocks=1000, max_model_len=8192, max_running=64, kv_bytes_per_token=1,
-                device="cpu", transports=["shm"],
-            )  # fmt: skip
+                worker_id=name,
+                role=role,
+                epoch="e",
+                host="h",
+                port=1,
+                node_id="n",
+                model="m",
+                fingerprint="f",
+                block_size=BLOCK,
+                num_blocks=1000,
+                max_model_len=8192,
+                max_running=64,
+                kv_bytes_per_token=1,
+                device="cpu",
+                transports=["shm"],
+            )
             router.worker_up(info)
             router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
     router.set_incompatible_pairs({pair: f"{pair[0]} -> {pair[1]}: dtype" for pair in misfits})

@@ -114,10 +114,22 @@ def test_auto_takes_a_worker_s_own_word_from_the_first_on(silent_s):
 
 def info(worker_id, role, epoch="e"):
     return WorkerInfo(
-        worker_id=worker_id, role=role, epoch=epoch, host="h", port=1, node_id="n", model="m",
-        fingerprint=Fingerprint(1, "m", "bfloat16", BLOCK, 2, 2, 8, "seed"), block_size=BLOCK, num_blocks=100,
-        max_model_len=1600, max_running=8, kv_bytes_per_token=100, device="cpu", transports=[],
-    )  # fmt: skip
+        worker_id=worker_id,
+        role=role,
+        epoch=epoch,
+        host="h",
+        port=1,
+        node_id="n",
+        model="m",
+        fingerprint=Fingerprint(1, "m", "bfloat16", BLOCK, 2, 2, 8, "seed"),
+        block_size=BLOCK,
+        num_blocks=100,
+        max_model_len=1600,
+        max_running=8,
+        kv_bytes_per_token=100,
+        device="cpu",
+        transports=[],
+    )
 
 
 def router_with_two():

@@ -479,9 +479,15 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
     counts = [it.counts]
     for number, rate in enumerate(rates):
         interval = seen(
-            number, rate, queued=queued[number], ttft_kept=kept[number], tpot_kept=kept[-number], first_tokens=50,
-            prefill_slowness=slow[number], decode_slowness=slow[-number],
-        )  # fmt: skip
+            number,
+            rate,
+            queued=queued[number],
+            ttft_kept=kept[number],
+            tpot_kept=kept[-number],
+            first_tokens=50,
+            prefill_slowness=slow[number],
+            decode_slowness=slow[-number],
+        )
         counts.append(it.observe(interval).counts)
     for each in counts:
         assert 1 <= each.prefill <= 8 and 1 <= each.decode <= 6 and each.total <= total

@@ -37,10 +37,22 @@ def no_margin(monkeypatch):
 
 def info(worker_id, role, epoch="e1"):
     return WorkerInfo(
-        worker_id=worker_id, role=role, epoch=epoch, host="h", port=1, node_id="n", model="m", fingerprint=FINGERPRINT,
-        block_size=BLOCK, num_blocks=100_000, max_model_len=100_000, max_running=256, kv_bytes_per_token=16,
-        device="cpu", transports=["shm"],
-    )  # fmt: skip
+        worker_id=worker_id,
+        role=role,
+        epoch=epoch,
+        host="h",
+        port=1,
+        node_id="n",
+        model="m",
+        fingerprint=FINGERPRINT,
+        block_size=BLOCK,
+        num_blocks=100_000,
+        max_model_len=100_000,
+        max_running=256,
+        kv_bytes_per_token=16,
+        device="cpu",
+        transports=["shm"],
+    )
 
 
 class Cluster:

@@ -38,8 +38,12 @@ async def test_models_are_listed(make_cluster):
     listed = (await cluster.client.get("/v1/models")).json()
     assert listed["object"] == "list"
     assert listed["data"][0] == {
-        "id": MODEL, "object": "model", "created": 1700000000, "owned_by": "kvrelay", "max_model_len": 512,
-    }  # fmt: skip
+        "id": MODEL,
+        "object": "model",
+        "created": 1700000000,
+        "owned_by": "kvrelay",
+        "max_model_len": 512,
+    }
     assert (await cluster.client.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
 
 
@@ -184,9 +188,11 @@ async def test_a_group_is_continued_where_its_worker_dies(make_cluster):
     answer = (await asking).json()
     assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in whole["choices"]]
     continued = [
-        m.request.group.emitted for w in cluster.workers for m in w.received
+        m.request.group.emitted
+        for w in cluster.workers
+        for m in w.received
         if isinstance(m, wire.Prefill | wire.Generate) and m.request.group.emitted
-    ]  # fmt: skip
+    ]
     assert len(continued) == 1 and {len(tokens) for tokens in continued[0]} <= {3, 4, 5}
 
 

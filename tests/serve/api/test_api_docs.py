@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.serve.api.schemas import (
-    ChatBody,
-    CompletionBody,
-    KvFields,
-    PrefetchChatBody,
-    SloFields,
-    StreamOptions,
-)
+from kvrelay.serve.api.schemas import ChatBody, CompletionBody, KvFields, PrefetchChatBody, SloFields, StreamOptions
 
 pytestmark = pytest.mark.pure
 

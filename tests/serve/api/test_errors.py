@@ -245,9 +245,7 @@ async def test_an_api_key_is_asked_for_when_set(make_cluster):
 async def test_a_full_cluster_is_429_with_retry_after(make_cluster, stream):
     cluster = await make_cluster()
     refusal = wire.Refused(request_id="", reason="full", retry_after_s=2.5)
-    cluster.decode[0].answers = [
-        lambda m: msgspec.structs.replace(refusal, request_id=m.request.request_id)
-    ] * 4  # fmt: skip
+    cluster.decode[0].answers = [lambda m: msgspec.structs.replace(refusal, request_id=m.request.request_id)] * 4
     response = await cluster.client.post("/v1/completions", json=COMPLETION | {"stream": stream})
     assert error_of(response, 429)["type"] == "rate_limit_error"
     assert int(response.headers["retry-after"]) >= 1

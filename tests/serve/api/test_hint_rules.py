@@ -10,14 +10,7 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
 from kvrelay.serve.api.parameters import merged_hints
 from kvrelay.serve.api.schemas import KvFields
-from kvrelay.serve.api.sessions import (
-    IDLE_S,
-    MAX_SESSIONS,
-    MAX_TENANT_SESSIONS,
-    SessionHints,
-    SessionKey,
-    SessionTable,
-)
+from kvrelay.serve.api.sessions import IDLE_S, MAX_SESSIONS, MAX_TENANT_SESSIONS, SessionHints, SessionKey, SessionTable
 
 pytestmark = pytest.mark.pure
 
@@ -140,9 +133,13 @@ def scheduler(blocks: int = 64) -> Scheduler:
 def serve(sched: Scheduler, tokens: list[int], **hints: object) -> None:
     """A request that computes its prompt, says one token and ends."""
     request = SequenceRequest(
-        request_id="r", token_ids=tokens, num_prompt_tokens=len(tokens), block_hashes=list(block_hashes(tokens, BLOCK)),
-        sampling=Sampling(max_tokens=1), hints=KvHints(**hints),
-    )  # fmt: skip
+        request_id="r",
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        block_hashes=list(block_hashes(tokens, BLOCK)),
+        sampling=Sampling(max_tokens=1),
+        hints=KvHints(**hints),
+    )
     seq = sched.add(request, sched.pool.now_s)
     for item in sched.schedule().work:
         sched.advance(item)

@@ -93,9 +93,13 @@ async def test_a_session_is_made_read_replaced_and_deleted(make_cluster):
     cluster = await make_cluster()
     made = (await put(cluster, priority=2, pin_s=60)).json()
     assert made == {
-        "object": "kv.session", "name": "chat-7", "keep": True, "priority": 2, "pin_s": 60.0,
+        "object": "kv.session",
+        "name": "chat-7",
+        "keep": True,
+        "priority": 2,
+        "pin_s": 60.0,
         "expires_after_idle_s": 3600.0,
-    }  # fmt: skip
+    }
     assert (await cluster.client.get(SESSION)).json() == made
     assert (await put(cluster, priority=4)).json()["pin_s"] == 0
     assert (await cluster.client.delete(SESSION)).json()["deleted"] is True
@@ -183,9 +187,15 @@ async def test_prefetch_says_where_the_prompt_is_and_leaves_no_load(make_cluster
     cluster.prefill[0].prefetched = Prefetched(query_id=0, pool_tokens=16, host_tokens=32, coming_tokens=16)
     answer = await prefetch(cluster, prompt="x" * 100, kv={"priority": 2}, cache_salt="one")
     assert answer.json() == {
-        "object": "kv.prefetch", "prompt_tokens": 100, "pool_tokens": 16, "host_tokens": 32, "coming_tokens": 16,
-        "missing_tokens": 36, "hold_s": 30.0, "workers": ["p0"],
-    }  # fmt: skip
+        "object": "kv.prefetch",
+        "prompt_tokens": 100,
+        "pool_tokens": 16,
+        "host_tokens": 32,
+        "coming_tokens": 16,
+        "missing_tokens": 36,
+        "hold_s": 30.0,
+        "workers": ["p0"],
+    }
     [asked] = [message for message in cluster.prefill[0].received if isinstance(message, wire.Prefetch)]
     assert asked.hold_s == 30.0
     assert asked.request.block_hashes == list(block_hashes([ord("x")] * 100, 16, "one"))

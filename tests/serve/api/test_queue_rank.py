@@ -42,8 +42,7 @@ async def test_without_the_fields_everybody_is_alike(make_cluster):
 
 
 @pytest.mark.parametrize(
-    ("tenant_by", "expected"),
-    [("auto", "salt"), ("cache_salt", "salt"), ("user", "alice"), ("api_key", "key-1")],
+    ("tenant_by", "expected"), [("auto", "salt"), ("cache_salt", "salt"), ("user", "alice"), ("api_key", "key-1")]
 )
 async def test_the_tenant_is_who_the_settings_say(make_cluster, tenant_by, expected):
     cluster = await make_cluster(scheduler={"tenant_by": tenant_by})
@@ -148,9 +147,14 @@ async def test_metrics_tell_the_line_by_priority_and_the_service_by_tenant(make_
     cluster = await make_cluster()
     link = cluster.dispatcher.links.get("p0")
     link.load = msgspec.structs.replace(
-        link.load or wire.LoadReport(seq=1), waiting_by_priority={-1: 2, 0: 7}, waiting_tenants=3, deadline_refusals=4,
-        displaced=5, tenant_tokens={"": 10, "ab12": 20}, other_tenant_tokens=30,
-    )  # fmt: skip
+        link.load or wire.LoadReport(seq=1),
+        waiting_by_priority={-1: 2, 0: 7},
+        waiting_tenants=3,
+        deadline_refusals=4,
+        displaced=5,
+        tenant_tokens={"": 10, "ab12": 20},
+        other_tenant_tokens=30,
+    )
     text = (await cluster.client.get("/metrics")).text
     for line in (
         'kvrelay_worker_waiting{priority="-1",role="prefill",worker="p0"} 2.0',

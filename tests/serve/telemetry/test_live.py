@@ -54,8 +54,10 @@ async def test_a_snapshot_has_every_worker_with_every_figure_of_its_load(make_cl
     await until_seen(cluster, lambda workers: workers["d0"]["load"]["seq"] == 9)
     workers = {worker["worker_id"]: worker for worker in (await snapshot(cluster))["workers"]}
     assert {name: (one["role"], one["health"]) for name, one in workers.items()} == {
-        "p0": ("prefill", "up"), "p1": ("prefill", "up"), "d0": ("decode", "up"),
-    }  # fmt: skip
+        "p0": ("prefill", "up"),
+        "p1": ("prefill", "up"),
+        "d0": ("decode", "up"),
+    }
     shown = workers["d0"]["load"]
     assert set(shown) == set(wire.LoadReport.__struct_fields__)
     assert {name: shown[name] for name in load} == load

@@ -36,8 +36,9 @@ async def test_each_prefill_worker_is_told_each_decode_workers_address(make_clus
     for worker in cluster.prefill:
         asked = [message for message in worker.received if isinstance(message, wire.Pair)]
         assert {(m.worker_id, m.epoch, m.host, m.kv_port) for m in asked} == {
-            ("d0", "e1", "127.0.0.1", 7), ("d1", "e1", "127.0.0.1", 7),
-        }  # fmt: skip
+            ("d0", "e1", "127.0.0.1", 7),
+            ("d1", "e1", "127.0.0.1", 7),
+        }
     assert {pair.verdict for pair in cluster.dispatcher.workers.pairs.book.pairs} == {Verdict.OK}
 
 

@@ -11,10 +11,23 @@ pytestmark = pytest.mark.pure
 def info(worker_id, role=None, *, epoch="e1", kv_port=7):
     role = role or {"p": "prefill", "d": "decode"}[worker_id[0]]
     return WorkerInfo(
-        worker_id=worker_id, role=role, epoch=epoch, host=f"host-of-{worker_id}", port=1, node_id="n", model="m",
-        fingerprint="f", block_size=16, num_blocks=9, max_model_len=9, max_running=9, kv_bytes_per_token=1,
-        device="cpu", transports=[], kv_port=kv_port if role == "decode" else 0,
-    )  # fmt: skip
+        worker_id=worker_id,
+        role=role,
+        epoch=epoch,
+        host=f"host-of-{worker_id}",
+        port=1,
+        node_id="n",
+        model="m",
+        fingerprint="f",
+        block_size=16,
+        num_blocks=9,
+        max_model_len=9,
+        max_running=9,
+        kv_bytes_per_token=1,
+        device="cpu",
+        transports=[],
+        kv_port=kv_port if role == "decode" else 0,
+    )
 
 
 def book(*names):
@@ -34,9 +47,14 @@ def good(source, target, *paths, epoch="e1"):
 
 def bad(source, target, reason="fingerprint", epoch="e1"):
     return PairReport(
-        source=source, target=target, target_epoch=epoch, ok=False, reason=reason, detail="dtype: 'a' != 'b'",
+        source=source,
+        target=target,
+        target_epoch=epoch,
+        ok=False,
+        reason=reason,
+        detail="dtype: 'a' != 'b'",
         remedy="set it alike",
-    )  # fmt: skip
+    )
 
 
 def keys(pairs):

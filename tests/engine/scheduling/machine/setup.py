@@ -75,15 +75,19 @@ class Requests:
         num_prompt = len(ids) if group is not None else rng.randint(max(1, len(ids) - 3), len(ids))
         salt = rng.choice(("", "", "b"))
         hints = KvHints(
-            keep=rng.random() < 0.9, priority=rng.choice((0, 0, 1)), pin_s=rng.choice((0.0, 0.0, 0.0, 4.0)),
+            keep=rng.random() < 0.9,
+            priority=rng.choice((0, 0, 1)),
+            pin_s=rng.choice((0.0, 0.0, 0.0, 4.0)),
             session=rng.choice(("", "s")),
-        )  # fmt: skip
+        )
         more = rng.choice((1, 3, 8, 12)) if beams is not None else 6 if is_siege else rng.choice((1, 6, 18, 30, 40))
         emitted = max(map(len, group.emitted), default=0) if group is not None else len(ids) - num_prompt
         sampling = Sampling(
-            max_tokens=emitted + more, seed=rng.randrange(1 << 30), prompt_logprobs=0 if rng.random() < 0.1 else None,
+            max_tokens=emitted + more,
+            seed=rng.randrange(1 << 30),
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
             stop_token_ids=(END_TOKEN,) if beams is not None and rng.random() < 0.5 else (),
-        )  # fmt: skip
+        )
         return SequenceRequest(
             request_id=f"r{self.count}",
             token_ids=ids,

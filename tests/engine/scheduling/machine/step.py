@@ -149,9 +149,11 @@ class Life(World):
             self.counts["handed back"] += 1
             if self.rng.random() < 0.8:
                 again = msgspec.structs.replace(
-                    request, token_ids=list(seq.token_ids), num_prefill_returns=request.num_prefill_returns + 1,
+                    request,
+                    token_ids=list(seq.token_ids),
+                    num_prefill_returns=request.num_prefill_returns + 1,
                     block_hashes=list(block_hashes(seq.token_ids, SIZE, request.salt)),
-                )  # fmt: skip
+                )
                 self.sched.preemption.returned = [one for one in self.sched.preemption.returned if one is not seq]
                 self.submit(again, 1.0)
         self.sched.preemption.take_returned()

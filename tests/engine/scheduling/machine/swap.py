@@ -91,9 +91,12 @@ class Swaps:
             return
         self.slab = Slab(setup.num_rows, content)
         self.area = SwapArea(
-            self.slab, is_checked=setup.is_checked, wake=lambda: None, clock=lambda: 0.0,
+            self.slab,
+            is_checked=setup.is_checked,
+            wake=lambda: None,
+            clock=lambda: 0.0,
             make_threads=lambda *args: self._threads,
-        )  # fmt: skip
+        )
         self.area.save_bytes_per_s, self.area.load_bytes_per_s = speed(), speed()
 
     def begin_step(self) -> None:

@@ -101,8 +101,17 @@ async def main(when):
             memory.owner[:] = 7
         await asyncio.sleep(1)  # for what must not come
         late = bool((memory.owner != 7).any())
-        print(json.dumps({"errors": [type(read.exception()).__name__ for read in reads], "took_s": took_s, "late": late,
-                          "again": again == sides.digest(sides.allocate(fill=1), [3])}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "errors": [type(read.exception()).__name__ for read in reads],
+                    "took_s": took_s,
+                    "late": late,
+                    "again": again == sides.digest(sides.allocate(fill=1), [3]),
+                }
+            ),
+            flush=True,
+        )
 
 
 asyncio.run(main(sys.argv[1]))

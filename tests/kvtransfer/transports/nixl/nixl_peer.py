@@ -78,9 +78,16 @@ class Process:
 @asynccontextmanager
 async def started(role, env=None, prefix=(), **config):
     process = await asyncio.create_subprocess_exec(
-        *prefix, sys.executable, str(HERE), role, json.dumps(config), stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **(env or {})},
-    )  # fmt: skip
+        *prefix,
+        sys.executable,
+        str(HERE),
+        role,
+        json.dumps(config),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(env or {})},
+    )
     try:
         yield Process(process)
     finally:
@@ -171,9 +178,7 @@ async def fork_beside_an_agent(config):
     say(child=os.read(readable, 1000).decode(), digest=sides.digest(memory, ALL_BLOCKS))
 
 
-ROLES = {
-    role.__name__: role for role in (own, leave_with_a_read_in_flight, read_and_close, fork_beside_an_agent)
-}  # fmt: skip
+ROLES = {role.__name__: role for role in (own, leave_with_a_read_in_flight, read_and_close, fork_beside_an_agent)}
 
 if __name__ == "__main__":
     asyncio.run(ROLES[sys.argv[1]](json.loads(sys.argv[2])))

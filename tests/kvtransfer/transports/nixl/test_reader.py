@@ -92,9 +92,13 @@ async def test_copies_of_any_size_land_where_they_should_and_nowhere_else(pair, 
     cells = layer // (4 * unit)
     sizes = rng.integers(1, 4, num) * unit
     plan = copies(
-        rng.permutation(cells)[:num] * 4 * unit, rng.permutation(cells)[:num] * 4 * unit, sizes,
-        repeats=3, source_stride=layer, target_stride=layer,
-    )  # fmt: skip
+        rng.permutation(cells)[:num] * 4 * unit,
+        rng.permutation(cells)[:num] * 4 * unit,
+        sizes,
+        repeats=3,
+        source_stride=layer,
+        target_stride=layer,
+    )
     await reader.read(plan)
     assert np.array_equal(target.owner, expected(source, plan))
 

@@ -39,9 +39,13 @@ SOME = [5, 2, 9, 63, 0, 31, 30, 29]
 async def raw(scenario, env=None):
     """What NIXL does by itself."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).with_name("raw_nixl.py")), scenario, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL, env={**os.environ, **(env or {})},
-    )  # fmt: skip
+        sys.executable,
+        str(Path(__file__).with_name("raw_nixl.py")),
+        scenario,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **(env or {})},
+    )
     async with asyncio.timeout(90):
         out, _ = await process.communicate()
     return json.loads(out.decode().splitlines()[-1])
@@ -132,8 +136,10 @@ async def test_a_released_transfer_writes_later_so_ours_are_never_released_in_fl
 async def test_a_forgotten_peer_is_reported_as_an_end_though_the_bytes_still_come(over_tcp, owner, make_reader):
     """So a peer is forgotten when its last reader has closed, and a second reader of it is not disturbed."""
     assert (await raw("forgotten_while_in_flight", TCP)) == {
-        "state": "PROC", "said": "nixlNotFoundError", "overwritten": 64,
-    }  # fmt: skip
+        "state": "PROC",
+        "said": "nixlNotFoundError",
+        "overwritten": 64,
+    }
     memory, reader = await make_reader()
     _, other = await make_reader(memory)  # as after a reconnect: the same source, the same agent
     read = await begin_from_frozen(owner, reader)
@@ -226,9 +232,15 @@ async def test_a_cut_link_keeps_a_read_for_minutes_ours_ends_with_its_connection
 ):
     """With UCX's own settings 18 s and more than 150 s: see facts in ucx.py."""
     process = await asyncio.create_subprocess_exec(
-        "unshare", "-rnm", sys.executable, str(Path(__file__).with_name("cut_link.py")), when,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **CUT},
-    )  # fmt: skip
+        "unshare",
+        "-rnm",
+        sys.executable,
+        str(Path(__file__).with_name("cut_link.py")),
+        when,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **CUT},
+    )
     async with asyncio.timeout(100):
         out, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
@@ -446,9 +458,11 @@ async def test_what_the_user_has_set_is_not_changed_and_ours_is_gone_afterwards(
 
 async def test_nothing_is_written_to_stdout_whatever_ucx_has_to_say(owner):
     async with peer.started(
-        "read_and_close", env={"UCX_TLS": "nosuch,tcp,cma,sm"}, descriptor=owner.told["descriptor"],
+        "read_and_close",
+        env={"UCX_TLS": "nosuch,tcp,cma,sm"},
+        descriptor=owner.told["descriptor"],
         digest=owner.told["digest"],
-    ) as target:  # fmt: skip
+    ) as target:
         status, out, errors = await target.ended()
     assert (status, out) == (0, "")
     assert "'nosuch' is not available" in errors  # by default UCX says that on stdout
