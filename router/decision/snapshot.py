@@ -291,7 +291,7 @@ class SnapshotTaker:
     def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float) -> RoutingContext:
         hashes = request.block_hashes
         most = max(int(one.expected[one.expected.argmax()]) if len(one.expected) else 0 for one in held.values())
-        stored = max((int(one.in_any_tier.max(initial=0)) for one in held.values()), default=0)
+        stored = max(int(one.in_any_tier.max(initial=0)) for one in held.values()) if self._has_store else 0
         return RoutingContext(
             request,
             _draw(request.request_id),
@@ -299,7 +299,7 @@ class SnapshotTaker:
             unreported_share=self._workers.unreported_share(),
             arrivals_per_s=self._popularity.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s),
             tenant_excess=self._ledger.excess(request.tenant),
-            stored_tokens=stored if self._has_store else 0,
+            stored_tokens=stored,
         )
 
     def _worker_table(
