@@ -39,7 +39,7 @@ _HANDSHAKE_TIMEOUT_S = 30.0  # an RDMA wire-up included
 
 
 class Sender(Protocol):
-    """A transfer, as its link sees it."""
+    """A transfer, as its link sees it: the link knows nothing of how KV is announced and committed."""
 
     ticket: wire.Ticket
 

@@ -36,6 +36,7 @@ from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, t
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
 from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.serve.workers.worker_link import Member
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class IngressReplica:
             max_waiting=self._settings.engine.max_waiting,
             slo=self._settings.slo,
             has_store=self._settings.cache.is_shared,
+            schedule=run_in_slices,
         )
         self._dispatcher = Dispatcher(router, join.secret, self._settings, time.monotonic)
         self._secret = join.secret

@@ -28,6 +28,7 @@ from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.plane.messages import WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 
@@ -261,6 +262,7 @@ def _router(settings: Settings) -> Router:
         max_waiting=settings.engine.max_waiting,
         slo=settings.slo,
         has_store=settings.cache.is_shared,
+        schedule=run_in_slices,
     )
 
 

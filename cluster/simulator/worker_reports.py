@@ -16,7 +16,9 @@ HEARTBEAT_S = 2.0
 
 
 class LoadSubscriber(Protocol):
-    """An ingress, to which workers report. `worker` is the SimulatedWorker. Calls come when the message has arrived."""
+    """An ingress, to which workers report, which know nothing else of it. `worker` is the SimulatedWorker. Calls come
+    when the message has arrived.
+    """
 
     def receive_update(self, worker: Any, events: KvEvents | None, load: LoadReport | None) -> None: ...
     def receive_others(self, worker: Any, others: AssignedByOthers) -> None: ...

@@ -15,6 +15,7 @@ from kvrelay.router.decision.deferral import Deferral, OverduePlacement
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers
 from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.index.snapshot_ingest import Schedule
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.registry import build_policy
 from kvrelay.router.slo.admission import choose_candidate, refusal_message
@@ -44,6 +45,7 @@ class Router:
         slo: SloSettings | None = None,
         policy: RoutingPolicy | None = None,
         has_store: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:
         """Raises ConfigError if the settings name no policy.
 
@@ -53,10 +55,11 @@ class Router:
             slo: latencies are predicted and learned if it sets any target.
             policy: used instead of the one that the settings name.
             has_store: workers also write KV to a store of the cluster, from where all can load it.
+            schedule: runs the index's long work in slices; None: at once.
         """
         self._tokens_per_hash = tokens_per_hash
         model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(schedule=schedule)
         self._popularity = PrefixPopularity()
         self._workers, self._ledger = LiveWorkers(model, self._index.row), Ledger()
         self.forecast = Forecast() if slo is not None and slo.is_on else None

@@ -11,7 +11,7 @@ an announced hole. STALE workers, and those that hold nothing, are absent. For a
 applies to the prompts that this router has sent there recently.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvrelay.hashing import distinct
 from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
 from kvrelay.router.index.indexed_worker import RETRY_EVERY, AuditCounts, EventAction, IndexedWorker, LearnedPrefixes
-from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork, SnapshotIngest, Sweep
+from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork, Schedule, SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
 LEARNED_S = 120.0
@@ -38,11 +38,13 @@ class PrefixIndex:
     and with it whether lookups may return the worker.
     """
 
-    def __init__(self, *, chunk: int = CHUNK, learned_s: float = LEARNED_S) -> None:
+    def __init__(self, *, chunk: int = CHUNK, learned_s: float = LEARNED_S, schedule: Schedule | None = None) -> None:
         """`chunk`: scattered blocks that are looked up, and moved together, at a time.
 
         `learned_s`: how long `learn` counts, which is used of workers that have sent neither event nor snapshot, once
         SILENT_S have passed since it first learned about them.
+
+        `schedule`: runs the ingest of snapshots, and the removal of workers, in slices of 512 blocks; None: at once.
         """
         self._chunk, self._learned_s = chunk, learned_s
         self._learning: dict[str, IndexedWorker] = {}  # those with something to expire
@@ -50,7 +52,7 @@ class PrefixIndex:
         self._num_rows = 0  # rows are below this; a removed worker's is used again
         self._free_rows: set[int] = set()
         self._holders: dict[int, HolderIndex] = {}  # by stride
-        self._deferred = DeferredWork()
+        self._deferred = DeferredWork(schedule)
         self._routable: dict[int, int] = {}  # by stride: bits of the workers that are not STALE
 
     def __len__(self) -> int:
@@ -232,18 +234,6 @@ class PrefixIndex:
         self._set_state(member, IndexState.STALE)
         member.ignored = 1  # requested just now
         return False
-
-    # ---- deferred work
-
-    def defer(self, wake: Callable[[], object]) -> None:
-        """From now on snapshots are ingested, and removed workers dropped, by calls of `work`; `wake` is called when
-        there is work.
-        """
-        self._deferred.defer(wake)
-
-    def work(self) -> bool:
-        """A slice of deferred work, some 512 blocks. Whether there is more."""
-        return self._deferred.work()
 
     # ---- workers without events
 

@@ -107,36 +107,36 @@ class SnapshotIngest:
 
 
 Step = Callable[[], bool]
+Schedule = Callable[[Step], object]
 """Does a slice of work; returns whether there is more."""
 
 
 class DeferredWork:
-    """Work that would block its caller for long: done in slices, round robin, or at once unless deferral is on."""
+    """Work that would block its caller for long: done in slices, round robin, or at once where nothing schedules it.
 
-    def __init__(self) -> None:
+    `schedule` is given `work` when there is work and there was none; it calls `work` until that returns False.
+    """
+
+    def __init__(self, schedule: Schedule | None = None) -> None:
         self._steps: deque[Step] = deque()
-        self._wake: Callable[[], object] | None = None
+        self._schedule = schedule
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def are_deferred(self) -> bool:
-        return self._wake is not None
-
-    def defer(self, wake: Callable[[], object]) -> None:
-        """From now on only `work` does anything; `wake` is called when there is work and there was none."""
-        self._wake = wake
+        return self._schedule is not None
 
     def add(self, step: Step) -> None:
         """Add work; `step` is called until it returns False."""
-        if self._wake is None:
+        if self._schedule is None:
             while step():
                 continue
             return
         self._steps.append(step)
         if len(self._steps) == 1:
-            self._wake()
+            self._schedule(self.work)
 
     def work(self) -> bool:
         """A slice of the oldest work. Whether there is more."""

@@ -17,7 +17,7 @@ from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.workers.pairs import PairWatch
-from kvrelay.serve.workers.queries import IndexAudits, Queries, QueryAnswer, SnapshotSlices
+from kvrelay.serve.workers.queries import IndexAudits, Queries, QueryAnswer
 from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, Submissions, WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,6 @@ class Membership:
         self._is_open = False
         self.pairs = PairWatch(links.send, self._pairs_changed, clock)
         self.audits = IndexAudits(router.index, links, queries)
-        self._ingest = SnapshotSlices(router.index)
 
     async def start(self) -> None:
         """Connect to the members, now and as they come."""

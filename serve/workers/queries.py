@@ -92,24 +92,21 @@ NUM_AUDITED = 64  # hashes in one audit
 SLICE_S = 0.001  # longest work on snapshots between two polls of the sockets
 
 
-class SnapshotSlices:
-    """Runs the index's deferred work on the event loop, in slices of SLICE_S, so that no stream waits for it."""
+def run_in_slices(work: Callable[[], bool], clock: Callable[[], float] = time.perf_counter) -> None:
+    """Run the index's long work on the event loop, in slices of SLICE_S, so that no stream waits for it. `work` returns
+    whether there is more.
+    """
 
-    def __init__(self, index: PrefixIndex, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._index, self._clock = index, clock
-        index.defer(self._schedule)
-
-    def _schedule(self) -> None:
-        asyncio.get_running_loop().call_soon(self._run_slice)
-
-    def _run_slice(self) -> None:
-        until_s, has_more = self._clock() + SLICE_S, True
+    def run_slice() -> None:
+        until_s, has_more = clock() + SLICE_S, True
         try:
-            while (has_more := self._index.work()) and self._clock() < until_s:
+            while (has_more := work()) and clock() < until_s:
                 continue
         finally:
             if has_more:
-                self._schedule()
+                run_in_slices(work, clock)
+
+    asyncio.get_running_loop().call_soon(run_slice)
 
 
 AUDIT_S = 60.0

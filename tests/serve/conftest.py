@@ -17,6 +17,7 @@ from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.types import Role
 from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet, until
 
@@ -30,7 +31,8 @@ class Cluster:
         self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script, **info) for i in range(prefill)]
         self.decode = [FakeWorker(f"d{i}", Role.DECODE, script, **info) for i in range(decode)]
         self.settings = settings
-        router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, slo=settings.slo)
+        tokens_per_hash = settings.tokens_per_hash
+        router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
         self.dispatcher = Dispatcher(router, SECRET, settings)
         self.app = create_app(
             self.dispatcher,

@@ -29,7 +29,7 @@ _DISCONNECTED, _FORGOTTEN = "nixlRemoteDisconnectError", "nixlNotFoundError"  # 
 
 
 class NixlOwner(Protocol):
-    """The source that a read reads."""
+    """The source that a read reads: reads know nothing of connections and of the agent."""
 
     is_lost: bool  # set when its connection broke: NIXL has forgotten it
 

@@ -1,5 +1,7 @@
 """What a prefix index answers, by worker."""
 
+from kvrelay.router.index.prefix_index import PrefixIndex
+
 
 def depths(index, hashes):
     """{worker: (leading hashes in its pool, in any tier)} of those that hold any."""
@@ -27,3 +29,17 @@ def holders_of(index, stride=1):
 def num_sets(index, stride=1):
     """Different sets of workers that hold a block."""
     return len(set(holders_of(index, stride).array.set_ids) - {0})
+
+
+class ScheduledIndex(PrefixIndex):
+    """An index whose long work is done when a test calls `work`, or at once. Counts how often it was scheduled."""
+
+    def __init__(self, *, is_deferred=True, **options):
+        self.num_scheduled, self._slice = 0, lambda: False
+        super().__init__(schedule=self._scheduled if is_deferred else None, **options)
+
+    def _scheduled(self, work):
+        self.num_scheduled, self._slice = self.num_scheduled + 1, work
+
+    def work(self):
+        return self._slice()

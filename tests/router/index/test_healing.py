@@ -20,7 +20,7 @@ from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker
 from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import depths, holders_of, match
+from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, match
 from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
@@ -84,17 +84,12 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @initialize(is_deferred=st.booleans())
     def begin(self, is_deferred):
-        self.index, self.worker, self.num_woken = PrefixIndex(chunk=2), Worker(), 0
-        if is_deferred:
-            self.index.defer(self.wake)
+        self.index, self.worker = ScheduledIndex(chunk=2, is_deferred=is_deferred), Worker()
         self.index.add_worker("other", max_blocks=100)
         self.index.apply_snapshot("other", 0, CHAIN[::2])
         self.start()
         [message] = self.worker.snapshot()
         self.deliver(message)
-
-    def wake(self):
-        self.num_woken += 1
 
     def start(self):
         """A new incarnation over a new connection: nothing of the old one arrives any more."""
@@ -137,7 +132,7 @@ class ChannelMachine(RuleBasedStateMachine):
     def work(self, times):
         while times and self.index.work():
             times -= 1
-            assert self.num_woken, "there is work of which nobody was told"
+            assert self.index.num_scheduled, "there is work that nothing has scheduled"
 
     @invariant()
     def who_is_exact_is_so(self):

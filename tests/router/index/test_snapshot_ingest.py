@@ -5,10 +5,9 @@ import itertools
 import pytest
 
 from kvrelay.router.index.indexed_worker import RETRY_EVERY
-from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import depths, holders_of, match
+from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, match
 
 pytestmark = pytest.mark.pure
 
@@ -21,20 +20,11 @@ LONG = chain("x", 3 * SLICE + 10)
 STALE, EXACT, DEGRADED = IndexState.STALE, IndexState.EXACT, IndexState.DEGRADED
 
 
-class Woken:
-    def __init__(self, index):
-        self.count = 0
-        index.defer(self)
-
-    def __call__(self):
-        self.count += 1
-
-
 def deferred(*names, max_blocks=10_000):
-    index = PrefixIndex()
+    index = ScheduledIndex()
     for name in names:
         index.add_worker(name, max_blocks=max_blocks)
-    return index, Woken(index)
+    return index
 
 
 def finish(index):
@@ -50,29 +40,29 @@ def known(index, name="w"):
 
 
 def test_a_snapshot_goes_in_by_slices_and_there_is_no_hit_before_all_is_in():
-    index, woken = deferred("w")
+    index = deferred("w")
     assert index.apply_snapshot("w", 5, LONG) is True
     seen = []
     while index.work():
         seen.append((index.num_blocks("w"), *known(index)))
     assert [count for count, *_ in seen] == [SLICE, 2 * SLICE, 3 * SLICE, len(LONG)]
     assert {(state, depth) for _, state, depth in seen} == {(STALE, 0)}
-    assert (known(index), woken.count) == ((EXACT, len(LONG)), 1)
+    assert (known(index), index.num_scheduled) == ((EXACT, len(LONG)), 1)
 
 
 def test_parts_may_come_before_or_after_others_have_gone_in():
-    index, woken = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG[:100], is_last=False)
     assert index.work() is True and index.work() is False and known(index) == (STALE, 0)
     index.apply_snapshot("w", 5, LONG[100:200], part=1, is_last=False)
     index.apply_snapshot("w", 5, LONG[200:300], LONG[250:300], part=2)
     finish(index)
-    assert (known(index), woken.count) == ((EXACT, 300), 2)
+    assert (known(index), index.num_scheduled) == ((EXACT, 300), 2)
     assert depths(index, LONG)["w"][0] == 250
 
 
 def test_events_count_at_once_whatever_of_the_snapshot_is_in():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG[:10], LONG[4:10], is_last=False)
     finish(index)
     assert index.apply_events("w", 6, [], [LONG[3], LONG[13]]) is True  # one is in, the other is to come
@@ -87,7 +77,7 @@ def test_events_count_at_once_whatever_of_the_snapshot_is_in():
 
 
 def test_what_the_snapshot_does_not_name_goes_in_the_end():
-    index, _ = deferred("w", "other")
+    index = deferred("w", "other")
     for name in ("w", "other"):
         index.apply_snapshot(name, 5, LONG)
     finish(index)
@@ -99,7 +89,7 @@ def test_what_the_snapshot_does_not_name_goes_in_the_end():
 
 
 def test_one_that_is_degraded_is_asked_for_hits_meanwhile():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG)
     finish(index)
     assert index.apply_events("w", 6, [], [b"unknown".ljust(16)]) is False
@@ -114,7 +104,7 @@ def test_one_that_is_degraded_is_asked_for_hits_meanwhile():
 
 
 def test_a_missing_part_is_asked_for_and_the_rest_of_that_snapshot_is_of_no_use():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG[:10], is_last=False)
     assert index.apply_snapshot("w", 5, LONG[20:30], part=2, is_last=False) is False
     assert index.apply_snapshot("w", 5, LONG[30:40], part=3) is True  # asked already
@@ -126,7 +116,7 @@ def test_a_missing_part_is_asked_for_and_the_rest_of_that_snapshot_is_of_no_use(
 
 
 def test_another_snapshot_ends_one_that_is_not_in():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG, is_last=False)
     index.work()
     index.apply_snapshot("w", 7, LONG[:3], is_last=False)
@@ -137,7 +127,7 @@ def test_another_snapshot_ends_one_that_is_not_in():
 
 
 def test_a_gap_in_the_events_meanwhile_asks_for_another():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG)
     assert index.apply_events("w", 7, [], []) is False
     finish(index)
@@ -148,14 +138,14 @@ def test_a_gap_in_the_events_meanwhile_asks_for_another():
 
 
 def test_parts_that_do_not_come_are_asked_for_after_many_events():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG[:10], is_last=False)
     asked = [seq for seq in range(6, 6 + 2 * RETRY_EVERY) if not index.apply_events("w", seq, [], [])]
     assert asked == [5 + RETRY_EVERY, 5 + 2 * RETRY_EVERY]
 
 
 def test_an_audit_waits_for_a_snapshot_but_not_for_ever():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 5, LONG, is_last=False)
     assert index.audit_sample("w", 0, 8) == []
     assert index.apply_audit("w", 99, [], []) is True
@@ -168,7 +158,7 @@ def test_an_audit_waits_for_a_snapshot_but_not_for_ever():
 
 
 def test_who_leaves_or_restarts_meanwhile_leaves_nothing():
-    index, _ = deferred("w", "other")
+    index = deferred("w", "other")
     index.apply_snapshot("other", 0, LONG[:5])
     index.apply_snapshot("w", 5, LONG)
     for _ in range(3):
@@ -188,7 +178,7 @@ def test_who_leaves_or_restarts_meanwhile_leaves_nothing():
 
 
 def test_one_slice_takes_off_no_more_than_it_puts_in():
-    index, _ = deferred("w")
+    index = deferred("w")
     index.apply_snapshot("w", 0, LONG)
     finish(index)
     index.remove_worker("w")
@@ -200,7 +190,7 @@ def test_one_slice_takes_off_no_more_than_it_puts_in():
 
 def test_blocks_stay_where_they_are_while_somebody_is_taken_off():
     hashes = LONG[:640][::-1]
-    index, _ = deferred("w", "other")
+    index = deferred("w", "other")
     index.apply_snapshot("w", 0, hashes)
     index.apply_snapshot("other", 0, LONG)
     finish(index)
@@ -217,9 +207,7 @@ def test_blocks_stay_where_they_are_while_somebody_is_taken_off():
 
 @pytest.mark.parametrize("is_deferred", [False, True])
 def test_more_than_fits_is_cut_off_and_degrades(is_deferred):
-    index = PrefixIndex()
-    if is_deferred:
-        index.defer(lambda: None)
+    index = ScheduledIndex(is_deferred=is_deferred)
     index.add_worker("w", max_blocks=SLICE + 7)
     for seq in (1, 2):
         index.apply_snapshot("w", seq, LONG)
@@ -231,7 +219,8 @@ def test_more_than_fits_is_cut_off_and_degrades(is_deferred):
 
 
 def test_chores_are_done_in_turns_and_one_that_fails_holds_up_no_other():
-    chores, done = DeferredWork(), []
+    done = []
+    at_once, chores = DeferredWork(), DeferredWork(lambda work: done.append("scheduled"))
 
     def chore(name, times):
         def step():
@@ -243,8 +232,7 @@ def test_chores_are_done_in_turns_and_one_that_fails_holds_up_no_other():
     def broken():
         raise ValueError
 
-    chores.add(chore("at once", 2))
-    chores.defer(lambda: done.append("woken"))
+    at_once.add(chore("at once", 2))
     chores.add(chore("a", 2))
     chores.add(broken)
     chores.add(chore("b", 1))
@@ -252,4 +240,4 @@ def test_chores_are_done_in_turns_and_one_that_fails_holds_up_no_other():
     with pytest.raises(ValueError):
         chores.work()
     assert [chores.work(), chores.work(), chores.work()] == [True, False, False]
-    assert done == ["at once", "at once", "woken", "a", "b", "a"]
+    assert done == ["at once", "at once", "scheduled", "a", "b", "a"]

@@ -13,6 +13,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.membership import Placer
+from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.types import Role
 from tests.fakes import SECRET, FakeWorker, alphabet, until
 from tests.serve.conftest import collect, sequence
@@ -22,7 +23,8 @@ from tests.serve.conftest import collect, sequence
 async def another_ingress(cluster, *, wait=True):
     """One more dispatcher over the workers of a cluster, with an empty router."""
     settings = cluster.settings
-    router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, slo=settings.slo)
+    tokens_per_hash = settings.tokens_per_hash
+    router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
     dispatcher = Dispatcher(router, SECRET, settings)
     await dispatcher.start()
     dispatcher.workers.set_members([link.member for link, _ in cluster.dispatcher.workers.all_links()])

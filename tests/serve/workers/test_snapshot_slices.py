@@ -4,6 +4,7 @@ not lost.
 
 import asyncio
 import itertools
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE
 from kvrelay.router.types import IndexState
-from kvrelay.serve.workers.queries import SLICE_S, SnapshotSlices
+from kvrelay.serve.workers.queries import SLICE_S, run_in_slices
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, alphabet
 from tests.router.index.index_cases import match
@@ -34,8 +35,7 @@ class Clock:
 
 @pytest.mark.parametrize(("slice_s", "slices"), [(SLICE_S / 4, 4), (2 * SLICE_S, 1)])
 async def test_others_run_whenever_a_millisecond_is_over(slice_s, slices):
-    index = PrefixIndex()
-    SnapshotSlices(index, Clock(slice_s))
+    index = PrefixIndex(schedule=partial(run_in_slices, clock=Clock(slice_s)))
     index.add_worker("w", max_blocks=len(CHAIN))
     index.apply_snapshot("w", 1, CHAIN)
     seen = [0]
@@ -47,8 +47,7 @@ async def test_others_run_whenever_a_millisecond_is_over(slice_s, slices):
 
 
 async def test_a_slice_that_fails_ends_no_other():
-    index = PrefixIndex()
-    SnapshotSlices(index)
+    index = PrefixIndex(schedule=run_in_slices)
     failures, loop = [], asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
     for name in ("w1", "w2"):
