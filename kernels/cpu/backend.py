@@ -42,7 +42,7 @@ from kvrelay.native.build import processor
 
 logger = logging.getLogger(__name__)
 
-_SLOW = "compiled CPU kernels are off (%s): with torch's decoding was 1.4 (1 stream) to 2.3 times (16) slower"
+_SLOW = "compiled CPU kernels are off (%s): with torch's decoding was 1.4 (1 stream) to 2.4 times (16) slower"
 
 
 def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
