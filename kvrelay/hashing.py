@@ -1,8 +1,7 @@
 """Chained hashes of full blocks, which identify KV in caches, routing and transfers.
 
-A block's hash covers its tokens and, through its parent, everything before it, plus the tenant's salt, the adapter and
-other inputs behind its tokens (`extras`, such as an image). All processes compute the same hashes: nothing here is
-randomised, unlike Python's `hash`.
+A block's hash covers its tokens and, through its parent, everything before it, plus the tenant's salt. All processes
+compute the same hashes: nothing here is randomised, unlike Python's `hash`.
 
 Hashing, packing and the index of hashes run in C, or in Python where no compiler is; both do the same
 (tests/kvrelay/test_hashing.py, tests/kvrelay/test_hash_index.py). C is compiled on first use, once for the process.
@@ -14,10 +13,10 @@ import logging
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.native.build import load_extension
@@ -29,26 +28,21 @@ HASH_SEED = "kvrelay-blake2b-128-v1"
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 
-_ADAPTER = b"adapter"  # BLAKE2's personalisation: these digests never equal a block's
-_EXTRAS = b"extras"
-_TENANT = b"tenant"
+_TENANT = b"tenant"  # BLAKE2's personalisation: such a digest never equals a block's
 _NATIVE = Path(__file__).parent / "native"
 
 
 @functools.lru_cache(1024)
-def root_hash(salt: str = "", adapter: str = "") -> BlockHash:
-    """The parent of a sequence's first block; differs for each tenant's salt and each adapter."""
-    root = hashlib.blake2b(f"{HASH_SEED}\0{salt}".encode(), digest_size=HASH_BYTES).digest()
-    if adapter:
-        root = hashlib.blake2b(root + adapter.encode(), digest_size=HASH_BYTES, person=_ADAPTER).digest()
-    return BlockHash(root)
+def root_hash(salt: str = "") -> BlockHash:
+    """The parent of a sequence's first block; differs for each tenant's salt."""
+    return BlockHash(hashlib.blake2b(f"{HASH_SEED}\0{salt}".encode(), digest_size=HASH_BYTES).digest())
 
 
 _PLAIN_ROOT = root_hash()
 
 
 def tenant_name(root: BlockHash) -> str:
-    """A tenant's name from its root hash, which reveals neither salt nor root; "" without salt and adapter."""
+    """A tenant's name from its root hash, which reveals neither salt nor root; "" without a salt."""
     if root == _PLAIN_ROOT:
         return ""
     return hashlib.blake2b(root, digest_size=8, person=_TENANT).hexdigest()
@@ -117,9 +111,9 @@ class HashChain:
         self.data = bytearray(b"".join(hashes)) if hashes else bytearray()
 
     @classmethod
-    def of(cls, tokens: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> Self:
+    def of(cls, tokens: Sequence[int], block_size: int, salt: str = "") -> Self:
         """The chain of every full block of `tokens`."""
-        chain = cls(root_hash(salt, adapter))
+        chain = cls(root_hash(salt))
         chain.extend(pack_tokens(tokens), block_size)
         return chain
 
@@ -140,40 +134,14 @@ class HashChain:
         data = bytes(self.data[first * HASH_BYTES : None if last is None else last * HASH_BYTES])
         return [BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES)]
 
-    def extend(self, packed: bytes, block_size: int, extras: Mapping[int, bytes] | None = None) -> None:
-        """Append the hashes of the full blocks of these packed tokens; a partial block is left out.
-
-        extras: digests of other inputs (an image) behind a block's tokens, by the block's index in `packed`. They
-        change the block's hash.
-        """
-        width = TOKEN_BYTES * block_size
-        if extras:
-            packed = self._extend_to_last_extras(packed, width, extras)
-        self.data += _chain(self.last if self.data else self.root, packed, width)
-
-    def _extend_to_last_extras(self, packed: bytes, width: int, extras: Mapping[int, bytes]) -> bytes:
-        """Append hashes up to the last full block with extras; the packed tokens that are left."""
-        begin, count = 0, len(packed) // width
-        for index in sorted(i for i in extras if i < count):
-            self.data += _chain(self.last, packed[begin * width : index * width], width)
-            block = packed[index * width : (index + 1) * width]
-            self.data += _hash_with_extras(self.last, block, extras[index])
-            begin = index + 1
-        return packed[begin * width :]
+    def extend(self, packed: bytes, block_size: int) -> None:
+        """Append the hashes of the full blocks of these packed tokens; a partial block is left out."""
+        self.data += _chain(self.last if self.data else self.root, packed, TOKEN_BYTES * block_size)
 
 
-def _hash_with_extras(parent: bytes, block: bytes, extras: bytes) -> bytes:
-    mixed = hashlib.blake2b(extras, digest_size=HASH_BYTES, person=_EXTRAS).digest()
-    return hashlib.blake2b(parent + mixed + block, digest_size=HASH_BYTES, person=_EXTRAS).digest()
-
-
-def block_hashes(
-    tokens: Sequence[int], block_size: int, salt: str = "", adapter: str = "", extras: Mapping[int, bytes] | None = None
-) -> list[BlockHash]:
-    """Hashes of every full block of `tokens`, in order; a partial block has none. extras: see HashChain.extend."""
-    chain = HashChain(root_hash(salt, adapter))
-    chain.extend(pack_tokens(tokens), block_size, extras)
-    return chain.hashes()
+def block_hashes(tokens: Sequence[int], block_size: int, salt: str = "") -> list[BlockHash]:
+    """Hashes of every full block of `tokens`, in order; a partial block has none."""
+    return HashChain.of(tokens, block_size, salt).hashes()
 
 
 # ---- which row of a column holds each hash
@@ -182,39 +150,13 @@ _SPARSE = 4  # the dict is copied once it has held so many times the hashes that
 _SMALL = 1024
 
 
-class HashIndex(Protocol):
+class PythonHashIndex:
     """The row of each hash that has one, from 1 on. Lists are lists: no other sequence is accepted.
 
     Owns the row numbers alone: the hashes lie in the caller's bytearray (`column`), 16 bytes for each row. In C an
-    entry takes 8 bytes, in a table that is between an eighth and three quarters full.
+    entry takes 8 bytes, in a table that is between an eighth and three quarters full. Here it is a dict, which holds
+    the hashes too: some 120 bytes each. It is copied when it has become much too large.
     """
-
-    def find(self, column: bytearray, kinds: "array[int]", hashes: list[bytes], /) -> tuple[list[int], list[int]]:
-        """(the row of each hash, 0 where it has none; `kinds` of that row, which has 32 bits for each)."""
-
-    def find_one(self, column: bytearray, block_hash: bytes, /) -> int:
-        """Its row; 0: it has none."""
-
-    def add(self, column: bytearray, hashes: list[bytes], first: int, /) -> None:
-        """Write these hashes, which are distinct and have no row, to the rows from `first` on."""
-
-    def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
-        """Move the hashes of these rows to those from `first` on. None of those is a row that comes later in the
-        list.
-        """
-
-    def remove(self, column: bytearray, rows: list[int], /) -> None:
-        """The hashes of these rows are no longer found; the column keeps them."""
-
-    def count(self) -> int:
-        """Hashes that have a row."""
-
-    def num_bytes(self) -> int:
-        """Memory outside of Python's own count."""
-
-
-class PythonHashIndex:
-    """A dict, which holds the hashes too: some 120 bytes each. It is copied when it has become much too large."""
 
     __slots__ = ("_peak", "_row_of")
 
@@ -223,23 +165,28 @@ class PythonHashIndex:
         self._peak = 0
 
     def find(self, column: bytearray, kinds: "array[int]", hashes: list[bytes], /) -> tuple[list[int], list[int]]:
+        """(the row of each hash, 0 where it has none; `kinds` of that row, which has 32 bits for each)."""
         rows = list(map(self._row_of.get, hashes, repeat(0)))
         return rows, list(map(kinds.__getitem__, rows))
 
     def find_one(self, column: bytearray, block_hash: bytes, /) -> int:
+        """Its row; 0: it has none."""
         return self._row_of.get(block_hash, 0)
 
     def add(self, column: bytearray, hashes: list[bytes], first: int, /) -> None:
+        """Write these hashes, which are distinct and have no row, to the rows from `first` on."""
         column[HASH_BYTES * first : HASH_BYTES * (first + len(hashes))] = b"".join(hashes)
         self._row_of.update(zip(hashes, range(first, first + len(hashes)), strict=True))
         self._peak = max(self._peak, len(self._row_of))
 
     def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
-        moved = self._hashes(column, rows)
-        column[HASH_BYTES * first : HASH_BYTES * (first + len(moved))] = b"".join(moved)
-        self._row_of.update(zip(moved, range(first, first + len(moved)), strict=True))
+        """Move the hashes of these rows to those from `first` on. None of those is a row that comes later in the
+        list.
+        """
+        self.add(column, self._hashes(column, rows), first)
 
     def remove(self, column: bytearray, rows: list[int], /) -> None:
+        """The hashes of these rows are no longer found; the column keeps them."""
         for block_hash in self._hashes(column, rows):
             del self._row_of[block_hash]
         if self._peak > _SMALL and _SPARSE * len(self._row_of) < self._peak:
@@ -250,10 +197,15 @@ class PythonHashIndex:
         return [bytes(column[HASH_BYTES * row : HASH_BYTES * (row + 1)]) for row in rows]
 
     def count(self) -> int:
+        """Hashes that have a row."""
         return len(self._row_of)
 
     def num_bytes(self) -> int:
+        """Memory outside of Python's own count."""
         return 0
+
+
+HashIndex = PythonHashIndex  # the extension's HashTable has the same methods
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """The prefix index: a radix tree over blocks, keyed by chained hashes. Pure: no clock, no reference counts.
 
 A node is a run of consecutive blocks: concatenated hashes, an id array, and packed tokens (for partial blocks). Nodes
-split where chains diverge and merge when they no longer do. There is one root per root hash (tenant and adapter):
-roots share nothing. The block pool reports how many leading blocks of a node are referenced (`held`); the tree counts
-what that means for the nodes above.
+split where chains diverge and merge when they no longer do. There is one root per root hash (tenant): roots
+share nothing. The block pool reports how many leading blocks of a node are referenced (`held`); the tree counts what
+that means for the nodes above.
 """
 
 from array import array

@@ -20,13 +20,10 @@ pytestmark = pytest.mark.pure
 TOKENS = st.lists(st.integers(0, 200_000), max_size=70)
 
 
-def next_hash(parent, tokens, extras=b""):
+def next_hash(parent, tokens):
     """The definition of a block's hash."""
     data = b"".join(token.to_bytes(4, "little") for token in tokens)
-    if not extras:
-        return hashlib.blake2b(parent + data, digest_size=16).digest()
-    mixed = hashlib.blake2b(extras, digest_size=16, person=b"extras").digest()
-    return hashlib.blake2b(parent + mixed + data, digest_size=16, person=b"extras").digest()
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
 
 
 def test_only_full_blocks_have_a_hash():
@@ -194,22 +191,6 @@ def test_a_chain_grows_as_if_it_had_been_made_at_once(tokens, cut):
     chain.extend(pack_tokens(tokens, len(chain) * 4), 4)
     assert chain.hashes() == block_hashes(tokens, 4, "s")
     assert len(chain) == len(tokens) // 4 and chain.last == (chain.hashes() or [root_hash("s")])[-1]
-
-
-def test_adapters_share_nothing_with_each_other_or_with_salts():
-    names = [
-        {*block_hashes(range(64), 16, salt, adapter)}
-        for salt, adapter in (("", ""), ("a", ""), ("", "a"), ("a", "a"), ("a\0a", ""), ("", "b"))
-    ]
-    assert len(set().union(*names)) == 4 * len(names)
-
-
-def test_what_a_block_stands_for_beside_its_tokens_changes_it_and_all_that_follow():
-    plain, cat, dog = (block_hashes([5] * 64, 16, extras=extras) for extras in (None, {1: b"cat"}, {1: b"dog"}))
-    assert plain[0] == cat[0] == dog[0]
-    assert all(len({a, b, c}) == 3 for a, b, c in zip(plain[1:], cat[1:], dog[1:], strict=True))
-    assert cat[1] == next_hash(cat[0], [5] * 16, b"cat")
-    assert block_hashes([5] * 64, 16, extras={9: b"beyond the prompt"}) == plain
 
 
 def test_a_tenants_name_gives_neither_salt_nor_root_away():
