@@ -139,9 +139,6 @@ def status(
     dashboard: Dashboard = None,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="update every second until Ctrl-C; with --json: one line each")
-    ] = False,
 ) -> None:
     """Show the workers, their load and KV pools, and how KV travels between them."""
     from kvrelay.cluster.commands import status as status_command
@@ -150,12 +147,7 @@ def status(
 
     api_key = api_key or environment_api_key()
     with addressed(url, dashboard) as (api_url, dashboard_url):
-        if watch:
-            from kvrelay.cluster.commands import watch as watch_command
-
-            watch_command.watch(console, api_url, api_key, as_json=as_json)
-        else:
-            status_command.show_status(console, api_url, dashboard_url, api_key=api_key, as_json=as_json)
+        status_command.show_status(console, api_url, dashboard_url, api_key=api_key, as_json=as_json)
 
 
 @app.command()

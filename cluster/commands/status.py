@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from rich import box
@@ -10,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.commands.doctor import chosen
-from kvrelay.cluster.commands.watch import table, tier_rows
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.endpoints import other_clusters
@@ -75,13 +75,28 @@ def render(status: dict[str, Any]) -> RenderableType:
     workers = status.get("workers", [])
     down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
     workers = sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True)
-    tables = [_workers_table(workers, status.get("pairs", []))]
-    if tiers := list(tier_rows(workers, "stored", "loaded", "rejected", "corrupt")):
-        tables.append(table("worker|tier|blocks|MiB|down|up|refused|wrong", tiers, left=8, frame=box.SIMPLE))
+    up = [(worker["worker_id"], worker["load"]) for worker in workers if worker.get("is_up") and "load" in worker]
+    tables = [_workers_table(workers, status.get("pairs", [])), _queues_table(up)]
+    if tiers := [(name, *_tier(tier)) for name, load in up for tier in load.get("tiers", [])]:
+        tables.append(_table("worker|tier|blocks|MiB|down|up|refused|evicted|wrong", tiers))
     if stores := status.get("stores", []):
         tables.append(_stores_table(stores))
     down += [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in stores if not one.get("is_up")]
     return Group(head, *tables, *down)
+
+
+def _table(columns: str, rows: Iterable[Iterable[object]]) -> Table:
+    """columns: titles with `|` between them."""
+    made = Table(*columns.split("|"), box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
+    return made
+
+
+def _tier(tier: dict[str, Any]) -> tuple[object, ...]:
+    room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
+    counts = (tier[f"{name}_blocks"] for name in ("stored", "loaded", "rejected", "evicted", "corrupt"))
+    return tier["tier"], tier["num_blocks"], f"{tier['num_bytes'] / 2**20:.0f}{room}", *counts
 
 
 def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
@@ -108,7 +123,23 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
         moved = f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB"
         return name, pid, load.get("running", 0), load.get("waiting", 0), blocks, over, moved
 
-    return table("worker|pid|run|wait|used/cached/all|KV over|moved", map(row, workers), left=7, frame=box.SIMPLE)
+    return _table("worker|pid|run|wait|used/cached/all|KV over|moved", map(row, workers))
+
+
+def _queues_table(loads: list[tuple[str, dict[str, Any]]]) -> Table:
+    """Prompt tokens still to compute; sequences receiving KV, held for a decode worker and swapped; a step's time;
+    tokens found in prefix caches, of those looked up; preemptions, and transfers refused since the start.
+    """
+
+    def row(name: str, load: dict[str, Any]) -> tuple[object, ...]:
+        queues = "/".join(str(load.get(state, 0)) for state in ("receiving", "held", "swapped"))
+        hits = f"{load.get('prefix_hit_tokens', 0) / max(load.get('prefix_query_tokens', 0), 1):.0%}"
+        refused = ", ".join(f"{why} {count}" for why, count in load.get("kv_refused", {}).items()) or 0
+        step = f"{1e3 * load.get('step_s', 0.0):.1f}"
+        return name, load.get("queued_tokens", 0), queues, step, hits, load.get("preemptions", 0), refused
+
+    rows = (row(name, load) for name, load in loads)
+    return _table("worker|todo|recv/held/swap|step ms|hits|preempts|refused", rows)
 
 
 def _stores_table(stores: list[dict[str, Any]]) -> Table:
@@ -126,7 +157,7 @@ def _stores_table(stores: list[dict[str, Any]]) -> Table:
         return name, pid, store["blocks"], used, hits, moved
 
     rows = map(row, sorted(stores, key=lambda store: str(store["worker_id"])))
-    return table("KV store|pid|blocks|used/all|hits|to/from disk", rows, left=6, frame=box.SIMPLE)
+    return _table("KV store|pid|blocks|used/all|hits|to/from disk", rows)
 
 
 def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait: bool) -> None:

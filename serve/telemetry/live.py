@@ -1,4 +1,4 @@
-"""What `/ui` and `kvrelay status --watch` show: this ingress's view of the cluster, from state that it already has.
+"""What `/ui` shows: this ingress's view of the cluster, from state that it already has.
 
 `LiveFeed` makes it once per tick for all viewers. A viewer is an entry in a set, not a queue: a slow one only misses
 ticks. No worker is queried.

@@ -270,7 +270,9 @@ def down(error: str) -> dict[str, object]:
 
 def up(index: int) -> dict[str, object]:
     load = {"running": 3, "waiting": 2, "used_blocks": 111, "cached_blocks": 222, "total_blocks": 7777,
-            "kv_bytes": 123 << 20, "transport": "shm"}  # fmt: skip
+            "kv_bytes": 123 << 20, "transport": "shm",
+            "queued_tokens": 523, "receiving": 4, "held": 6, "swapped": 8, "step_s": 0.0125, "prefix_hit_tokens": 3,
+            "prefix_query_tokens": 4, "preemptions": 71, "kv_refused": {"checksum": 2}}  # fmt: skip
     return {"worker_id": f"prefill-{index:08d}", "role": "prefill", "pid": 654321, "is_up": True, "load": load}
 
 
@@ -304,8 +306,9 @@ def test_status_shows_the_path_of_a_workers_pairs_and_the_speed_of_the_slowest_a
     pairs = [pair("prefill-00000001", "d1", 5.2e9), pair("prefill-00000001", "d2", 4.1e9)]
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render({"workers": [up(1)], "pairs": pairs}))
-    (row,) = [line for line in console.export_text().splitlines() if "prefill-00000001" in line]
+    row, queues = (line for line in console.export_text().splitlines() if "prefill-00000001" in line)
     assert "shm 4.1 GB/s" in row and "123.0 MiB" in row
+    assert all(part in queues for part in ("523", "4/6/8", "12.5", "75%", "71", "checksum 2"))
     console.print(
         render({"workers": [up(1)], "pairs": [*pairs, pair("prefill-00000001", "d3", verdict="incompatible")]})
     )
