@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import LeaseExpired, TransferError, TransferRefused
+from kvrelay.kvtransfer.mover.copy_plan import Offsets
 from kvrelay.kvtransfer.mover.verification import Checksums, Chosen, ReceivePlan, chosen_regions, unpack
-from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.protocol.messages import (
     Announce,
     Reason,
@@ -129,7 +129,7 @@ class Grant:
         """Add what this announcement brings. Raises TransferRefused when it does not fit the grant."""
         assert self.plan is not None
         columns, layers = self._columns(message), self._layers(message)
-        rows = slice(layers.start - self.plan.layers.start, layers.stop - self.plan.layers.start)
+        rows = slice(layers.start, layers.stop)
         cells = self.announced[rows, columns]
         if cells.any():
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "a region was announced twice")
@@ -167,8 +167,8 @@ class Grant:
 
     def _layers(self, message: Announce) -> range:
         assert self.plan is not None
-        layers, stop = self.plan.layers, message.first_layer + message.num_layers
-        if message.first_layer < layers.start or message.num_layers < 1 or stop > layers.stop:
+        stop = message.first_layer + message.num_layers
+        if message.first_layer < 0 or message.num_layers < 1 or stop > len(self.plan.layers):
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "layers that do not exist")
         return range(message.first_layer, stop)
 

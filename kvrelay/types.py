@@ -32,9 +32,6 @@ class KvLayout:
     contiguous, K then V, `region_bytes` long. Latent KV (MLA) is one vector of `head_dim` per token: no K and V, one
     head. With dtype "fp8_e4m3" each token's vector of each head is followed by its scale, so that scales go wherever
     the elements go: `row_bytes` counts both.
-
-    A pool may hold a share of the model: `num_kv_heads` heads from `first_kv_head` on (tensor parallel; a head may
-    be held by several), and `num_layers` layers from `first_layer` on (pipeline stages). None: all there are.
     """
 
     num_layers: int
@@ -44,10 +41,6 @@ class KvLayout:
     head_dim: int
     dtype: str  # a key of ITEM_BYTES
     order: str = "NHD"  # or "HND"
-    first_kv_head: int = 0
-    total_kv_heads: int | None = None
-    first_layer: int = 0
-    total_layers: int | None = None
     is_latent: bool = False
 
     def __post_init__(self) -> None:
@@ -56,29 +49,8 @@ class KvLayout:
             raise ValueError(f"no KV layout has dtype {self.dtype!r} and order {self.order!r}")
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
             raise ValueError("every size of a KV layout is at least 1")
-        for held, total in ((self.kv_heads, self.model_kv_heads), (self.layers, self.model_layers)):
-            if held.start < 0 or held.stop > total:
-                raise ValueError(f"a pool cannot hold {held.start}..{held.stop} of {total}")
-        if self.is_latent and self.model_kv_heads != 1:
+        if self.is_latent and self.num_kv_heads != 1:
             raise ValueError("latent KV has one head")
-
-    @property
-    def kv_heads(self) -> range:
-        """The model's KV heads that this pool holds."""
-        return range(self.first_kv_head, self.first_kv_head + self.num_kv_heads)
-
-    @property
-    def layers(self) -> range:
-        """The model's layers that this pool holds."""
-        return range(self.first_layer, self.first_layer + self.num_layers)
-
-    @property
-    def model_kv_heads(self) -> int:
-        return self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
-
-    @property
-    def model_layers(self) -> int:
-        return self.num_layers if self.total_layers is None else self.total_layers
 
     @property
     def num_parts(self) -> int:
@@ -144,12 +116,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What two workers compare before KV may travel between them. Sizes are the whole model's, not a rank's share.
+    """What two workers compare before KV may travel between them.
 
-    Most fields must be equal. `block_size`, `order` and `tensor_parallel` may differ within the limits of
-    kvtransfer/plans; `dtype` (of the KV) and `compute_dtype` (in which it was computed) may differ where the settings
-    allow conversion. `versions` names kvrelay, and torch up to its minor version, because its kernels' rounding is part
-    of the KV; CPU and GPU builds may work together.
+    Most fields must be equal. `block_size` and `order` may differ within the limits of kvtransfer/mover/copy_plan.py;
+    `dtype` (of the KV) and `compute_dtype` (in which it was computed) may differ where the settings allow conversion.
+    `versions` names kvrelay, and torch up to its minor version, because its kernels' rounding is part of the KV; CPU
+    and GPU builds may work together.
     """
 
     protocol: int
@@ -161,7 +133,6 @@ class Fingerprint:
     head_dim: int
     hash_seed: str
     order: str = "NHD"
-    tensor_parallel: int = 1
     versions: str = ""
     compute_dtype: str = ""
     num_parts: int = 2  # 1: latent KV (MLA), num_kv_heads is 1 and head_dim its width

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from kvrelay import errors
 from kvrelay.errors import LayoutMismatch, TransferError, TransferRefused
+from kvrelay.kvtransfer.mover.copy_plan import Offsets, Pairing, cut, pair
 from kvrelay.kvtransfer.mover.mover import library
 from kvrelay.kvtransfer.mover.verification import Chosen, PoolChecksums, chosen_regions, kind_of
 from kvrelay.kvtransfer.paths.probes import ProbeBuffers
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports
-from kvrelay.kvtransfer.plans.copy_plan import Offsets, Pairing, cut, pair, wire_layout
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import Reason, Ticket, TransferResult, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Transport
@@ -41,7 +41,7 @@ _KINDS: dict[str, type[TransferError]] = {
 class _Announcement:
     first_chunk: int
     chunks: Offsets
-    layers: range  # the model's numbers
+    layers: range
 
 
 class SourceTransfer:
@@ -93,8 +93,7 @@ class SourceTransfer:
             raise ValueError(f"{self.request_id}: announced a block that is not in the pool")
         for block in blocks:
             self._generations.setdefault(block, self._source.generation_of(block))
-        of_model = range(layout.first_layer + layers.start, layout.first_layer + layers.stop)
-        self._outbox.put_nowait(_Announcement(first, chunks, of_model))
+        self._outbox.put_nowait(_Announcement(first, chunks, layers))
 
     async def commit(self, payload: bytes) -> TransferResult:
         """Everything is announced; `payload` goes to the decode worker. Ends when that has the blocks.
@@ -155,7 +154,7 @@ class SourceTransfer:
             await self._link.ready(self.request_id)
             nonce, reply = self.ticket.nonce, self._link.reply
             if reply is not None and reply.checks == "sampled":
-                num_layers = len(self._pairing.overlap.layers)
+                num_layers = len(self._pairing.layers)
                 self._chosen = chosen_regions(nonce, num_layers, self._num_chunks)
             await self._link.send(
                 self.request_id, wire.Open(nonce=nonce, request_id=self.request_id, ticket=self._data)
@@ -197,9 +196,8 @@ class SourceTransfer:
         end = self._pairing.source
         pieces = end.pieces_of(end.offsets(chunks), layers).reshape(-1, self._pairing.pieces_per_chunk)
         if self._chosen is not None:
-            first_layer, first = self._pairing.overlap.layers.start, first_chunk - self._first_chunk
-            rows = slice(layers.start - first_layer, layers.stop - first_layer)
-            pieces = pieces[self._chosen[rows, first : first + len(chunks)].ravel()]
+            first = first_chunk - self._first_chunk
+            pieces = pieces[self._chosen[layers.start : layers.stop, first : first + len(chunks)].ravel()]
         return await self._source.checksums.packed(pieces, self._pairing.piece_bytes)
 
     def _give(self, num_bytes: int) -> None:
@@ -332,9 +330,8 @@ class KvSource:
         convert_dtype = self.settings.convert_dtype
         if difference := self._fingerprint.incompatibility(ticket.fingerprint, convert_dtype=convert_dtype):
             raise refusal(ticket.request_id, Reason.FINGERPRINT, f"{difference}; {difference.remedy}")
-        layout = self.memory.layout
         try:
-            return pair(layout, wire_layout(ticket.layout, layout.dtype))
+            return pair(self.memory.layout, ticket.layout)
         except LayoutMismatch as error:
             raise refusal(ticket.request_id, Reason.FINGERPRINT, str(error)) from error
 

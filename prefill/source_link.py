@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError, TransferRefused
+from kvrelay.kvtransfer.mover.copy_plan import pair
 from kvrelay.kvtransfer.mover.verification import PoolChecksums
 from kvrelay.kvtransfer.paths.probes import ProbeBuffers
 from kvrelay.kvtransfer.paths.selection import PoolExports
-from kvrelay.kvtransfer.plans.copy_plan import pair, wire_layout
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import PairReport, PathReport, Reason, reason_of, refusal
 from kvrelay.plane import connection as plane
@@ -374,9 +374,9 @@ class TargetLinks:
                 probe_buffers.put_back(blocks)
 
     async def _probe_checksums(self, target: KvLayout, blocks: list[int]) -> bytes:
-        pairing = pair(self._memory.layout, wire_layout(target, self._memory.layout.dtype))
-        end, layers = pairing.source, pairing.overlap.layers
-        pieces = end.pieces_of(end.chunks(blocks), layers).reshape(-1, pairing.pieces_per_chunk)
+        pairing = pair(self._memory.layout, target)
+        end = pairing.source
+        pieces = end.pieces_of(end.chunks(blocks), pairing.layers).reshape(-1, pairing.pieces_per_chunk)
         return await self._checksums.packed(pieces, pairing.piece_bytes)
 
     def reports(self) -> list[PairReport]:

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.section import Context, LeftOut
 from kvrelay.kvcache.memory.storage import KvStorage
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.types import KvLayout
 

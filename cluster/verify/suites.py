@@ -20,7 +20,7 @@ from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import LayoutMismatch
-from kvrelay.kvtransfer.plans.copy_plan import overlap
+from kvrelay.kvtransfer.mover.copy_plan import pair
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import KvLayout
 
@@ -342,7 +342,7 @@ def _is_refused_by_keys_and_values(layout: KvLayout) -> bool:
     """Whether such blocks may not go to a pool of keys and values, though sizes in bytes are equal."""
     other = replace(layout, is_latent=False, block_size=layout.block_size // 2)
     try:
-        overlap(layout, other)
+        pair(layout, other)
     except LayoutMismatch as error:
         return error.subject == "is_latent"
     return False

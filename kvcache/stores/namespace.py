@@ -39,7 +39,7 @@ class Namespace:
 
 
 def namespace_of(fingerprint: Fingerprint, layout: KvLayout) -> Namespace:
-    """The namespace of one worker's blocks: its fingerprint, and its pool's share of the model."""
+    """The namespace of one worker's blocks: its fingerprint, and its pool's layout."""
     return Namespace.of(
         {
             "model": fingerprint.model,
@@ -48,9 +48,9 @@ def namespace_of(fingerprint: Fingerprint, layout: KvLayout) -> Namespace:
             "quantization": fingerprint.quantization,
             "block_size": layout.block_size,
             "order": layout.order,
-            "heads": f"{layout.kv_heads.start}..{layout.kv_heads.stop} of {layout.model_kv_heads}",
+            "heads": layout.num_kv_heads,
             "head_dim": layout.head_dim,
-            "layers": f"{layout.layers.start}..{layout.layers.stop} of {layout.model_layers}",
+            "layers": layout.num_layers,
             "parts": layout.num_parts,
             "hash_seed": fingerprint.hash_seed,
             "versions": fingerprint.versions,

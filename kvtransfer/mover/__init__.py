@@ -1,4 +1,4 @@
-"""Brings scattered memory here: copied and hashed in one pass, in C where there is a compiler; verified; cast.
+"""Copy plans between two KV layouts, and where a read's bytes land: copied and hashed in one pass; verified; cast.
 
-May import kvrelay, kvtransfer/plans.
+May import kvrelay.
 """

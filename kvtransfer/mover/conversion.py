@@ -4,12 +4,11 @@ The target casts: the wire carries the source's dtype. torch is imported when so
 nearest, ties to even; widening is exact. fp8 gets a new scale for each vector.
 """
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrelay.kvtransfer.plans.copy_plan import Offsets, Overlap, overlap
+from kvrelay.kvtransfer.mover.copy_plan import Offsets
 from kvrelay.types import ITEM_BYTES, SCALE_BYTES, KvMemory
 
 if TYPE_CHECKING:
@@ -22,32 +21,25 @@ _WORDS = {4: "int32", 2: "int16", 1: "uint8"}
 def convert(
     source: KvMemory,
     source_chunks: Offsets,
+    source_layer: int,
     target: KvMemory,
     target_chunks: Offsets,
-    layers: range,
+    target_layer: int,
     *,
-    chunk_tokens: int | None = None,
+    chunk_tokens: int,
 ) -> None:
-    """Cast every source chunk into the target chunk beside it, in `layers`: the heads that both pools hold, in any
-    order.
+    """Cast every chunk of a source's layer into the chunk beside it of a target's layer.
 
     Args:
-        source_chunks, target_chunks: [n] numbers, as of plans.End.numbers.
-        layers: the model's numbers.
-        chunk_tokens: what the numbers count in, where that is smaller than the smaller block.
+        source_chunks, target_chunks: [n] numbers, as of copy_plan.End.numbers.
 
-    Values beyond the target's range become its largest; NaN stays NaN. Raises LayoutMismatch.
+    Values beyond the target's range become its largest; NaN stays NaN.
     """
-    both = overlap(source.layout, target.layout)
-    if chunk_tokens is not None:
-        both = dataclasses.replace(both, chunk_tokens=chunk_tokens)
-    taken, put = _chunks_of(source, both), _chunks_of(target, both)
+    taken, put = _chunks_of(source, chunk_tokens), _chunks_of(target, chunk_tokens)
     from_block, from_place = (index.to(taken.device) for index in _places(source_chunks, taken))
     to_block, to_place = (index.to(put.device) for index in _places(target_chunks, put))
-    for layer in layers:
-        words = taken[layer - source.layout.first_layer, from_block, :, from_place]
-        words = _cast(words, source.layout.dtype, target.layout.dtype)
-        put[layer - target.layout.first_layer, to_block, :, to_place] = words
+    words = taken[source_layer, from_block, :, from_place]
+    put[target_layer, to_block, :, to_place] = _cast(words, source.layout.dtype, target.layout.dtype)
 
 
 def _cast(words: "Tensor", source: str, target: str) -> "Tensor":
@@ -74,8 +66,8 @@ def _places(chunks: Offsets, view: "Tensor") -> "tuple[Tensor, Tensor]":
     return torch.from_numpy(block), torch.from_numpy(place)
 
 
-def _chunks_of(memory: KvMemory, both: Overlap) -> "Tensor":
-    """[layers, blocks, parts, chunks per block, chunk_tokens, heads, head_dim] view of a pool, its heads in common.
+def _chunks_of(memory: KvMemory, chunk_tokens: int) -> "Tensor":
+    """[layers, blocks, parts, chunks per block, chunk_tokens, heads, head_dim] view of a pool.
 
     As integers of the dtype's width, since torch cannot index every dtype; scales stand behind the numbers.
     """
@@ -88,6 +80,5 @@ def _chunks_of(memory: KvMemory, both: Overlap) -> "Tensor":
     sizes = inner if layout.order == "NHD" else inner[::-1]
     blocks: Tensor = words.view(layout.num_layers, layout.num_blocks, layout.num_parts, *sizes, -1)
     blocks = blocks if layout.order == "NHD" else blocks.transpose(3, 4)
-    first = both.heads.start - layout.first_kv_head
-    chunks: Tensor = blocks.unflatten(3, (-1, both.chunk_tokens))
-    return chunks[..., first : first + len(both.heads), :]
+    chunks: Tensor = blocks.unflatten(3, (-1, chunk_tokens))
+    return chunks

@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvrelay.errors import BackendUnavailable, TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
+from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets
 from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native
 
 logger = logging.getLogger(__name__)

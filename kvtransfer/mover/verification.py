@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from kvrelay.errors import CorruptRead
 from kvrelay.kvtransfer.mover.conversion import convert
+from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets, cut, pair
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, MoverThread, NativeMove, Receipt, hash_in_place, xxh3_chunks
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets, Pairing, cut, pair, wire_layout
 from kvrelay.types import KvLayout, KvMemory
 
 Checksums = NDArray[np.uint64]
@@ -169,17 +169,20 @@ class ReceivePlan:
 
     def __init__(self, source: KvLayout, pool: KvMemory) -> None:
         self.source, self.pool = source, pool
-        self._wire = wire_layout(pool.layout, source.dtype)
-        self.pairing: Pairing = pair(source, self._wire)
+        self.pairing = self._reads = pair(source, pool.layout)
         self.staging: KvMemory | None = None
         # the source never casts: it would need a staging pool of its own, which every transport exports
         if source.dtype != pool.layout.dtype:
-            self.staging = _staging_memory(pool, self._staged(self.layers.start))
+            num_blocks = -(-self.max_chunks // self.pairing.target.chunks_per_block)
+            staged = dataclasses.replace(self.pairing.target.layout, num_blocks=num_blocks, num_layers=1)
+            self.staging = _staging_memory(pool, staged)
+            every_layer_here = dataclasses.replace(self.pairing.target, layout=staged, layer_bytes=0)
+            self._reads = dataclasses.replace(self.pairing, target=every_layer_here)
 
     @property
     def layers(self) -> range:
-        """The model's layers that both pools hold."""
-        return self.pairing.overlap.layers
+        """The model's layers."""
+        return self.pairing.layers
 
     @property
     def memory(self) -> KvMemory:
@@ -190,13 +193,6 @@ class ReceivePlan:
     def max_chunks(self) -> int:
         """Chunks of one layer that the staging buffer holds."""
         return max(_STAGING_BYTES // self.pairing.chunk_bytes, 1)
-
-    def _staged(self, layer: int) -> KvLayout:
-        """The staging buffer as the pool of this one layer."""
-        num_blocks = -(-self.max_chunks // self.pairing.target.chunks_per_block)
-        return dataclasses.replace(
-            self._wire, num_blocks=num_blocks, num_layers=1, first_layer=layer, total_layers=self._wire.model_layers
-        )
 
     def units(self, num_chunks: int, layers: range) -> Iterator[tuple[slice, range]]:
         """Chunks x layers in pieces for one read each."""
@@ -212,10 +208,9 @@ class ReceivePlan:
 
         Returns the copies, and [num_chunks, pieces_per_chunk] where each piece lands, in the order of the copies.
         """
-        pairing = self.pairing
+        pairing = self._reads
         if self.staging is not None:
             assert len(layers) == 1
-            pairing = pair(self.source, self._staged(layers.start))
             target_chunks = np.arange(len(source_chunks), dtype=np.int64)
         begins, lands = pairing.source.offsets(source_chunks), pairing.target.offsets(target_chunks)
         pieces = pairing.target.pieces_of(lands, layers).reshape(-1, pairing.pieces_per_chunk)
@@ -223,10 +218,9 @@ class ReceivePlan:
 
     def settle(self, target_chunks: Offsets, layers: range) -> None:
         """Cast what lies in the staging buffer into its places. On a thread."""
-        assert self.staging is not None
-        staging = dataclasses.replace(self.staging, layout=self._staged(layers.start))
-        staged, chunk_tokens = np.arange(len(target_chunks), dtype=np.int64), self.pairing.overlap.chunk_tokens
-        convert(staging, staged, self.pool, target_chunks, layers, chunk_tokens=chunk_tokens)
+        assert self.staging is not None and len(layers) == 1
+        staged, tokens = np.arange(len(target_chunks), dtype=np.int64), self.pairing.chunk_tokens
+        convert(self.staging, staged, 0, self.pool, target_chunks, layers.start, chunk_tokens=tokens)
 
 
 def _staging_memory(pool: KvMemory, layout: KvLayout) -> KvMemory:

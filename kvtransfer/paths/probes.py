@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.mover.copy_plan import Offsets
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums, ReceivePlan, unpack
 from kvrelay.kvtransfer.paths.selection import Route
-from kvrelay.kvtransfer.plans.copy_plan import Offsets
 from kvrelay.kvtransfer.transports.base import Reader
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import TransportError
+from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.mover.mover import library
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports, Route, untried
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Reader, Transport
 from kvrelay.kvtransfer.transports.discovery import this_machine

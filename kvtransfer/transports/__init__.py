@@ -1,4 +1,4 @@
 """Ways to read a source's pool, behind one interface; where a worker's memory and its network cards are.
 
-May import kvrelay, kvtransfer/mover, kvtransfer/plans.
+May import kvrelay, kvtransfer/mover.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.types import KvMemory
 
 Opened = TypeVar("Opened")

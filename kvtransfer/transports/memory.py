@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import BackendUnavailable, TransportError
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.mover.mover import (
     INLINE_BYTES,
     MoverThread,
@@ -34,7 +35,6 @@ from kvrelay.kvtransfer.mover.mover import (
     nothing,
 )
 from kvrelay.kvtransfer.mover.verification import ArrivingRead
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id, open_off_loop, why_not_on_host
 from kvrelay.plane.connection import connections
 from kvrelay.types import KvMemory

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from kvrelay.kvtransfer.mover.copy_plan import pair
 from kvrelay.kvtransfer.mover.mover import Receipt, move
-from kvrelay.kvtransfer.plans.copy_plan import pair
 from kvrelay.kvtransfer.transports.memory import place_of
 
 

@@ -1,4 +1,4 @@
 """NIXL over UCX: CUDA and RDMA, host memory too.
 
-May import kvrelay, kvtransfer/mover, kvtransfer/plans, kvtransfer/transports.
+May import kvrelay, kvtransfer/mover, kvtransfer/transports.
 """

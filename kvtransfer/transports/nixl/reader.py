@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable, TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, Transport
 from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.kvtransfer.transports.nixl import ucx

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.errors import TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
+from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.transports.tcp.channels import Channel
 
 MAX_ROWS = 1000  # of one request: 16 KiB

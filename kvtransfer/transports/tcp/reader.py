@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from kvrelay.errors import TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id, open_off_loop, why_not_on_host
 from kvrelay.kvtransfer.transports.tcp.channels import LOOK_S, Channel, TlsChannel, tune
 from kvrelay.kvtransfer.transports.tcp.connection import Share, Stream, StreamRead

@@ -20,7 +20,7 @@ from kvrelay.engine.step.config import EngineConfig
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.storage import KvStorage
-from kvrelay.kvtransfer.plans.copy_plan import pair
+from kvrelay.kvtransfer.mover.copy_plan import pair
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import KvLayout, Role
 from tests.kvtransfer.copies import plan_copies

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay import fp8
-from kvrelay.errors import LayoutMismatch
 from kvrelay.kvtransfer.mover.conversion import convert
-from kvrelay.kvtransfer.plans.copy_plan import overlap
 from kvrelay.types import KvLayout, KvMemory
 
 LAYOUT = KvLayout(num_layers=2, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=3, dtype="float32")
@@ -68,8 +66,8 @@ def test_each_value_is_cast_into_the_token_and_head_that_it_is_for(source, targe
     begins = pool(dataclasses.replace(LAYOUT, dtype=source, order=one, block_size=sizes[0]), seed=1)
     lands = pool(dataclasses.replace(LAYOUT, dtype=target, order=other, block_size=sizes[1]))
     from_chunks, to_chunks = np.array(where[:4]), np.array(where[2:])
-    convert(begins, from_chunks, lands, to_chunks, range(1, 2))
-    tokens = overlap(begins.layout, lands.layout).chunk_tokens
+    tokens = min(sizes)
+    convert(begins, from_chunks, 1, lands, to_chunks, 1, chunk_tokens=tokens)
     expected = torch.zeros_like(rows(lands), dtype=torch.float32)
     for come, go in zip(from_chunks, to_chunks, strict=True):
         block, first = divmod(come * tokens, sizes[0])
@@ -87,7 +85,7 @@ def test_narrowing_rounds_to_the_nearest_and_ties_to_even(name):
     begins = pool(layout)
     rows(begins).view(-1)[:] = values
     lands = pool(dataclasses.replace(layout, dtype=name))
-    convert(begins, np.arange(2), lands, np.arange(2), range(1))
+    convert(begins, np.arange(2), 0, lands, np.arange(2), 0, chunk_tokens=2)
     assert rows(lands).reshape(-1).float().tolist() == [1.0, 1 + 2 * step, 1.0, 1.0] * 2
 
 
@@ -98,7 +96,7 @@ def test_what_is_beyond_the_range_becomes_the_largest_and_nan_stays(name, larges
     begins, lands = pool(layout), pool(dataclasses.replace(layout, dtype=name))
     values = [1e6, -1e6, float("inf"), float("nan"), 0.0, 1.0, -1.0, -float("inf")]
     rows(begins).view(-1)[:] = torch.tensor(values, dtype=rows(begins).dtype)
-    convert(begins, np.arange(1), lands, np.arange(1), range(1))
+    convert(begins, np.arange(1), 0, lands, np.arange(1), 0, chunk_tokens=4)
     got = rows(lands).reshape(-1).float()
     assert got[3].isnan()
     assert got[[0, 1, 2, 4, 5, 6, 7]].tolist() == [largest, -largest, largest, 0.0, 1.0, -1.0, -largest]
@@ -108,21 +106,6 @@ def test_equal_dtypes_keep_every_bit():
     begins = pool(dataclasses.replace(LAYOUT, dtype="bfloat16"))
     begins.view[:] = np.random.default_rng(2).integers(0, 256, len(begins.view), dtype=np.uint8).tobytes()
     lands = pool(dataclasses.replace(begins.layout, order="HND"))
-    convert(begins, np.arange(6), lands, np.arange(6), range(2))
+    for layer in range(2):
+        convert(begins, np.arange(6), layer, lands, np.arange(6), layer, chunk_tokens=4)
     assert torch.equal(rows(lands).contiguous().view(torch.int16), rows(begins).contiguous().view(torch.int16))
-
-
-def test_only_the_heads_in_common_are_written():
-    whole = pool(dataclasses.replace(LAYOUT, total_kv_heads=2), seed=3)
-    half = pool(dataclasses.replace(LAYOUT, num_kv_heads=1, first_kv_head=1, total_kv_heads=2, dtype="bfloat16"))
-    convert(whole, np.arange(6), half, np.arange(6), range(2))
-    assert torch.equal(rows(half), rows(whole)[..., 1:, :].to(torch.bfloat16))
-    back = pool(whole.layout)
-    convert(half, np.arange(6), back, np.arange(6), range(2))
-    assert not rows(back)[..., 0, :].any()
-    assert torch.equal(rows(back)[..., 1, :], rows(half)[..., 0, :].float())
-
-
-def test_pools_of_two_models_are_refused():
-    with pytest.raises(LayoutMismatch, match="head_dim"):
-        convert(pool(LAYOUT), np.arange(1), pool(dataclasses.replace(LAYOUT, head_dim=2)), np.arange(1), range(1))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover import mover
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.mover.mover import Receipt, move, xxh3_chunks, xxh3_regions
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.memory import place_of
 
 WAYS = ["native", "python"]

@@ -11,9 +11,9 @@ import pytest
 
 from kvrelay.errors import CorruptRead, TransportError
 from kvrelay.kvtransfer.mover import mover
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, MoverThread, Receipt, hash_in_place, move
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, checksums_of
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, place_of
 from tests.kvtransfer.copies import plan_copies, region_offsets
 

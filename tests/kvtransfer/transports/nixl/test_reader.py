@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.errors import CorruptRead, TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.nixl import reader as nixl
 
 pytestmark = pytest.mark.alone

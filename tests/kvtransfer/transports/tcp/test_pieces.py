@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import CorruptRead, TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.tcp.connection import ReadProgress
 from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, PIECE_BYTES, Inbox, cut_into_pieces, deal, requests_for
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvrelay.errors import CorruptRead, TransportError
-from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.tcp import reader as stream_reader
 from kvrelay.kvtransfer.transports.tcp.channels import shut
 from kvrelay.kvtransfer.transports.tcp.connection import Stream

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import LayoutMismatch, TransportError
-from kvrelay.kvtransfer.plans.copy_plan import cut
+from kvrelay.kvtransfer.mover.copy_plan import cut
 from kvrelay.types import KvLayout
 from tests.kvtransfer.copies import carry_out, plan_copies, region_offsets
 

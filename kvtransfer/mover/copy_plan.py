@@ -6,7 +6,7 @@ in one order that both ends agree on: K before V, then token, head, dim (with "H
 dim). Hence a copy list is the source's pieces beside the target's, neighbours merged; and a chunk's checksum is that
 of its pieces in this order, which each end computes from its own memory.
 
-A plan is data: transports only see copies. Unequal dtypes are no matter of copies: see conversion.py.
+A plan is data: transports only see copies. Dtypes are no matter of copies: see conversion.py.
 """
 
 import dataclasses
@@ -70,15 +70,6 @@ class CopyList:
             raise TransportError("a copy lies outside the pool")
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """What two pools of one model have in common. `heads` and `layers` are the model's numbers."""
-
-    chunk_tokens: int
-    heads: range
-    layers: range
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class End:
     """Where a pair's chunks lie at one end. Offsets and strides are bytes.
@@ -89,7 +80,6 @@ class End:
     layout: KvLayout
     chunks_per_block: int
     chunk_stride: int  # to the next chunk of a block
-    first: int  # of the first common head in a region
     pieces: Offsets
     region_bytes: int
     layer_bytes: int
@@ -116,28 +106,21 @@ class End:
     def offsets(self, numbers: Offsets) -> Offsets:
         """Where these chunks begin in the pool's first layer."""
         if self.chunks_per_block == 1:
-            whole: Offsets = numbers * self.region_bytes
-            return whole + self.first if self.first else whole
+            return numbers * self.region_bytes
         block, place = np.divmod(numbers, self.chunks_per_block)
-        begins: Offsets = block * self.region_bytes + (place * self.chunk_stride + self.first)
+        begins: Offsets = block * self.region_bytes + place * self.chunk_stride
         return begins
 
     def chunks(self, blocks: Sequence[int] | Offsets, first_chunk: int = 0, num_chunks: int | None = None) -> Offsets:
         """Where the chunks begin that hold part of a sequence: see `numbers` and `offsets`."""
         return self.offsets(self.numbers(blocks, first_chunk, num_chunks))
 
-    def layer_offset(self, layer: int) -> int:
-        """What to add to a chunk for the model's layer `layer`."""
-        return (layer - self.layout.first_layer) * self.layer_bytes
-
     def pieces_of(self, chunks: Offsets, layers: range) -> Offsets:
         """[layers, chunks, pieces] where every piece of these chunks begins in every layer."""
         if len(layers) == 1:
-            of_all: Offsets = chunks + self.layer_offset(layers.start)
-            of_all = of_all[None]
+            of_all: Offsets = (chunks + layers.start * self.layer_bytes)[None]
         else:
-            of_all = np.arange(len(layers), dtype=np.int64)[:, None] * self.layer_bytes
-            of_all = of_all + (chunks + self.layer_offset(layers.start))
+            of_all = np.arange(layers.start, layers.stop, dtype=np.int64)[:, None] * self.layer_bytes + chunks
         return of_all[..., None] if len(self.pieces) == 1 else np.add.outer(of_all, self.pieces)
 
 
@@ -147,8 +130,13 @@ class Pairing:
 
     source: End
     target: End
-    overlap: Overlap
+    chunk_tokens: int
     piece_bytes: int
+
+    @property
+    def layers(self) -> range:
+        """The model's layers, which both pools hold."""
+        return range(self.source.layout.num_layers)
 
     @property
     def pieces_per_chunk(self) -> int:
@@ -160,7 +148,7 @@ class Pairing:
 
     def num_chunks(self, num_tokens: int) -> int:
         """Chunks that hold so many tokens: the last one may be partly empty."""
-        return -(-num_tokens // self.overlap.chunk_tokens)
+        return -(-num_tokens // self.chunk_tokens)
 
     def wanted(self, first_block: int, num_tokens: int) -> tuple[int, int]:
         """(how many chunks of so many tokens must travel, the first of them): the target lacks blocks from
@@ -174,15 +162,14 @@ class Pairing:
 
         Bytes land chunk by chunk in the order given, layer after layer. Sorted by source there are fewest copies:
         then no two of one layer could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers
-        not in common.
+        that do not exist.
         """
         if len(source_chunks) != len(target_chunks):
             raise ValueError(f"{len(source_chunks)} chunks cannot go to {len(target_chunks)}")
-        if layers and not (layers[0] in self.overlap.layers and layers[-1] in self.overlap.layers):
-            raise ValueError(f"layers {layers} are not among the common ones, {self.overlap.layers}")
-        first = layers.start if layers else self.overlap.layers.start
-        source = source_chunks + self.source.layer_offset(first)
-        target = target_chunks + self.target.layer_offset(first)
+        if layers and not (layers[0] in self.layers and layers[-1] in self.layers):
+            raise ValueError(f"layers {layers} are not among {self.layers}")
+        source = source_chunks + layers.start * self.source.layer_bytes
+        target = target_chunks + layers.start * self.target.layer_bytes
         if self.pieces_per_chunk > 1:
             source = np.add.outer(source, self.source.pieces).ravel()
             target = np.add.outer(target, self.target.pieces).ravel()
@@ -201,48 +188,28 @@ class Pairing:
         return source[starts], target[starts], np.diff(starts, append=len(source)) * size
 
 
-def wire_layout(target: KvLayout, source_dtype: str) -> KvLayout:
-    """The target's layout with the dtype that travels: the source's."""
-    return target if target.dtype == source_dtype else dataclasses.replace(target, dtype=source_dtype)
-
-
 @functools.lru_cache(maxsize=1024)
-def overlap(source: KvLayout, target: KvLayout) -> Overlap:
-    """What the two pools share, whatever their dtypes. Raises LayoutMismatch naming the field that forbids it."""
-    for field in ("is_latent", "head_dim", "model_kv_heads", "model_layers"):
+def pair(source: KvLayout, target: KvLayout) -> Pairing:
+    """How blocks of `source` lie in `target`, in the source's dtype, which is what travels.
+
+    Raises LayoutMismatch naming the field that forbids plain copies.
+    """
+    for field in ("is_latent", "head_dim", "num_kv_heads", "num_layers"):
         ours, theirs = getattr(source, field), getattr(target, field)
         if ours != theirs:
             raise LayoutMismatch(field, f"{ours} at the source, {theirs} at the target: not the same model")
     large, small = sorted((source.block_size, target.block_size), reverse=True)
     if large % small:
         raise LayoutMismatch("block_size", f"{small} tokens do not divide {large}")
-    heads = _common(source.kv_heads, target.kv_heads)
-    layers = _common(source.layers, target.layers)
-    if not heads or not layers:
-        field = "layers" if heads else "kv_heads"
-        ours, theirs = getattr(source, field), getattr(target, field)
-        raise LayoutMismatch(field, f"{ours} at the source, {theirs} at the target: none in common")
-    return Overlap(small, heads, layers)
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-@functools.lru_cache(maxsize=1024)
-def pair(source: KvLayout, target: KvLayout) -> Pairing:
-    """How blocks of `source` lie in `target`. Raises LayoutMismatch naming the field that forbids plain copies."""
-    both = overlap(source, target)
-    if source.dtype != target.dtype:
-        raise LayoutMismatch("dtype", f"{source.dtype} at the source, {target.dtype} at the target: convert one")
+    target = dataclasses.replace(target, dtype=source.dtype)
     heads_first = source.order == target.order == "HND"
-    dims = [_dims(layout, both, heads_first=heads_first) for layout in (source, target)]
+    dims = [_dims(layout, small, heads_first=heads_first) for layout in (source, target)]
     length, left = source.row_bytes, len(dims[0])
     while left and _goes_on([sides[left - 1] for sides in dims], length):
         left -= 1
         length *= dims[0][left][0]
-    begins, lands = _end(source, both, dims[0][:left]), _end(target, both, dims[1][:left])
-    return Pairing(begins, lands, both, length)
+    begins, lands = (_end(layout, small, outer[:left]) for layout, outer in zip((source, target), dims, strict=True))
+    return Pairing(begins, lands, small, length)
 
 
 def _goes_on(dim: list[tuple[int, int]], length: int) -> bool:
@@ -257,24 +224,22 @@ def _strides(layout: KvLayout) -> tuple[int, int, int]:
     return (part, layout.num_kv_heads * row, row) if layout.order == "NHD" else (part, row, layout.block_size * row)
 
 
-def _dims(layout: KvLayout, both: Overlap, *, heads_first: bool) -> list[tuple[int, int]]:
+def _dims(layout: KvLayout, chunk_tokens: int, *, heads_first: bool) -> list[tuple[int, int]]:
     """(count, stride) of a chunk's dimensions outside of a head's vector, outermost first, in the order of its
     pieces.
     """
     part, token, head = _strides(layout)
-    tokens, heads = (both.chunk_tokens, token), (len(both.heads), head)
+    tokens, heads = (chunk_tokens, token), (layout.num_kv_heads, head)
     return [(layout.num_parts, part), heads, tokens] if heads_first else [(layout.num_parts, part), tokens, heads]
 
 
-def _end(layout: KvLayout, both: Overlap, outer: list[tuple[int, int]]) -> End:
-    _, token, head = _strides(layout)
+def _end(layout: KvLayout, chunk_tokens: int, outer: list[tuple[int, int]]) -> End:
     pieces = np.zeros(1, dtype=np.int64)
     for count, stride in outer:
         pieces = np.add.outer(pieces, np.arange(count, dtype=np.int64) * stride).ravel()
     pieces.setflags(write=False)  # shared by all users of this pair
-    first = (both.heads.start - layout.first_kv_head) * head
-    each = layout.block_size // both.chunk_tokens
-    return End(layout, each, both.chunk_tokens * token, first, pieces, layout.region_bytes, layout.layer_bytes)
+    stride, each = chunk_tokens * _strides(layout)[1], layout.block_size // chunk_tokens
+    return End(layout, each, stride, pieces, layout.region_bytes, layout.layer_bytes)
 
 
 def cut(num_blocks: int, layers: range, region_bytes: int, limit_bytes: int) -> Iterator[tuple[slice, range]]:
