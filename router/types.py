@@ -111,7 +111,6 @@ class IndexState(enum.StrEnum):
     EXACT = "exact"  # snapshot and every event since
     DEGRADED = "degraded"  # may lack blocks; what it lists was announced
     STALE = "stale"  # an event is missing, or no snapshot yet: never gives a hit
-    APPROXIMATE = "approximate"  # the worker sends no events: what this router sent there recently
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnaps
 from kvrelay.router.decision.deferral import Deferral, OverduePlacement
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers
+from kvrelay.router.index.indexed_worker import Schedule
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.snapshot_ingest import Schedule
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.registry import build_policy
 from kvrelay.router.slo.admission import choose_candidate, refusal_message
@@ -103,8 +103,7 @@ class Router:
             self.forecast.worker_up(info)
         stride, rest = divmod(info.block_size, self._tokens_per_hash)
         assert not rest, f"blocks of {info.block_size} tokens have no hashes of every {self._tokens_per_hash}"
-        max_blocks = HASHES_PER_BLOCK * info.num_blocks
-        self._index.add_worker(info.worker_id, max_blocks=max_blocks, stride=stride, max_learned=info.num_blocks)
+        self._index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks, stride=stride)
 
     def worker_down(self, worker_id: str) -> None:
         """Forget a worker. The load of its requests is counted nowhere, and their `on_end` changes nothing there."""
@@ -154,7 +153,6 @@ class Router:
         """
         is_called = request.request_id in self._deferral.called
         self.on_end(request.request_id)
-        self._index.expire(now_s)
         choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
         if not is_called:
             self._popularity.observe(request.block_hashes, now_s)
@@ -253,10 +251,6 @@ class Router:
 
         Idempotent. `timings`: as the worker reports them.
         """
-        if (computed := self._ledger.computing(request_id)) is not None:
-            for account in (computed.compute, computed.decode):
-                if account is not None and self._workers.accounts.get(account.info.worker_id) is account:
-                    self._index.learn(account.info.worker_id, computed.block_hashes, now_s)
         error_s = self._ledger.first_token(request_id, now_s)
         if self.forecast is not None:
             self.forecast.first_token(request_id, now_s, timings, cached_tokens)

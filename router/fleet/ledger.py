@@ -136,11 +136,6 @@ class Ledger:
                 del self._pending[assignment.block_hashes[0]]
         return now_s - assignment.assigned_at_s - assignment.predicted_ttft_s
 
-    def computing(self, request_id: str) -> Assignment | None:
-        """The request, while it has no first token."""
-        assignment = self._assignments.get(request_id)
-        return None if assignment is None or assignment.has_first_token else assignment
-
     def end(self, request_id: str) -> None:
         """Remove everything that is still counted for it. Idempotent."""
         assignment = self._assignments.get(request_id)

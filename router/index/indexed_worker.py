@@ -1,19 +1,21 @@
-"""One worker's part of the index: which of its messages apply, and how many blocks it holds.
+"""One worker's part of the index: which of its messages apply, how many blocks it holds, and its snapshot, which arrives
+in parts and is ingested in slices, while events continue to apply.
 
-Owns no masks. Never imports torch, Ray, sockets or a clock.
+What an event changes is newer than the snapshot: later slices leave such a block alone. So events apply at once, in
+order, and none is buffered. Blocks that the worker was known to hold before, and that the snapshot lacks, are dropped
+at the end. Owns no masks. Never imports torch, Ray, sockets or a clock.
 """
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 
-from kvrelay.hashing import HASH_BYTES
+from kvrelay.hashing import HASH_BYTES, distinct
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 from kvrelay.router.index.hash_array import anywhere_bit, both_bits
 from kvrelay.router.index.holders import HolderIndex
-from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
 RETRY_EVERY = 256
@@ -21,40 +23,6 @@ RETRY_EVERY = 256
 _REMEMBERED = 32  # removed hashes that an audit may sample
 _LENGTHS = frozenset([HASH_BYTES])
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-
-class LearnedPrefixes:
-    """What a worker without KV events probably holds: hashes of the prompts that this router has sent there, and when
-    each expires, soonest first. Bounded in number and time.
-    """
-
-    def __init__(self, limit: int, ttl_s: float) -> None:
-        self.limit, self._ttl_s = limit, ttl_s
-        self._expiry: dict[bytes, float] = {}
-        self.since_s: float | None = None  # when the first prompt was sent
-
-    def __len__(self) -> int:
-        return len(self._expiry)
-
-    def note(self, chain: Sequence[bytes], now_s: float) -> list[bytes]:
-        """This prompt, of at most `limit` hashes, was computed there now. Returns the hashes that exceed the limit.
-
-        Those are the least recently used. The end of a chain goes before its beginning, as in a worker's pool.
-        """
-        if self.since_s is None:
-            self.since_s = now_s
-        for block_hash in reversed(chain):
-            self._expiry.pop(block_hash, None)
-            self._expiry[block_hash] = now_s + self._ttl_s
-        return self._forget(list(islice(self._expiry, max(0, len(self._expiry) - self.limit))))
-
-    def expired(self, now_s: float) -> list[bytes]:
-        return self._forget(list(takewhile(lambda one: self._expiry[one] <= now_s, self._expiry)))
-
-    def _forget(self, hashes: list[bytes]) -> list[bytes]:
-        for block_hash in hashes:
-            del self._expiry[block_hash]
-        return hashes
 
 
 class EventAction(enum.Enum):
@@ -87,16 +55,109 @@ def draws(seed: int) -> Iterator[int]:
         yield mixed ^ (mixed >> 31)
 
 
+SLICE = 512
+"""Hashes that are ingested, or dropped, at a time."""
+
+
+class Sweep:
+    """Drops a worker's blocks except marked ones, a stretch of the array at a time.
+
+    Meanwhile blocks stay where they are.
+    """
+
+    def __init__(self, holders: HolderIndex, own_bits: int) -> None:
+        self._holders, self._mine, self._kept, self._next = holders, own_bits, bytearray(), 0
+        self.is_done = False
+        holders.begin_sweep()
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """Mark blocks that the worker holds: they stay."""
+        self._holders.mark(hashes, self._kept)
+
+    def step(self) -> int:
+        """Another stretch. Returns how many blocks it dropped."""
+        self._next, num_dropped = self._holders.sweep(self._next, self._mine, self._kept, SLICE)
+        if not self._next:
+            self.stop()
+        return num_dropped
+
+    def stop(self) -> None:
+        """The rest stays as it is. Idempotent."""
+        if not self.is_done:
+            self.is_done = True
+            self._holders.end_sweep()
+
+
+class SnapshotIngest:
+    """One snapshot: the parts received, and what of them is still to be ingested."""
+
+    def __init__(self, seq: int, most: int, rest: Sweep | None) -> None:
+        """At most `most` hashes.
+
+        `rest` drops, at the end, what the snapshot lacks; None: the worker holds nothing yet.
+        """
+        self._seq, self._free_run, self._next_part, self._place = seq, most, 0, 0
+        self._parts: deque[tuple[tuple[bytes, ...], Collection[bytes]]] = deque()  # hashes, and those in lower tiers
+        self._touched: set[bytes] = set()  # hashes changed by events since
+        self.rest = rest
+        self.is_received = False  # all parts have arrived
+        self.is_complete = True  # all hashes fitted and were valid
+        self.is_queued = self.was_audited = False
+        self.num_events = 0  # since the last part
+
+    def take(self, seq: int, part: int, hashes: Sequence[bytes], lowered: Sequence[bytes], *, is_last: bool) -> bool:
+        """A part has arrived. False: it is not the next one of this snapshot."""
+        if seq != self._seq or part != self._next_part or self.is_received:
+            return False
+        self._parts.append((tuple(hashes), frozenset(lowered)))  # the garbage collector does not visit a tuple of bytes
+        self._next_part, self.is_received = part + 1, is_last
+        self.num_events, self.was_audited = 0, False
+        return True
+
+    def touch(self, *changes: Sequence[bytes]) -> None:
+        self._touched.update(*changes)
+        self.num_events += 1
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """These are held, by the snapshot or an event."""
+        if self.rest is not None and hashes:
+            self.rest.keep(hashes)
+
+    def slice(self) -> tuple[list[bytes], list[bytes]] | None:
+        """The next hashes: (those in the pool, those in lower tiers); None: all that has arrived is ingested."""
+        if not self._parts:
+            return None
+        hashes, lowered = self._parts[0]
+        some = distinct(list(hashes[self._place : self._place + SLICE]))
+        if len(some) > self._free_run:
+            del some[self._free_run :]
+            self.is_complete = False
+        self._free_run -= len(some)
+        self._place += SLICE
+        if self._place >= len(hashes):
+            self._parts.popleft()
+            self._place = 0
+        if self._touched:
+            some = [one for one in some if one not in self._touched]
+        if not lowered:
+            return some, []
+        return [one for one in some if one not in lowered], [one for one in some if one in lowered]
+
+    def stop(self) -> None:
+        """Aborted, or done."""
+        if self.rest is not None:
+            self.rest.stop()
+
+
 class IndexedWorker:
     """One worker, in one of the index's rows.
 
     Written only by PrefixIndex. Its attributes are the state of one event stream.
     """
 
-    def __init__(self, row: int, max_blocks: int, stride: int, holders: HolderIndex, learned: LearnedPrefixes) -> None:
+    def __init__(self, row: int, max_blocks: int, stride: int, holders: HolderIndex) -> None:
         self.row, self.max_blocks, self.stride, self.holders = row, max_blocks, stride, holders
         self.anywhere, self.both = anywhere_bit(row), both_bits(row)
-        self.learned: LearnedPrefixes | None = learned  # while it has sent no event or snapshot
         self.state = IndexState.STALE
         self.seq = 0  # of the last event applied, or of the snapshot
         self.newest_seq = 0  # of any event seen
@@ -254,3 +315,40 @@ class IndexedWorker:
         self.audited.wrong += wrong
         self.audited.missed += missed
         return wrong, missed
+
+
+Step = Callable[[], bool]
+Schedule = Callable[[Step], object]
+"""Does a slice of work; returns whether there is more."""
+
+
+class DeferredWork:
+    """Work that would block its caller for long: done in slices, round robin, or at once where nothing schedules it.
+
+    `schedule` is given `work` when there is work and there was none; it calls `work` until that returns False.
+    """
+
+    def __init__(self, schedule: Schedule | None = None) -> None:
+        self._steps: deque[Step] = deque()
+        self._schedule = schedule
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: Step) -> None:
+        """Add work; `step` is called until it returns False."""
+        if self._schedule is None:
+            while step():
+                continue
+            return
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._schedule(self.work)
+
+    def work(self) -> bool:
+        """A slice of the oldest work. Whether there is more."""
+        if self._steps:
+            step = self._steps.popleft()
+            if step():
+                self._steps.append(step)
+        return bool(self._steps)

@@ -7,8 +7,7 @@ long (its stride) holds every k-th hash of a chain.
 
 Guarantee: for every worker that is not STALE, both depths follow from the plain definition applied to its snapshot and
 events (`in_pool`: leading blocks that it announced and neither lowered nor removed since). So no hit is claimed beyond
-an announced hole. STALE workers, and those that hold nothing, are absent. For an APPROXIMATE worker the guarantee
-applies to the prompts that this router has sent there recently.
+an announced hole. STALE workers, and those that hold nothing, are absent.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,19 @@ import numpy as np
 from kvrelay.hashing import distinct
 from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
-from kvrelay.router.index.indexed_worker import RETRY_EVERY, AuditCounts, EventAction, IndexedWorker, LearnedPrefixes
-from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork, Schedule, SnapshotIngest, Sweep
+from kvrelay.router.index.indexed_worker import (
+    RETRY_EVERY,
+    SLICE,
+    AuditCounts,
+    DeferredWork,
+    EventAction,
+    IndexedWorker,
+    Schedule,
+    SnapshotIngest,
+    Sweep,
+)
 from kvrelay.router.types import IndexState
 
-LEARNED_S = 120.0
-"""How long a routed prompt counts as cached on a worker that sends no events: about as long as a busy pool keeps it."""
-SILENT_S = 5.0
-"""Time without events or a snapshot after which a worker is treated as APPROXIMATE."""
 MAX_OUTDATED = 3
 """Outdated snapshots in a row that are answered by requesting another."""
 
@@ -34,20 +38,16 @@ MAX_OUTDATED = 3
 class PrefixIndex:
     """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot.
 
-    It has more than 25 methods: events, snapshots, audits and learned prompts all change the one state of each worker,
-    and with it whether lookups may return the worker.
+    It has more than 25 methods: events, snapshots and audits all change the one state of each worker, and with it
+    whether lookups may return the worker.
     """
 
-    def __init__(self, *, chunk: int = CHUNK, learned_s: float = LEARNED_S, schedule: Schedule | None = None) -> None:
+    def __init__(self, *, chunk: int = CHUNK, schedule: Schedule | None = None) -> None:
         """`chunk`: scattered blocks that are looked up, and moved together, at a time.
-
-        `learned_s`: how long `learn` counts, which is used of workers that have sent neither event nor snapshot, once
-        SILENT_S have passed since it first learned about them.
 
         `schedule`: runs the ingest of snapshots, and the removal of workers, in slices of 512 blocks; None: at once.
         """
-        self._chunk, self._learned_s = chunk, learned_s
-        self._learning: dict[str, IndexedWorker] = {}  # those with something to expire
+        self._chunk = chunk
         self._members: dict[str, IndexedWorker] = {}
         self._num_rows = 0  # rows are below this; a removed worker's is used again
         self._free_rows: set[int] = set()
@@ -61,20 +61,15 @@ class PrefixIndex:
 
     # ---- workers
 
-    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1, max_learned: int | None = None) -> int:
-        """A new or restarted worker: starts empty. Returns its row. More than `max_blocks` hashes make it DEGRADED.
-
-        `max_learned`: learned hashes that are kept, the latest.
-        """
+    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1) -> int:
+        """A new or restarted worker: starts empty. Returns its row. More than `max_blocks` hashes make it DEGRADED."""
         self.remove_worker(worker_id)
         if self._free_rows:
             self._free_rows.remove(row := min(self._free_rows))
         else:
             row, self._num_rows = self._num_rows, self._num_rows + 1
         holders = self._holders.setdefault(stride, HolderIndex(self._chunk))
-        limit = max_blocks if max_learned is None else min(max_learned, max_blocks)
-        learned = LearnedPrefixes(limit, self._learned_s)
-        self._members[worker_id] = IndexedWorker(row, max_blocks, stride, holders, learned)
+        self._members[worker_id] = IndexedWorker(row, max_blocks, stride, holders)
         return row
 
     def remove_worker(self, worker_id: str) -> None:
@@ -83,7 +78,6 @@ class PrefixIndex:
         if member is None:
             return
         self._set_state(member, IndexState.STALE)
-        self._learning.pop(worker_id, None)
         if member.num_blocks:
             self._deferred.add(partial(self._remove_blocks, member, member.clear()))
         else:
@@ -139,7 +133,6 @@ class PrefixIndex:
         member = self._members.get(worker_id)
         if member is None:
             return True
-        self._stop_learning(member)
         action = member.receive(seq)
         if action is EventAction.REQUEST_SNAPSHOT:
             self._update_routable(member)
@@ -196,7 +189,6 @@ class PrefixIndex:
         member = self._members.get(worker_id)
         if member is None:
             return True
-        self._stop_learning(member)
         if not part:
             if member.state is not IndexState.STALE and seq < member.seq:
                 return True
@@ -235,49 +227,15 @@ class PrefixIndex:
         member.ignored = 1  # requested just now
         return False
 
-    # ---- workers without events
-
-    def learn(self, worker_id: str, hashes: Sequence[bytes], now_s: float) -> None:
-        """This prompt was computed or received by the worker. Ignored for workers that send events."""
-        member = self._members.get(worker_id)
-        if member is None or member.learned is None:
-            return
-        chain = distinct(hashes[member.stride - 1 :: member.stride])[: member.learned.limit]
-        member.drop(member.learned.note(chain, now_s))
-        member.store(chain)
-        self._learning[worker_id] = member
-        since_s = member.learned.since_s
-        if member.state is IndexState.STALE and since_s is not None and now_s - since_s >= SILENT_S:
-            self._set_state(member, IndexState.APPROXIMATE)
-
-    def expire(self, now_s: float) -> None:
-        for worker_id, member in list(self._learning.items()):
-            if member.learned is not None and (gone := member.learned.expired(now_s)):
-                member.drop(gone)
-                self._shrink(member.holders)
-            if not member.learned:
-                del self._learning[worker_id]
-
-    def _stop_learning(self, member: IndexedWorker) -> None:
-        """The worker sends events: from now on only those count."""
-        if member.learned is None:
-            return
-        member.learned = None
-        self._set_state(member, IndexState.STALE)
-        if not self._deferred.are_deferred:  # else the ingest of its snapshot drops them, before there is a hit
-            sweep = member.clear()
-            while not sweep.is_done:
-                member.num_blocks -= sweep.step()
-
     # ---- audits
 
     def audit_sample(self, worker_id: str, seed: int, num_hashes: int) -> list[bytes] | None:
-        """Hashes to audit a worker with: some that it should hold and some that it should not. None: no audit.
+        """Hashes to audit a worker with: some that it should hold and some that it should not. None: it is not here.
 
         Empty for a STALE worker: only the event number of its answer is of use.
         """
         member = self._members.get(worker_id)
-        if member is None or member.learned is not None:
+        if member is None:
             return None
         if member.state is IndexState.STALE or member.ingest is not None:
             return []
@@ -291,7 +249,7 @@ class PrefixIndex:
         overtaken.
         """
         member = self._members.get(worker_id)
-        if member is None or member.learned is not None:
+        if member is None:
             return True
         if (ingest := member.ingest) is not None:
             return self._audit_during_ingest(member, ingest)

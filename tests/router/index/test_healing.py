@@ -16,9 +16,8 @@ from hypothesis.stateful import (
 )
 
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
-from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker
+from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker, SnapshotIngest, Sweep
 from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
-from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, match
 from tests.scale import scaled
@@ -196,7 +195,7 @@ class ChannelMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def small_slices():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrelay.router.index.snapshot_ingest.SLICE", 2)
+        patch.setattr("kvrelay.router.index.indexed_worker.SLICE", 2)
         patch.setattr("kvrelay.router.index.holders._STRETCH", 3)
         yield
 

@@ -20,8 +20,8 @@ from kvrelay import hashing
 from kvrelay.router.index import hash_array as slots_module
 from kvrelay.router.index.hash_array import HashArray, both_bits
 from kvrelay.router.index.holders import HolderIndex, HolderSets
+from kvrelay.router.index.indexed_worker import Sweep
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.snapshot_ingest import Sweep
 from tests.router.index.index_cases import holders_of, match, num_rows
 from tests.scale import scaled
 

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from kvrelay.router.index.indexed_worker import RETRY_EVERY
-from kvrelay.router.index.snapshot_ingest import SLICE, DeferredWork
+from kvrelay.router.index.indexed_worker import RETRY_EVERY, SLICE, DeferredWork
 from kvrelay.router.types import IndexState
 from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, match
 

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from kvrelay.plane import messages as wire
+from kvrelay.router.index.indexed_worker import SLICE
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.snapshot_ingest import SLICE
 from kvrelay.router.types import IndexState
 from kvrelay.serve.workers.queries import SLICE_S, run_in_slices
 from kvrelay.types import Role
