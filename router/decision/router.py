@@ -17,7 +17,7 @@ from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, L
 from kvrelay.router.index.indexed_worker import Schedule
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
-from kvrelay.router.policies.registry import build_policy
+from kvrelay.router.policies.selection import build_policy
 from kvrelay.router.slo.admission import choose_candidate, refusal_message
 from kvrelay.router.slo.forecast import Forecast
 from kvrelay.router.types import Decision, Deferred, Prediction, Ranking, RouteRequest, RoutingRefusal, WorkerView

@@ -1,5 +1,5 @@
-"""One worker's part of the index: which of its messages apply, how many blocks it holds, and its snapshot, which arrives
-in parts and is ingested in slices, while events continue to apply.
+"""One worker's part of the index: which of its messages apply, how many blocks it holds, and its snapshot, which
+arrives in parts and is ingested in slices while events continue to apply.
 
 What an event changes is newer than the snapshot: later slices leave such a block alone. So events apply at once, in
 order, and none is buffered. Blocks that the worker was known to hold before, and that the snapshot lacks, are dropped

@@ -1,19 +1,24 @@
 """Policies that choose each role's worker on its own, and what they share: random numbers from one draw, the best rows
-of a table, and candidates made of two rankings. Pure: no torch, Ray, sockets, clock or random source.
+of a table, and candidates made of two rankings; and all policies by their value of `router.policy`. Pure: no torch,
+Ray, sockets, clock or random source.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
-from typing import ClassVar, Literal, NamedTuple
+from importlib import import_module
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
+    CostModel,
     Floats,
     Ints,
     Options,
@@ -23,7 +28,9 @@ from kvrelay.router.policies.base import (
     WorkerTable,
     parse_options,
 )
+from kvrelay.router.policies.joint import Joint
 from kvrelay.router.types import Candidate
+from kvrelay.settings.router import RouterSettings
 
 Words = NDArray[np.uint64]
 Column = Floats | Ints | Words
@@ -141,7 +148,28 @@ def must_be_local(context: RoutingContext, prefills: WorkerTable) -> bool:
     return context.request.force == "local" or (not len(prefills) and context.request.force != "remote")
 
 
-class RoundRobin(IndependentChoice):
+class OneRule(IndependentChoice):
+    """One rule for both roles: the first half of `term_names` is a prefill worker's, the second a decode worker's."""
+
+    options_type: ClassVar[type[PolicyOptions]] = PolicyOptions
+
+    def __init__(self, options: Options) -> None:
+        self._options: Any = parse_options(self.options_type, self.name, options)
+
+    @abstractmethod
+    def order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Column, Sequence[Column]]:
+        """(the best rows, best first; the score of all rows; its terms). `stream`: PREFILL_STREAM or DECODE_STREAM."""
+
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows, score, terms = self.order(context, table, PREFILL_STREAM)
+        return rank_rows(rows, score, (*terms, *(0.0 for _ in terms)))
+
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        rows, score, terms = self.order(context, table, DECODE_STREAM)
+        return rank_rows(rows, score, (*(0.0 for _ in terms), *terms))
+
+
+class RoundRobin(OneRule):
     """The least recently chosen worker, separately for each role.
 
     Source: vLLM, examples/online_serving/disaggregated_serving/disagg_proxy_demo.py (commit 03a7284), `--roundrobin`:
@@ -152,14 +180,8 @@ class RoundRobin(IndependentChoice):
     name: ClassVar[str] = "round_robin"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_turn", "decode_turn")
 
-    def __init__(self, options: Options) -> None:
-        parse_options(PolicyOptions, self.name, options)
-
-    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        return rank_rows(best_rows(table.turn, np.arange(len(table))), table.turn, (table.turn, 0.0))
-
-    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        return rank_rows(best_rows(table.turn, np.arange(len(table))), table.turn, (0.0, table.turn))
+    def order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Column, Sequence[Column]]:
+        return best_rows(table.turn, np.arange(len(table))), table.turn, (table.turn,)
 
 
 class LeastLoadedOptions(PolicyOptions):
@@ -168,7 +190,7 @@ class LeastLoadedOptions(PolicyOptions):
     by: Literal["tokens", "requests"] = "tokens"
 
 
-class LeastLoaded(IndependentChoice):
+class LeastLoaded(OneRule):
     """The lowest load; ties go to the least recently chosen worker.
 
     Source: vLLM's disagg_proxy_demo.py (as for RoundRobin), `LoadBalancedScheduler`, its default: the prefill instance
@@ -178,25 +200,22 @@ class LeastLoaded(IndependentChoice):
 
     name: ClassVar[str] = "least_loaded"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_load", "decode_load")
+    options_type = LeastLoadedOptions
 
-    def __init__(self, options: Options) -> None:
-        self._by = parse_options(LeastLoadedOptions, self.name, options).by
+    def load(self, table: WorkerTable, stream: int) -> Ints:
+        in_tokens = stream == PREFILL_STREAM and self._options.by == "tokens"
+        return table.queued_tokens if in_tokens else table.sequences
 
-    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        load = table.queued_tokens if self._by == "tokens" else table.sequences
-        return rank_rows(best_rows(load, table.turn), load, (load, 0.0))
-
-    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        return rank_rows(best_rows(table.sequences, table.turn), table.sequences, (0.0, table.sequences))
-
-
-class PowerOfTwoOptions(PolicyOptions):
-    """by: the unit of a prefill worker's load; a decode worker's is its requests."""
-
-    by: Literal["requests", "tokens"] = "requests"
+    def order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Column, Sequence[Column]]:
+        load = self.load(table, stream)
+        return best_rows(load, table.turn), load, (load,)
 
 
-class PowerOfTwo(IndependentChoice):
+class PowerOfTwoOptions(LeastLoadedOptions):
+    by: Literal["tokens", "requests"] = "requests"
+
+
+class PowerOfTwo(LeastLoaded):
     """Random pairs of workers, one after the other; of each pair the less loaded first.
 
     Source: Ray 2.60, serve/_private/request_router/pow_2_router.py: two replicas at random, the one with fewer ongoing
@@ -206,20 +225,12 @@ class PowerOfTwo(IndependentChoice):
 
     name: ClassVar[str] = "power_of_two"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_position", "decode_position")
+    options_type = PowerOfTwoOptions
 
-    def __init__(self, options: Options) -> None:
-        self._by = parse_options(PowerOfTwoOptions, self.name, options).by
-
-    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        load = table.queued_tokens if self._by == "tokens" else table.sequences
-        rows = two_by_two(context, load, PREFILL_STREAM)
+    def order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Column, Sequence[Column]]:
+        rows = two_by_two(context, self.load(table, stream), stream)
         position = positions(rows, len(table))
-        return rank_rows(rows, position, (position, 0.0))
-
-    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        rows = two_by_two(context, table.sequences, DECODE_STREAM)
-        position = positions(rows, len(table))
-        return rank_rows(rows, position, (0.0, position))
+        return rows, position, (position,)
 
 
 def two_by_two(context: RoutingContext, load: Ints, stream: int) -> Ints:
@@ -249,7 +260,7 @@ class PrefixAffinityOptions(PolicyOptions):
     match_rate_threshold: float = Field(0.1, ge=0, le=1)
 
 
-class PrefixAffinity(IndependentChoice):
+class PrefixAffinity(OneRule):
     """The longest prefix; ties go to the worker with the fewest requests.
 
     Source: Ray 2.60, llm/_internal/serve/routing_policies/prefix_aware/prefix_aware_router.py, with its defaults: any
@@ -261,33 +272,19 @@ class PrefixAffinity(IndependentChoice):
 
     name: ClassVar[str] = "prefix_affinity"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_matched", "prefill_requests", "decode_matched", "decode_requests")
+    options_type = PrefixAffinityOptions
 
-    def __init__(self, options: Options) -> None:
-        self._options = parse_options(PrefixAffinityOptions, self.name, options)
-
-    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        rows, score = self._order(context, table, PREFILL_STREAM)
-        return rank_rows(rows, score, (matched_share(context, table), table.sequences, 0.0, 0.0))
-
-    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        rows, score = self._order(context, table, DECODE_STREAM)
-        return rank_rows(rows, score, (0.0, 0.0, matched_share(context, table), table.sequences))
-
-    def _order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Floats | Ints]:
-        """The best rows, best first, and the score that orders them: a random position, minus the share matched, or the
-        turn.
-        """
-        load = table.sequences
+    def order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Column, Sequence[Column]]:
+        load, matched = table.sequences, matched_share(context, table)
         if load.max() - load.min() > self._options.imbalanced_threshold:
             rows = two_by_two(context, load, stream)
-            return rows, positions(rows, len(table))
-        matched = matched_share(context, table)
+            return rows, positions(rows, len(table)), (matched, load)
         if matched.max() < self._options.match_rate_threshold:
-            return best_rows(table.turn, load), table.turn
-        return best_rows(-matched, load), -matched
+            return best_rows(table.turn, load), table.turn, (matched, load)
+        return best_rows(-matched, load), -matched, (matched, load)
 
 
-class Session(IndependentChoice):
+class Session(OneRule):
     """The workers of the session's earlier requests, as long as the set of workers does not change.
 
     Source: Ray 2.60, serve/experimental/consistent_hash_router.py: a session's hash on a ring of the replicas' hashes;
@@ -300,24 +297,11 @@ class Session(IndependentChoice):
     name: ClassVar[str] = "session"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_distance", "decode_distance")
 
-    def __init__(self, options: Options) -> None:
-        parse_options(PolicyOptions, self.name, options)
-
-    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        rows, distance = _by_distance(context, table)
-        return rank_rows(rows, distance, (distance, 0.0))
-
-    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
-        rows, distance = _by_distance(context, table)
-        return rank_rows(rows, distance, (0.0, distance))
-
-
-def _by_distance(context: RoutingContext, table: WorkerTable) -> tuple[Ints, Floats]:
-    """The nearest rows by a hash of each worker with the session, and all distances."""
-    key = np.uint64(_hashed("session:" + (context.request.session or context.request.request_id)))
-    words = mixed(np.fromiter(map(_hashed_name, table.names), np.uint64, len(table)) ^ key)
-    distance = unit(words)
-    return best_rows(distance, words), distance
+    def order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Column, Sequence[Column]]:
+        key = np.uint64(_hashed("session:" + (context.request.session or context.request.request_id)))
+        words = mixed(np.fromiter(map(_hashed_name, table.names), np.uint64, len(table)) ^ key)
+        distance = unit(words)
+        return best_rows(distance, words), distance, (distance,)
 
 
 def _hashed(text: str) -> int:
@@ -328,3 +312,29 @@ def _hashed(text: str) -> int:
 def _hashed_name(name: str) -> int:
     """A worker's hash: the same for every router and after every restart."""
     return _hashed("worker:" + name)
+
+
+POLICIES: dict[str, type[RoutingPolicy]] = {
+    policy.name: policy for policy in (Joint, RoundRobin, LeastLoaded, PowerOfTwo, PrefixAffinity, Session)
+}
+
+
+def build_policy(settings: RouterSettings, model: CostModel) -> RoutingPolicy:
+    """The policy that the settings name, with its options. Raises ConfigError for an unknown policy or option."""
+    policy = _imported(settings.policy) if ":" in settings.policy else POLICIES.get(settings.policy)
+    if policy is None:
+        near = get_close_matches(settings.policy, POLICIES, 1) or [*sorted(POLICIES), "module:Class"]
+        raise ConfigError(f"router.policy: there is no {settings.policy}: did you mean {', '.join(near)}?")
+    return policy.build(dict(settings.policy_options), model)
+
+
+def _imported(path: str) -> type[RoutingPolicy]:
+    """The class at `module:Class`. Raises ConfigError."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"router.policy: {path} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
+        raise ConfigError(f"router.policy: {path} is no subclass of {RoutingPolicy.__module__}.RoutingPolicy")
+    return found

@@ -14,7 +14,7 @@ from bench.router.peer_policies.sglang import Sglang
 from bench.router.policies import CONTENDERS
 from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import CostModel
-from kvrelay.router.policies.registry import build_policy
+from kvrelay.router.policies.selection import build_policy
 from kvrelay.settings.router import RouterSettings
 from tests.router.policies.policy_cases import (
     BLOCK,

@@ -14,7 +14,7 @@ from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.fleet.ledger import compatible_sets
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable, cheapest, whole_units
 from kvrelay.router.policies.joint import Joint
-from kvrelay.router.policies.registry import POLICIES
+from kvrelay.router.policies.selection import POLICIES
 from kvrelay.router.types import TERM_NAMES, Candidate, Decision
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.settings.router import RouterSettings

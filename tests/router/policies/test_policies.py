@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import MAX_CANDIDATES, Candidate, CostModel, RoutingContext, RoutingPolicy
-from kvrelay.router.policies.registry import POLICIES as REGISTERED
-from kvrelay.router.policies.registry import build_policy
+from kvrelay.router.policies.selection import POLICIES as REGISTERED
 from kvrelay.router.policies.selection import (
     LeastLoaded,
     PowerOfTwo,
@@ -18,6 +17,7 @@ from kvrelay.router.policies.selection import (
     RoundRobin,
     Session,
     best_rows,
+    build_policy,
     draws,
     two_by_two,
     unit,
