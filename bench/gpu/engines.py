@@ -117,3 +117,15 @@ def seconds_of(context: Context, action: Callable[[], object], repeats: int) -> 
         context.synchronize()
         found.append(time.perf_counter() - begin_s)
     return found
+
+
+def profiled(step: Callable[[], object], num_steps: int) -> tuple[float, float]:
+    """Of one step, by torch's profiler: seconds in which the device computes or copies, and waits of the host."""
+    with torch.profiler.profile() as session:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    rows = session.key_averages()
+    busy_us = sum(row.self_device_time_total for row in rows if row.device_type == torch.profiler.DeviceType.CUDA)
+    num_waits = sum(row.count for row in rows if row.key.endswith(("StreamSynchronize", "EventSynchronize", "Memcpy")))
+    return busy_us / 1e6 / num_steps, num_waits / num_steps

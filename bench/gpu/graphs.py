@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.engines import build, decoding, seconds_of
+from bench.gpu.engines import build, decoding, profiled, seconds_of
 from bench.gpu.kernels import KernelStep, batch_of
 from bench.gpu.models import folder_of
 from bench.gpu.section import Context
-from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.step.engine import Engine
 from kvrelay.types import BlockId
 
@@ -152,16 +151,10 @@ def run_steps(engine: Engine, batch: int, length: int, *, with_graphs: bool) -> 
 
 
 def profile(context: Context, engine: Engine) -> None:
-    """As `kvrelay profile --step` measures it."""
-    profiler = StepProfiler(engine, context_tokens=16 if context.tiny else 128, num_steps=3 if context.tiny else 20)
+    """A decode step beside the device's busy time in it."""
     for batch in (1, 3) if context.tiny else (1, 16, 64):
-        found = profiler.run(StepWorkload(batch, 0))
-        phases = {phase.name: round(1e6 * phase.outside_s) for phase in found.phases}
-        context.add(
-            check=f"{found.workload}: step",
-            step_us=1e6 * found.step_s,
-            kernels_us=1e6 * found.kernels_s,
-            beside_us=1e6 * found.outside_s,
-            host_waits=found.host_waits,
-            host_us_by_phase=phases,
-        )
+        with decoding(engine, batch, 16 if context.tiny else 128, 3 * _STEPS) as step:
+            step_s = statistics.median(seconds_of(context, step, _STEPS))
+            busy_s, host_waits = profiled(step, _STEPS) if context.is_cuda else (0.0, 0.0)
+        beside = {"beside_us": 1e6 * (step_s - busy_s), "host_waits": host_waits}
+        context.add(check=f"decode {batch}: step", step_us=1e6 * step_s, kernels_us=1e6 * busy_s, **beside)

@@ -6,10 +6,9 @@ import statistics
 import time
 
 from bench.engine.inprocess import random_prompt
-from bench.gpu.engines import build, decoding, free_bytes, request
+from bench.gpu.engines import build, decoding, free_bytes, profiled, request
 from bench.gpu.models import folder_of, linear_parameters, step_parameters
 from bench.gpu.section import Context
-from kvrelay.engine.profiling.instruments import profile_device
 from kvrelay.engine.step.engine import Engine
 
 DECODE_SHARE = 0.85  # of the memory's limit
@@ -45,7 +44,7 @@ def measure(context: Context, engine: Engine, batch: int, length: int) -> None:
             result = step()
             seconds.append(time.perf_counter() - begin_s)
         full = result.num_decode == result.num_tokens == batch
-        device = profile_device(step, _PROFILED) if context.is_cuda else None
+        device = profiled(step, _PROFILED) if context.is_cuda else None
     step_s = statistics.median(seconds)
     read = 2 * step_parameters(engine.model.spec) + batch * (length + _ROOM // 2) * token_bytes
     share = context.share_of("read_gb_s", read / step_s / 1e9)
@@ -54,12 +53,9 @@ def measure(context: Context, engine: Engine, batch: int, length: int) -> None:
         "gb_read": read / 1e9, "share_of_memory_limit": share,
     }  # fmt: skip
     if device is not None:
-        overhead_s = step_s - device.busy_s
-        row |= {
-            "kernels_ms": 1e3 * device.busy_s,
-            "beside_kernels_us": 1e6 * overhead_s,
-            "host_waits": device.num_waits,
-        }
+        busy_s, host_waits = device
+        overhead_s = step_s - busy_s
+        row |= {"kernels_ms": 1e3 * busy_s, "beside_kernels_us": 1e6 * overhead_s, "host_waits": host_waits}
         if share is not None:
             row["meets"] = share >= DECODE_SHARE and (batch != 64 or overhead_s <= TARGET_OVERHEAD_S)
     context.add(**row, ok=full)

@@ -26,7 +26,10 @@ _LAZY = {  # command -> module with its `command` function, and its summary
     "verify": ("kvrelay.cluster.verify.cli", "Compare the tokens of every serving path with Hugging Face generate."),
     "models": ("kvrelay.cluster.commands.models", "List the cache of converted models, or clear it."),
     "kv": ("kvrelay.cluster.commands.kv", "Write a prompt's KV to a file, or continue from such a file."),
-    "profile": ("kvrelay.cluster.commands.profile", "Measure engine steps: time outside kernels, or a speed profile."),
+    "profile": (
+        "kvrelay.cluster.commands.profile",
+        "Run engine steps under torch's profiler, or measure a speed profile.",
+    ),
     "trace": ("kvrelay.cluster.commands.trace", "Write a workload as a trace file, or summarise it."),
     "simulate": ("kvrelay.cluster.commands.simulate", "Simulate a cluster of any size under a workload."),
     "plan": ("kvrelay.cluster.commands.plan", "Compute how many prefill and decode workers a workload needs."),

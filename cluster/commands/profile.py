@@ -1,14 +1,12 @@
-"""`kvrelay profile`: time of an engine's steps inside and outside kernels, or a speed profile fitted to measured steps.
+"""`kvrelay profile`: an engine's steps under torch's profiler, or a speed profile fitted to measured steps.
 
 One engine, in this process; none with --published, which prints one of cluster/profiles/published. Torch is imported
 when a measurement runs, so that `--help` is fast.
 """
 
-import json
-import threading
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,19 +20,15 @@ from kvrelay.errors import ConfigError
 if TYPE_CHECKING:
     from kvrelay.cluster.profiles.profile import SimulatorProfile
     from kvrelay.config import Settings
-    from kvrelay.engine.profiling.step_profile import StepProfile, StepWorkload
     from kvrelay.engine.step.engine import Engine
     from kvrelay.router.planning.speed_fit import Fitted
 
 BUSY_SPREAD = 0.10  # steps of the same work differ less on an idle machine
-TARGET_SHARE = 0.10  # outside kernels, of a decode step with one sequence on the CPU
-_SAMPLED_FUNCTION = "StepProfiler._step"
-_FLAME_S = 2.0  # sampled time of each workload, if the sequences can grow that long
-_MOST_FLAME_ROUNDS = 256
+_WARM_UP = 4  # steps: recordings, graphs, caches
+_ROWS = 30  # of the table
 
 
 def command(
-    step: Annotated[bool, typer.Option("--step", help="measure steps inside and outside kernels")] = False,
     fit: Annotated[
         Path | None,
         typer.Option(
@@ -53,29 +47,26 @@ def command(
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags override it")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
     backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="decoding sequences; repeatable; default: 1 and 16")
-    ] = None,
+    batch: Annotated[int, typer.Option(min=0, help="decoding sequences in each step")] = 1,
     context: Annotated[int, typer.Option(min=1, help="context of each decoding sequence at the start, tokens")] = 128,
-    prompt: Annotated[
-        int, typer.Option(min=0, help="prompt in prefill and mixed steps, tokens; 0: no such steps")
-    ] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="measured steps of each kind")] = 40,
-    temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
-    flame: Annotated[Path | None, typer.Option(help="write a flame graph to this HTML file")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    prompt: Annotated[int, typer.Option(min=0, help="tokens of a new prompt in each step; 0: none")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="profiled steps")] = 20,
+    trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of the steps to this file")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
-    """Measure engine steps: time inside and outside kernels (--step), or a speed profile (--fit)."""
-    if [step, fit is not None, published is not None].count(True) != 1:
-        raise ConfigError("choose one of --step, --fit and --published")
+    """Run an engine's steps under torch's profiler, or measure a speed profile (--fit)."""
+    if fit is not None and published is not None:
+        raise ConfigError("choose one of --fit and --published")
     if published is not None:
         from kvrelay.cluster.profiles.profile import published_profile
 
         typer.echo(published_profile(published).text(), nl=False)
         return
-    for file, flag in ((flame, "--flame"), (json_file, "--json"), (fit, "--fit")):
-        _check_writable(file, flag)
+    if not batch + prompt:
+        raise ConfigError("steps need work: give --batch, --prompt or both")
+    for file, flag in ((trace, "--trace"), (fit, "--fit")):  # before minutes of work
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ConfigError(f"{flag} {file}: the folder must exist, and the path must name a file")
     from kvrelay.cluster.commands.settings_flags import settings_from_flags
 
     flags: dict[str, dict[str, Any]] = {"model": {"source": model, "dtype": dtype}, "engine": {"backend": backend}}
@@ -83,28 +74,86 @@ def command(
     if fit is not None:
         _fit(settings, fit, seconds, workers)
         return
-    from kvrelay.cluster.profiles.flame import write_page
-    from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
-
-    sizes = batch or [1, 16]
-    workloads = [StepWorkload(size, 0) for size in sizes]
-    if prompt:
-        workloads += [StepWorkload(0, prompt), StepWorkload(max(sizes), prompt)]
     engine = _engine(settings)
     try:
-        profiler = StepProfiler(engine, context_tokens=context, num_steps=steps, temperature=temperature)
-        for workload in workloads:
-            profiler.check(workload)
-        profiles, trees = _measure(engine, profiler, workloads, with_flame=flame is not None)
-        where = _where(engine, settings)
+        step_s, session = profiled_steps(engine, batch=batch, context=context, prompt=prompt, num_steps=steps)
+        order = "self_device_time_total" if engine.backend.device.type == "cuda" else "self_cpu_time_total"
+        print(f"{_where(engine, settings)}\n{session.key_averages().table(sort_by=order, row_limit=_ROWS)}")
+        print(f"a step of {batch} decoding sequences and a prompt of {prompt} tokens: {1e3 * step_s:.3f} ms unprofiled")
+        if trace is not None:
+            session.export_chrome_trace(str(trace))
+            print(f"written to {trace}; open it in https://ui.perfetto.dev")
     finally:
         engine.close()
-    _show(Console(), profiles, where)
-    if flame is not None:
-        notes = [_headline(profile) for profile in profiles]
-        write_page(flame, f"kvrelay profile --step: {where}", trees, notes)
-    if json_file is not None:
-        json_file.write_text(json.dumps(_as_data(profiles, where), indent=1) + "\n")
+
+
+def profiled_steps(engine: "Engine", *, batch: int, context: int, prompt: int, num_steps: int) -> tuple[float, Any]:
+    """The median seconds of so many plain steps, and torch's profile of as many more.
+
+    The sequences stay in the engine. Raises ConfigError: it cannot run such steps.
+    """
+    from torch.profiler import profile
+
+    from kvrelay.cluster.profiles.fit import add_prompt
+
+    budget = engine.config.token_budget
+    longest = -(-batch * context // budget) + _WARM_UP + 2 * num_steps + 2  # the first decode while others prefill
+    for number in range(batch):
+        add_prompt(engine, number, context, max_tokens=longest)
+    while any(seq.num_uncomputed > 1 for seq in engine.scheduler.sequences.values()):
+        engine.step()
+
+    def run(first: int, count: int) -> list[float]:
+        found = []
+        for number in range(first, first + count):
+            if prompt:
+                add_prompt(engine, batch + number, prompt, max_tokens=1)
+            begin_s = time.perf_counter()
+            result = engine.step()
+            engine.drain_events()
+            found.append(time.perf_counter() - begin_s)
+            if number and result.num_tokens != batch + prompt:  # the first may be the last prompt's, collected late
+                raise ConfigError(
+                    f"a step computed {result.num_tokens} tokens, not {batch + prompt}: lower --batch, --context or "
+                    f"--prompt (engine.token_budget {budget}, engine.max_running {engine.config.max_running})"
+                )
+        return found
+
+    run(0, _WARM_UP)
+    step_s = statistics.median(run(_WARM_UP, num_steps))
+    _name_ranges(engine)
+    with profile() as session:
+        run(_WARM_UP + num_steps, num_steps)
+    return step_s, session
+
+
+def _name_ranges(engine: "Engine") -> None:
+    """Make a step's parts and compiled kernels ranges of the profile; torch knows its own operators only."""
+    from torch.profiler import record_function
+
+    def named(owner: Any, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = record_function(name)(getattr(owner, name))
+        return function
+
+    class Library:
+        def __init__(self, lib: Any) -> None:
+            self._lib = lib
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            setattr(self, name, function := named(self._lib, name))
+            return function
+
+    sampler, runner = engine.executor.sampler, engine.runner
+    for owner, names in (
+        (engine, ("step", "advance", "drain_events")),
+        (engine.scheduler, ("schedule",)),
+        (runner, ("run", "batch", "logits")),
+        (sampler, ("sample", "draw")),
+    ):
+        for name in names:
+            setattr(owner, name, named(owner, name))
+    if (native := engine.backend.compiled_kernels) is not None:
+        native.lib = Library(native.lib)
 
 
 def _fit(settings: "Settings", file: Path, budget_s: float, num_workers: int) -> None:
@@ -175,41 +224,12 @@ def _show_fit(console: Console, fitted: "Fitted", where: str, file: Path, profil
     console.print(f"written to {file}", highlight=False, soft_wrap=True)
 
 
-def _check_writable(file: Path | None, flag: str) -> None:
-    """Checked before minutes of work. Raises ConfigError."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"{flag} {file}: the folder must exist, and the path must name a file")
-
-
 def _engine(settings: "Settings") -> "Engine":
     """An engine as a decode worker builds it. Raises ModelError, BackendUnavailable."""
     from kvrelay.cluster.profiles.neighbours import profiled_engine
     from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 
     return profiled_engine(settings, prepare_checkpoint(settings.model))
-
-
-def _measure(
-    engine: "Engine", profiler: Any, workloads: "list[StepWorkload]", *, with_flame: bool
-) -> "tuple[list[StepProfile], list[dict[str, Any]]]":
-    from kvrelay.cluster.profiles.flame import frames_under, sampled, tree_of
-
-    profiles: list[StepProfile] = []
-    trees: list[dict[str, Any]] = []
-    for workload in workloads:
-        profile = profiler.run(workload)
-        profiles.append(profile)
-        if not with_flame:
-            continue
-        rounds = max(4, min(_MOST_FLAME_ROUNDS, int(_FLAME_S / max(profile.step_s, 1e-6))))
-
-        def sample(run_rounds: Callable[[], None], name: str = workload.name) -> None:
-            with sampled(threading.get_ident()) as sampler:
-                run_rounds()
-            trees.append(tree_of(frames_under(sampler.seconds, _SAMPLED_FUNCTION), name))
-
-        profiler.sample(workload, rounds, sample)
-    return profiles, trees
 
 
 def _where(engine: "Engine", settings: "Settings") -> str:
@@ -222,47 +242,3 @@ def _where(engine: "Engine", settings: "Settings") -> str:
 
 def _micro(seconds: float) -> str:
     return f"{1e6 * seconds:,.0f}"
-
-
-def _headline(profile: "StepProfile") -> str:
-    return (
-        f"{profile.workload}: a step of {_micro(profile.step_s)} µs (median of {profile.num_steps}), "
-        f"{_micro(profile.outside_s)} µs of it outside kernels ({profile.share:.1%})"
-    )
-
-
-def _show(console: Console, profiles: "list[StepProfile]", where: str) -> None:
-    console.print(f"{where}\none step, µs", highlight=False)
-    table = Table(box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    for profile in profiles:
-        table.add_column(profile.workload.replace(" + ", "\n+ "), justify="right", no_wrap=True)
-    table.add_row("step", *(_micro(profile.step_s) for profile in profiles))
-    table.add_row("inside kernels", *(_micro(profile.kernels_s) for profile in profiles))
-    table.add_row("outside kernels", *(_micro(profile.outside_s) for profile in profiles))
-    table.add_row("share of step", *(_share(profile) for profile in profiles), end_section=True)
-    for index, phase in enumerate(profiles[0].phases):
-        cells = [(profile, profile.phases[index]) for profile in profiles]
-        table.add_row(
-            phase.name, *(f"{_micro(one.outside_s)}  {one.outside_s / profile.step_s:5.1%}" for profile, one in cells)
-        )
-    table.add_section()
-    table.add_row("kernel calls", *(f"{profile.kernel_calls:,.0f}" for profile in profiles))
-    if any(profile.host_waits is not None for profile in profiles):
-        table.add_row("host waits", *(f"{profile.host_waits or 0:.1f}" for profile in profiles))
-    if any(profile.ahead_s is not None for profile in profiles):
-        table.add_row("host ahead of device", *(_micro(profile.ahead_s or 0.0) for profile in profiles))
-        table.add_row("host waiting", *(_micro(profile.waited_s or 0.0) for profile in profiles))
-    console.print(table)
-    for profile in profiles:
-        if profile.workload == "decode 1" and profile.host_waits is None:
-            verdict = "within" if profile.share <= TARGET_SHARE else "[red]above[/]"
-            console.print(f"{_headline(profile)}: {verdict} the target of {TARGET_SHARE:.0%}", highlight=False)
-
-
-def _share(profile: "StepProfile") -> str:
-    return f"{profile.share:.1%}"
-
-
-def _as_data(profiles: "list[StepProfile]", where: str) -> dict[str, Any]:
-    return {"where": where, "steps": [{**asdict(profile), "share": profile.share} for profile in profiles]}

@@ -1,4 +1,4 @@
-"""Speed profiles of workers, measured or published, and flame graphs.
+"""Speed profiles of workers, measured or published.
 
 May import kvrelay, engine, router.
 """

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from kvrelay.cluster.profiles.profile import ConstantSource, Fit, FitError, SimulatorProfile
-from kvrelay.engine.profiling.step_profile import add_prompt
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
+from kvrelay.errors import ConfigError
+from kvrelay.hashing import block_hashes
+from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.router.planning.speed_curve import StepWork
 from kvrelay.router.planning.speed_fit import Fitted, StepSample
 
@@ -38,6 +40,25 @@ _COPY_BYTES = 64 << 20
 _CELLS_PER_OCTAVE = 4  # of context tokens
 LINK_BYTES_PER_S = 1.25e9  # 10 Gb/s
 REFERENCE_PROMPT, REFERENCE_SEQUENCES = 256, 4
+
+
+def add_prompt(engine: Engine, number: int, num_tokens: int, *, max_tokens: int) -> str:
+    """Add a unique prompt and return its request's id. Raises ConfigError: it is refused."""
+    draw = torch.Generator().manual_seed(number)
+    vocab = engine.model.spec.vocab_size
+    prompt: list[int] = torch.randint(min(1000, vocab // 2), vocab, (num_tokens,), generator=draw).tolist()
+    request = SequenceRequest(
+        request_id=f"profile-{number}",
+        token_ids=prompt,
+        num_prompt_tokens=num_tokens,
+        block_hashes=list(block_hashes(prompt, engine.config.block_size)),
+        tokens_per_hash=engine.config.block_size,
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, seed=number, ignore_eos=True),
+    )
+    if (refusal := engine.refusal(request)) is not None:
+        raise ConfigError(f"the engine refuses a prompt of {num_tokens} tokens: {refusal[1]}")
+    engine.add(request)
+    return request.request_id
 
 
 def work_of(plan: StepPlan) -> StepWork:

@@ -25,9 +25,8 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
-from kvrelay.cluster.profiles.fit import StepSampler
+from kvrelay.cluster.profiles.fit import StepSampler, add_prompt
 from kvrelay.config import Settings, settings_from
-from kvrelay.engine.profiling.step_profile import add_prompt
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine, OnReserved
 from kvrelay.engine.worker.build import WorkerOptions, build_engine

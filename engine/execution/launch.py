@@ -18,7 +18,7 @@ from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.kernels.async_backend import AsyncDevice, PendingTokens
+from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.memory.swap import SwapLoad
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
@@ -175,7 +175,6 @@ class StepExecutor:
         self._scheduler, self._runner, self._storage, self._loads = scheduler, runner, storage, loads
         self.sampler, self._outputs, self._groups, self._note_draft = sampler, outputs, groups, note_draft
         self._layer_events, self._device, self._clock = layer_events, device, clock
-        self.waited_s = 0.0  # for the device, since the last `collect`
 
     # ---- at launch
 
@@ -226,21 +225,15 @@ class StepExecutor:
 
     def collect(self, step: InFlightStep) -> list[TokenOutput]:
         """The outputs of a step. Waits until the device has done it."""
-        self.waited_s, outputs = 0.0, list[TokenOutput]()
+        outputs: list[TokenOutput] = []
         try:
             if step.pending is None:
                 self.sample(step, outputs)
             else:
-                self.take(step, self.wait(step.pending), outputs)
+                self.take(step, step.pending.wait(), outputs)
         finally:
             step.release_kept()
         return outputs
-
-    def wait(self, pending: PendingTokens) -> list[int]:
-        begin_s = self._clock()
-        tokens = pending.wait()
-        self.waited_s += self._clock() - begin_s
-        return tokens
 
     def take(self, step: InFlightStep, tokens: list[int], outputs: list[TokenOutput]) -> None:
         """Append tokens that were drawn at launch, but not to sequences that have ended meanwhile."""
@@ -259,7 +252,7 @@ class StepExecutor:
             rows, seqs = [row for row, _ in pairs], [seq for _, seq in pairs]
         if not rows:
             if self._device is not None:  # whatever the step uses may be reused next
-                self.wait(self._device.pending(_none_drawn(hidden)))
+                self._device.pending(_none_drawn(hidden)).wait()
             return
         logits = self._runner.logits(hidden, rows)
         if plan.num_drafted:

@@ -61,8 +61,6 @@ class StepResult:
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
-    waited_s: float = 0.0  # the host's wait for a device that computes asynchronously
-    ahead_s: float = 0.0  # the host's work on the next step meanwhile
     is_stuck: bool = False  # nothing was done, and nothing can be until the engine is called otherwise
     events: KvEvents | None = None
     load: LoadReport | None = None

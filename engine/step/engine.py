@@ -140,7 +140,6 @@ class Engine:
             plan = self._schedule(result)
             launched = self.executor.launch(plan, now_s, batch.in_flight) if plan.work else None
         if batch.in_flight is not None:
-            result.ahead_s = self._clock() - now_s
             self._collect(result, launched)
         if launched is None:
             scheduler.copied()
@@ -214,7 +213,6 @@ class Engine:
         step, self.batch.in_flight = self.batch.in_flight, launched
         assert step is not None
         outputs = self.executor.collect(step)
-        result.waited_s += self.executor.waited_s
         result.outputs += outputs
         self._recorder.record(step, len(outputs), result)
 

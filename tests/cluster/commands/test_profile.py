@@ -1,19 +1,15 @@
-"""`kvrelay profile --step`: its table, its JSON, its flame graph, and how it says no."""
+"""`kvrelay profile`: its table, its trace, its speed profiles, and how it says no."""
 
 import json
-import re
-import sys
-import threading
-import time
 
 import pytest
 
 from kvrelay.cluster.commands import profile as profile_command
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
-from kvrelay.cluster.profiles.flame import frames_under, page, sampled, stack_of, tree_of
 from kvrelay.cluster.profiles.profile import load_profile, parse_profile, published_profile
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.kernels.cpu.backend import CpuBackend
 
 pytestmark = pytest.mark.alone
 
@@ -26,41 +22,18 @@ def said(capsys, *arguments):
     return code, text.out, text.err
 
 
-def test_a_step_is_shown_written_and_drawn(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_command, "_MOST_FLAME_ROUNDS", 10)
-    folder = tiny_checkpoint("llama", tmp_path / "tiny")
-    flame, figures = tmp_path / "flame.html", tmp_path / "steps.json"
-    code, out, _ = said(
-        capsys,
-        "--step",
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--batch",
-        "1",
-        "--batch",
-        "3",
-        "--prompt",
-        "24",
-        "--steps",
-        "3",
-        "--flame",
-        str(flame),
-        "--json",
-        str(figures),
-        "--set",
-        "engine.kv_memory=16MiB",
-    )
-    assert code == 0 and "outside kernels" in out and "scheduling" in out and "the target of 10%" in out
-    steps = json.loads(figures.read_text())["steps"]
-    assert [one["workload"] for one in steps] == ["decode 1", "decode 3", "prefill 24", "decode 3 + prefill 24"]
-    assert all(one["step_s"] > 0 and one["outside_s"] == sum(p["outside_s"] for p in one["phases"]) for one in steps)
-    drawn = json.loads(re.search(r"const data = (.*);\n", flame.read_text()).group(1))
-    assert [tree["name"] for tree in drawn["trees"]] == [one["workload"] for one in steps]
-    for tree in drawn["trees"]:
-        assert any(child["name"].endswith("Engine.step") for child in tree["children"]), tree
-    assert "http" not in flame.read_text().lower()  # loads nothing
+@pytest.mark.parametrize(("batch", "prompt"), [("3", "0"), ("2", "24"), ("0", "24")])
+def test_steps_are_profiled_with_the_names_of_their_parts_and_traced(capsys, tmp_path, batch, prompt):
+    folder, file = tiny_checkpoint("llama", tmp_path / "tiny"), tmp_path / "trace.json"
+    sizes = ("--batch", batch, "--prompt", prompt, "--steps", "3", "--set", "engine.kv_memory=16MiB")
+    code, out, err = said(capsys, "--model", str(folder), "--dtype", "float32", "--trace", str(file), *sizes)
+    assert code == 0, err
+    for shown in ("Self CPU", "schedule", "advance", "run", "ms unprofiled", str(file)):
+        assert shown in out, shown
+    names = [event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]]
+    assert names.count("step") == 3
+    if CpuBackend(1).compiled_kernels is not None:
+        assert any(name.startswith("kr_") for name in names)
 
 
 def test_a_profile_is_fitted_and_written(capsys, tmp_path):
@@ -116,15 +89,15 @@ def test_a_published_profile_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "--step"),
-        (["--step", "--published", "x"], "one of"),
+        (["--batch", "0"], "--prompt"),
+        (["--fit", "x.json", "--published", "x"], "one of"),
         (["--published", "gpt-9"], "llama-3.1-8b-h100-fp8"),
         (["--fit", "/no/such/folder/x.json"], "--fit"),
-        (["--step", "--batch", "0"], "--batch"),
-        (["--step", "--flame", "/no/such/folder/x.html"], "--flame"),
-        (["--step", "--json", "/"], "--json"),
-        (["--step", "--dtype", "fp8"], "model.dtype"),
-        (["--step", "--promt", "1"], "--prompt"),
+        (["--batch", "-1"], "--batch"),
+        (["--trace", "/no/such/folder/x.json"], "--trace"),
+        (["--trace", "/"], "--trace"),
+        (["--dtype", "fp8"], "model.dtype"),
+        (["--promt", "1"], "--prompt"),
     ],
 )
 def test_wrong_use_is_one_line_with_exit_code_2(capsys, arguments, named):
@@ -132,41 +105,13 @@ def test_wrong_use_is_one_line_with_exit_code_2(capsys, arguments, named):
     assert code == 2 and named in err and len(err.strip().splitlines()) == 1
 
 
-def test_the_sampler_sees_where_a_thread_spends_its_time_and_gives_the_switch_interval_back():
-    before_s, stop, ready = sys.getswitchinterval(), threading.Event(), threading.Event()
-
-    def waits_here():
-        ready.set()
-        stop.wait()
-
-    thread = threading.Thread(target=waits_here)
-    thread.start()
-    ready.wait()
-    with sampled(thread.ident, 0.0001) as sampler:
-        while sampler.num_samples < 5:
-            time.sleep(0)
-    stop.set()
-    thread.join()
-    assert sys.getswitchinterval() == before_s
-    assert sampler.seconds
-    under = frames_under(sampler.seconds, "waits_here")
-    assert under and all("Event.wait" in stack[0] for stack in under)
-    assert frames_under(sampler.seconds, "nobody") == {}
-    assert "stack-sampler" not in [one.name for one in threading.enumerate()]
-
-
-def test_a_tree_adds_up_and_a_name_cannot_break_out_of_the_page():
-    tree = tree_of({("a", "b"): 1.0, ("a",): 2.0, ("c",): 4.0}, "all")
-    assert tree["value"] == 7.0
-    assert [(child["name"], child["value"]) for child in tree["children"]] == [("a", 3.0), ("c", 4.0)]
-    assert tree["children"][0]["children"] == [{"name": "b", "value": 1.0, "children": []}]
-    text = page("</script><b>", [tree], [""])
-    assert "</script><b>" not in text and text.count("</script>") == 1
-
-
-def test_a_stack_is_named_from_the_outside_in():
-    names = stack_of(sys._getframe())
-    assert names[-1] == "test_profile:test_a_stack_is_named_from_the_outside_in"
+@pytest.mark.parametrize("sizes", [("1000", "8", "0"), ("1", "8", "4000"), ("4", "800", "0"), ("1", "4000", "0")])
+def test_steps_that_the_engine_cannot_run_are_refused(capsys, tmp_path, sizes):
+    """More sequences than run, more tokens than a step takes, more KV than the pool has, longer than the model's."""
+    flags = ("--model", str(tiny_checkpoint("llama", tmp_path / "tiny")), "--set", "engine.kv_memory=1MiB")
+    batch, context, prompt = sizes
+    code, _, err = said(capsys, *flags, "--batch", batch, "--context", context, "--prompt", prompt, "--steps", "3")
+    assert code == 2 and ("--batch" in err or "refuses" in err), err
 
 
 def test_steps_that_are_profiled_carry_no_drafts(tmp_path):

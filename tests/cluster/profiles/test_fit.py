@@ -14,6 +14,7 @@ from kvrelay.cluster.profiles.fit import (
     REPEATS,
     ROUNDS,
     StepSampler,
+    add_prompt,
     copy_bytes_per_s,
     profile_of,
     step_clock_of,
@@ -21,7 +22,6 @@ from kvrelay.cluster.profiles.fit import (
 )
 from kvrelay.cluster.profiles.profile import parse_profile
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.profiling.step_profile import add_prompt
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.errors import ConfigError

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.execution.runner import InFlightStep
-from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
@@ -448,15 +447,3 @@ def test_such_lives_find_mistakes(make, expected, mistake, monkeypatch):
 
 
 # ---- what it is worth
-
-
-def test_the_profile_reports_what_the_host_did_meanwhile(make):
-    for is_late in (False, True):
-        engine = make(is_late, token_budget=64)
-        profiler = StepProfiler(engine, context_tokens=8, num_steps=3)
-        for workload in (StepWorkload(3, 0), StepWorkload(0, 20), StepWorkload(2, 16)):
-            profile = profiler.run(workload)
-            assert (profile.ahead_s is not None) is is_late
-            if is_late:
-                assert 0 < profile.ahead_s < profile.step_s and 0 < profile.waited_s < profile.step_s
-        assert_clean(engine)
