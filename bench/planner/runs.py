@@ -265,7 +265,7 @@ class Day:
         """period_s: of the pattern that the planner may learn, since a bench's day may be short; 0: none."""
         own, kind = self.setting, self.setting.kind
         settings = {
-            "mode": "auto", "max_prefill": own.most, "max_decode": own.most, "horizon_s": own.start_s,
+            "mode": "auto", "max_prefill": own.most, "max_decode": own.most,
             "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
         }  # fmt: skip
         scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})

@@ -7,7 +7,7 @@ a replica's first observation only sets the baseline, so a restarted ingress nei
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -83,21 +83,14 @@ class Observation:
     is_changing: bool  # workers start or drain
 
 
-@dataclass(frozen=True, slots=True)
-class FeedState:
-    """The counters of the last observation, by replica, and its age."""
-
-    counters: dict[str, dict[str, float]]
-    age_s: float | None
-
-
+@dataclass(slots=True)
 class Feed:
-    """Turns observations into intervals. The first observation only begins one."""
+    """Turns observations into intervals. The first observation only begins one. Counters only grow, so that a restarted
+    policy also sees what happened meanwhile."""
 
-    def __init__(self, target: PlanningTarget) -> None:
-        self._target = target
-        self._counters: dict[str, Values] = {}
-        self._at_s: float | None = None
+    target: PlanningTarget
+    counters: dict[str, Values] = field(default_factory=dict)  # of the last observation, by replica
+    at_s: float | None = None
 
     def interval(self, seen: Observation, model: WorkerModel | None, load: Workload | None) -> Interval | None:
         """What happened since the last observation; None: this is the first, or no time has passed.
@@ -105,7 +98,7 @@ class Feed:
         `model` and `load`: the expected speeds; without them the interval has no slowness.
         """
         model = model.crowded(len(seen.prefills) + len(seen.decodes)) if model is not None else None
-        start_s, self._at_s = self._at_s, seen.at_s
+        start_s, self.at_s = self.at_s, seen.at_s
         grown = self._grown(seen.ingresses)
         if start_s is None or seen.at_s <= start_s:
             return None
@@ -122,31 +115,22 @@ class Feed:
             ended=round(firsts),
             output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
             queued=round(sum(values.get(QUEUED, 0.0) for values in (seen.prefills or seen.decodes).values())),
-            ttft_kept=kept_share(grown, TTFT, self._target.ttft_s, self._target.share),
-            tpot_kept=kept_share(grown, TPOT, self._target.tpot_s, self._target.share),
+            ttft_kept=kept_share(grown, TTFT, self.target.ttft_s, self.target.share),
+            tpot_kept=kept_share(grown, TPOT, self.target.tpot_s, self.target.share),
             first_tokens=round(firsts),
             prefill_slowness=_prefill_slowness(seen.prefills.values(), model, load),
             decode_slowness=_decode_slowness(seen.decodes.values(), model),
             is_changing=seen.is_changing,
         )
 
-    def state(self, now_s: float) -> FeedState:
-        """For a restarted policy: counters only grow, so what happens in between is seen as well."""
-        ago_s = None if self._at_s is None else now_s - self._at_s
-        return FeedState({replica: dict(values) for replica, values in self._counters.items()}, ago_s)
-
-    def resume(self, state: FeedState, now_s: float) -> None:
-        self._counters = dict(state.counters)
-        self._at_s = None if state.age_s is None else now_s - state.age_s
-
     def _grown(self, ingresses: Mapping[str, Values]) -> dict[str, float]:
         grown: dict[str, float] = {}
         for replica, values in ingresses.items():
-            before = self._counters.get(replica)
+            before = self.counters.get(replica)
             if before is not None:
                 for name, value in values.items():
                     grown[name] = grown.get(name, 0.0) + max(0.0, value - before.get(name, value))
-        self._counters = dict(ingresses)
+        self.counters = dict(ingresses)
         return grown
 
 

@@ -2,9 +2,8 @@
 controller.
 
 The policy runs in Serve's controller, and Serve does not keep a policy's state when the controller restarts. So the
-policy saves its state with the registry at every observation and loads it when it starts. Times are durations before
-the moment of saving, and the registry returns how long ago that was: the two processes' clocks need not agree. The
-state is lost only if both restart within one interval.
+policy saves its state with the registry at every observation and loads it when it starts. Times are Serve's, seconds
+since the epoch. The state is lost only if both restart within one interval.
 """
 
 import logging
@@ -13,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.cluster.autoscaling.feed import FeedState
-from kvrelay.cluster.autoscaling.retirement import RetiringState
-from kvrelay.cluster.autoscaling.worker_model import LearnedState
+from kvrelay.cluster.autoscaling.feed import Feed
+from kvrelay.cluster.autoscaling.retirement import Retiring
+from kvrelay.cluster.autoscaling.worker_model import LearnedModel
 from kvrelay.router.planning.planner import PlannerState
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
@@ -29,9 +28,9 @@ class PlannerMemory:
     """The policy's whole state, except the counts, which Serve keeps."""
 
     planner: PlannerState | None  # None: it has made no decision yet
-    feed: FeedState
-    learned: LearnedState
-    retiring: dict[str, RetiringState]  # by role
+    feed: Feed
+    learned: LearnedModel
+    retiring: dict[str, Retiring]  # by role
     version: int = VERSION
 
 
@@ -40,21 +39,15 @@ def encoded(memory: PlannerMemory) -> bytes:
 
 
 def decoded(data: bytes) -> PlannerMemory | None:
-    """None: another version wrote it."""
+    """None: nothing was saved, or another version wrote it."""
+    if not data:
+        return None
     try:
         memory = msgspec.msgpack.decode(data, type=PlannerMemory)
     except msgspec.DecodeError as error:  # another version's fields, too
         logger.warning("kvrelay planner: its saved state cannot be read, so it learns again: %s", error)
         return None
     return memory if memory.version == VERSION else None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """Saved bytes and their age; None: nothing was saved."""
-
-    data: bytes | None
-    age_s: float = 0.0
 
 
 class RegistryStateStore:
@@ -67,24 +60,21 @@ class RegistryStateStore:
         if (registry := _registry()) is not None:
             registry.save_state.remote(NAME, data)
 
-    def load(self) -> SavedState | None:
-        """None: the registry has not answered yet; call again."""
+    def load(self) -> bytes | None:
+        """What was saved, empty if nothing was; None: the registry has not answered yet, call again."""
         import ray
 
         try:
             if self._pending is None:
                 registry = _registry()
                 if registry is None:
-                    return SavedState(None)
+                    return b""
                 self._pending = registry.saved_state.remote(NAME)
             ready, _ = ray.wait([self._pending], timeout=0)
-            if not ready:
-                return None
-            found = ray.get(ready[0])
+            return bytes(ray.get(ready[0])) if ready else None
         except ray.exceptions.RayError as error:
             logger.warning("kvrelay planner: the registry does not return the saved state: %s", error)
-            return SavedState(None)
-        return SavedState(*found) if found is not None else SavedState(None)
+            return b""
 
 
 def _registry() -> Any:

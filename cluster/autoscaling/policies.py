@@ -10,10 +10,11 @@ alternative: the policy of a deployment's own `autoscaling_config`, each role fo
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, SavedState, decoded, encoded
+from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, decoded, encoded
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, LearnedModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import find_profile
@@ -62,7 +63,6 @@ def by_utilisation(ctx: Any) -> tuple[int, dict[str, Any]]:
     return min(max(wanted, low), high), {}
 
 
-COMPARE_EVERY = 30  # observations between two comparisons with aggregated workers
 LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
 
@@ -85,10 +85,9 @@ class PlannerPolicy:
         self.store = RegistryStateStore()
         self._loading_s: float | None = None  # when loading the saved state began
         self.is_loaded = False
-        self.resumed: tuple[PlannerState, float] | None = None  # state for the next planner, and its time
+        self.resumed: PlannerState | None = None  # saved by an earlier policy
         self.planner: Planner | None = None
         self._observed_s = -math.inf
-        self.num_observations = 0
         self._plan: ScalingPlan | None = None
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
@@ -118,7 +117,7 @@ class PlannerPolicy:
         if names:
             self._retire(names)
         if is_due or names != before:
-            self._save(now_s)
+            self._save()
         return decided, {}
 
     def _planned(self, role: str) -> int | None:
@@ -146,28 +145,18 @@ class PlannerPolicy:
             if now_s - self._loading_s < LOAD_TIMEOUT_S:
                 return False
             logger.warning("kvrelay planner: the registry does not answer; the planner starts without its saved state")
-            found = SavedState(None)
         self.is_loaded = True
-        memory = decoded(found.data) if found.data is not None else None
-        if memory is not None:
-            self._resume(memory, now_s - found.age_s)
-            logger.info("kvrelay planner: resumes from its state of %.0f s ago", found.age_s)
+        if (memory := decoded(found or b"")) is not None:
+            self._feed = replace(memory.feed, target=self._feed.target)
+            self._learned, self.resumed = memory.learned, memory.planner
+            drain_s = self._settings.drain_timeout_s
+            self._retiring |= {role: replace(state, drain_s=drain_s) for role, state in memory.retiring.items()}
+            logger.info("kvrelay planner: resumes from its saved state")
         return True
 
-    def _resume(self, memory: PlannerMemory, then_s: float) -> None:
-        """`then_s`: when the state was saved, on this process's clock."""
-        self._feed.resume(memory.feed, then_s)
-        self._learned.resume(memory.learned, then_s)
-        for role, state in memory.retiring.items():
-            if role in self._retiring:
-                self._retiring[role].resume(state, then_s)
-        if memory.planner is not None:
-            self.resumed = memory.planner, then_s
-
-    def _save(self, now_s: float) -> None:
-        states = {role: retiring.state(now_s) for role, retiring in self._retiring.items()}
-        planner = self.planner.state(now_s) if self.planner is not None else None
-        self.store.save(encoded(PlannerMemory(planner, self._feed.state(now_s), self._learned.state(now_s), states)))
+    def _save(self) -> None:
+        planner = self.planner.state if self.planner is not None else self.resumed
+        self.store.save(encoded(PlannerMemory(planner, self._feed, self._learned, self._retiring)))
 
     def _observe(self, by_name: Mapping[str, Any], now_s: float) -> None:
         prefill, decode = by_name[PREFILL], by_name[DECODE]
@@ -180,27 +169,12 @@ class PlannerPolicy:
         interval = self._feed.interval(seen, self._profile, load)
         if model is None or interval is None:
             return
-        planner = self._planner_with(model, by_name, now_s)
+        planner = self._planner_with(model, by_name)
         before, self._plan = planner.counts, planner.observe(interval)
         if planner.counts != before:
             logger.info("kvrelay planner: %s", "; ".join(self._plan.reasons))
-        self.num_observations += 1
-        if (
-            self.num_observations % COMPARE_EVERY == 0
-            and (found := planner.comparison()) is not None
-            and not found.disaggregate
-        ):
-            logger.info(
-                "kvrelay planner: %d aggregated workers would serve %.3g requests/s within the targets, %d + %d serve "
-                "%.3g; see kvrelay plan",
-                found.workers,
-                found.aggregated_rate,
-                found.split.prefill,
-                found.split.decode,
-                found.split_rate,
-            )
 
-    def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any], now_s: float) -> Planner:
+    def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any]) -> Planner:
         """The planner; a new one, with the state of the last, when the bounds have changed."""
         prefill, decode = by_name[PREFILL], by_name[DECODE]
         limits = CountLimits(
@@ -211,17 +185,14 @@ class PlannerPolicy:
             self._settings.max_workers or 1 << 20,
         )
         if self.planner is None or self.planner.limits != limits:
-            if self.planner is not None:
-                self.resumed = self.planner.state(now_s), now_s
+            learned = self.planner.state if self.planner is not None else self.resumed
             counts = WorkerCounts(
                 *(
                     self._planned(role) or self._staying(by_name[role], _candidates(by_name, role))
                     for role in (PREFILL, DECODE)
                 )
             )
-            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts)
-            if self.resumed is not None:
-                self.planner.resume(*self.resumed)
+            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts, learned)
         self.planner.model = model
         return self.planner
 

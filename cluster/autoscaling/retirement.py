@@ -6,7 +6,7 @@ stop the newest replica of the emptiest node, whatever it holds.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GRACE_S = 60.0  # after the drain: for closing, and until Serve notices
 
@@ -39,34 +39,17 @@ def victims(candidates: Iterable[RetirementCandidate], count: int) -> tuple[str,
     return tuple(one.worker_id for one in order[: max(count, 0)])
 
 
-@dataclass(frozen=True, slots=True)
-class RetiringState:
-    """The retiring workers with the seconds that each may still take, and those past their deadline."""
-
-    left_s: dict[str, float]
-    overdue: tuple[str, ...]
-
-
+@dataclass(slots=True)
 class Retiring:
-    """One role's workers that were asked to retire, each with its deadline."""
+    """One role's workers that were asked to retire."""
 
-    def __init__(self, drain_s: float) -> None:
-        self._drain_s = drain_s
-        self._until_s: dict[str, float] = {}
-        self._overdue: set[str] = set()
+    drain_s: float
+    until_s: dict[str, float] = field(default_factory=dict)  # the deadline of each
+    overdue: set[str] = field(default_factory=set)  # those past it
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._until_s)
-
-    def state(self, now_s: float) -> RetiringState:
-        """For a restarted policy, so that it does not count retiring workers as staying."""
-        left_s = {name: until_s - now_s for name, until_s in self._until_s.items()}
-        return RetiringState(left_s, tuple(sorted(self._overdue)))
-
-    def resume(self, state: RetiringState, now_s: float) -> None:
-        self._until_s = {name: now_s + left_s for name, left_s in state.left_s.items()}
-        self._overdue = set(state.overdue)
+        return tuple(self.until_s)
 
     def replicas(self, wanted: int, running: dict[str, RetirementCandidate], now_s: float) -> int:
         """How many replicas Serve should have now, for `wanted` that accept requests.
@@ -75,12 +58,12 @@ class Retiring:
         Serve stops them first. Of the running ones the victims retire, and count until they are gone. An overdue worker
         no longer counts, so that Serve stops one by its own choice.
         """
-        self._overdue = {name for name in self._overdue if name in running}
-        self._overdue |= {name for name, until_s in self._until_s.items() if name in running and now_s >= until_s}
-        self._until_s = {
-            name: until_s for name, until_s in self._until_s.items() if name in running and name not in self._overdue
+        self.overdue = {name for name in self.overdue if name in running}
+        self.overdue |= {name for name, until_s in self.until_s.items() if name in running and now_s >= until_s}
+        self.until_s = {
+            name: until_s for name, until_s in self.until_s.items() if name in running and name not in self.overdue
         }
-        staying = [one for name, one in running.items() if name not in self._until_s and name not in self._overdue]
+        staying = [one for name, one in running.items() if name not in self.until_s and name not in self.overdue]
         for name in victims(staying, len(staying) - wanted):
-            self._until_s[name] = now_s + self._drain_s + GRACE_S
-        return wanted + len(self._until_s)
+            self.until_s[name] = now_s + self.drain_s + GRACE_S
+        return wanted + len(self.until_s)

@@ -8,7 +8,7 @@ costs a prompt.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.cluster.autoscaling.feed import (
     KV_BYTES_PER_TOKEN,
@@ -23,7 +23,7 @@ from kvrelay.config import Settings
 from kvrelay.router.planning.planner import PlannerRules
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.types import PlanningTarget, WorkerModel
-from kvrelay.router.slo.learning import DurationFit, FitState
+from kvrelay.router.slo.learning import DurationFit
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Role
 
@@ -51,7 +51,7 @@ def target_of(settings: PlannerSettings) -> PlanningTarget:
 
 
 def rules_of(settings: PlannerSettings) -> PlannerRules:
-    return PlannerRules(horizon_s=settings.horizon_s, hold_s=settings.scale_down_delay_s)
+    return PlannerRules(hold_s=settings.scale_down_delay_s)
 
 
 def model_of(profile: SimulatorProfile) -> WorkerModel:
@@ -70,53 +70,36 @@ def model_of(profile: SimulatorProfile) -> WorkerModel:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedState:
-    """The learned speeds, as plain data."""
-
-    token_s: float
-    step_s: float
-    step: FitState
-
-
+@dataclass(slots=True)
 class LearnedModel:
     """A worker model from reports alone, without the network."""
 
-    def __init__(self) -> None:
-        self._token_s = 0.0
-        self._step = DurationFit((1.0, _TYPICAL_BATCH))
-        self._step_s = 0.0  # the latest, whatever its batch
+    token_s: float = 0.0
+    step: DurationFit = field(default_factory=lambda: DurationFit((1.0, _TYPICAL_BATCH)))
+    step_s: float = 0.0  # the latest, whatever its batch
 
     def observe(self, workers: Iterable[Mapping[str, float]], now_s: float) -> None:
         """The latest report of every worker, of either role."""
         for values in workers:
             if (speed := values.get(PREFILL_SPEED, 0.0)) > 0:
                 new = 1.0 / speed
-                self._token_s += (PREFILL_GAIN if self._token_s else 1.0) * (new - self._token_s)
+                self.token_s += (PREFILL_GAIN if self.token_s else 1.0) * (new - self.token_s)
             step_s, running = values.get(STEP_S, 0.0), values.get(RUNNING, 0.0)
             if step_s > 0 and running >= 1:
-                self._step_s = step_s
-                self._step.observe((1.0, running), step_s, self._prior(), now_s)
-
-    def state(self, now_s: float) -> LearnedState:
-        """For a restarted policy."""
-        return LearnedState(self._token_s, self._step_s, self._step.state(now_s))
-
-    def resume(self, state: LearnedState, now_s: float) -> None:
-        self._token_s, self._step_s = state.token_s, state.step_s
-        self._step.resume(state.step, now_s)
+                self.step_s = step_s
+                self.step.observe((1.0, running), step_s, self._prior(), now_s)
 
     def _prior(self) -> tuple[float, float]:
-        return max(self._step_s - self._token_s, self._step_s / 2), self._token_s
+        return max(self.step_s - self.token_s, self.step_s / 2), self.token_s
 
     def model(self, workers: Iterable[Mapping[str, float]], now_s: float) -> WorkerModel | None:
         """None while no prompt or no step has been measured. Sizes are the smallest worker's."""
         known = [values for values in workers if values.get(POOL_TOKENS, 0.0) > 0]
-        if not known or self._token_s <= 0 or self._step_s <= 0:
+        if not known or self.token_s <= 0 or self.step_s <= 0:
             return None
-        fixed_s, sequence_s = self._step.coefficients(self._prior(), now_s)
+        fixed_s, sequence_s = self.step.coefficients(self._prior(), now_s)
         return WorkerModel(
-            prefill=SpeedCurve(0.0, 0.0, self._token_s, 0.0, 0.0),
+            prefill=SpeedCurve(0.0, 0.0, self.token_s, 0.0, 0.0),
             decode=SpeedCurve(fixed_s, 0.0, sequence_s, 0.0, 0.0),
             pool_tokens=round(min(values[POOL_TOKENS] for values in known)),
             token_budget=_BUDGET,

@@ -46,7 +46,7 @@ class RegistryActor:
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
         self._retirements = Retirements()
-        self._states: dict[str, tuple[bytes, float]] = {}  # data, and its time on this process's clock
+        self._states: dict[str, bytes] = {}
 
     async def join_settings(self) -> JoinSettings:
         return self._join_settings
@@ -65,14 +65,11 @@ class RegistryActor:
 
     async def save_state(self, name: str, data: bytes) -> None:
         """Save state that outlives its process (cluster/autoscaling/memory.py), over what had this name."""
-        self._states[name] = (data, time.monotonic())
+        self._states[name] = data
 
-    async def saved_state(self, name: str) -> tuple[bytes, float] | None:
-        """The state saved last, and how many seconds ago; None: nothing."""
-        if name not in self._states:
-            return None
-        data, at_s = self._states[name]
-        return data, time.monotonic() - at_s
+    async def saved_state(self, name: str) -> bytes:
+        """The state saved last; empty: none."""
+        return self._states.get(name, b"")
 
     async def leave(self, worker_id: str, epoch: str) -> None:
         self._notify_if(self._registry.leave(worker_id, epoch))

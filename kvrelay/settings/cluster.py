@@ -87,9 +87,6 @@ class PlannerSettings(Section):
     min_decode: int = setting(1, "Fewest decode workers.", ge=1)
     max_decode: int = setting(4, "Most decode workers.", ge=1)
     max_workers: int | None = setting(None, "Most workers of both roles together; default: no limit.", ge=2)
-    horizon_s: float = setting(
-        60.0, "How far ahead it plans: the time in which a worker starts.", unit="s", ge=0, le=3600
-    )
     scale_down_delay_s: float = setting(
         300.0,
         "How long fewer workers must have been enough before scaling down, and the shortest time between two such "

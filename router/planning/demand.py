@@ -292,12 +292,6 @@ class Demand:
         if self.period_s:
             self.season.observe(seen.end_s, seen.arrivals, seen.seconds, self.period_s)
 
-    def resume(self, learned: "Demand") -> None:
-        """Continue with what another has learned; its seasonal pattern only if the period is the same."""
-        self.trend, self.excess, self.shape = learned.trend, learned.excess, learned.shape
-        if self.period_s == learned.period_s:
-            self.season = learned.season
-
     def expected(self, share: float = 0.5) -> float:
         """Requests per s to plan for: the maximum of the rates until `horizon_s` from now.
 

@@ -14,7 +14,6 @@ bound on its turns.
 """
 
 import math
-from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from kvrelay.router.planning import split
@@ -58,10 +57,9 @@ class ScalingPlan:
 class PlannerState:
     """What a planner has learned, as plain data that outlives the process that runs it.
 
-    Times are of the planner's own clock, which `now_s` was taken at. Counts are read from the cluster instead.
+    Counts are read from the cluster instead.
     """
 
-    now_s: float
     demand: Demand
     dampers: dict[str, Damper]  # by role, as the others
     slowness: dict[str, float]  # logarithm of observed step time over the curve's, averaged
@@ -72,33 +70,40 @@ class Planner:
     """Call `observe` once per interval, with times that do not decrease."""
 
     def __init__(
-        self, model: WorkerModel, target: PlanningTarget, limits: CountLimits, rules: PlannerRules, counts: WorkerCounts
+        self,
+        model: WorkerModel,
+        target: PlanningTarget,
+        limits: CountLimits,
+        rules: PlannerRules,
+        counts: WorkerCounts,
+        learned: PlannerState | None = None,
     ) -> None:
+        """learned: of an earlier planner, whose counts, limits and rules may have been others."""
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
-        self._demand = Demand(rules.horizon_s, rules.period_s)
         start = limits.clipped(counts, within_total=True)._asdict()
-        self._dampers = {
-            role: Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for role, count in start.items()
-        }
-        self._slowness, self._strain = dict.fromkeys(start, 0.0), dict.fromkeys(start, 1.0)
-        self._ahead_s = 0.0  # of the planner's clock before the caller's: it began with that of the first planner
+        dampers = {role: Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for role, count in start.items()}
+        if learned is None:
+            demand = Demand(rules.horizon_s, rules.period_s)
+            self.state = PlannerState(demand, dampers, dict.fromkeys(start, 0.0), dict.fromkeys(start, 1.0))
+        else:
+            resumed = {role: damper.resumed(learned.dampers[role]) for role, damper in dampers.items()}
+            self.state = replace(learned, dampers=resumed)
 
     @property
     def counts(self) -> WorkerCounts:
-        return WorkerCounts(**{role: damper.count for role, damper in self._dampers.items()})
+        return WorkerCounts(**{role: damper.count for role, damper in self.state.dampers.items()})
 
     @property
     def corrected(self) -> WorkerModel:
         """The worker model, corrected by measured step times."""
-        return self.model.slowed(**{role: math.exp(log) for role, log in self._slowness.items()})
+        return self.model.slowed(**{role: math.exp(log) for role, log in self.state.slowness.items()})
 
     def observe(self, seen: Interval) -> ScalingPlan:
         """Learn from an interval; returns the counts from now on."""
-        seen = replace(seen, start_s=seen.start_s + self._ahead_s, end_s=seen.end_s + self._ahead_s)
-        self._demand.observe(seen)
+        self.state.demand.observe(seen)
         self._correct("prefill", seen.prefill_slowness)
         self._correct("decode", seen.decode_slowness)
-        load = self._demand.workload(self._demand.expected(self.target.share))
+        load = self.state.demand.workload(self.state.demand.expected(self.target.share))
         if load is None:
             return ScalingPlan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
         waiting = self._overdue_rate(seen, load)
@@ -108,31 +113,12 @@ class Planner:
         self._step(need, low, load, seen.end_s)
         return ScalingPlan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
 
-    def state(self, now_s: float) -> PlannerState:
-        """What it has learned, for `resume`."""
-        learned = self._demand, self._dampers, self._slowness, self._strain
-        return PlannerState(now_s + self._ahead_s, *deepcopy(learned))
-
-    def resume(self, state: PlannerState, now_s: float) -> None:
-        """Continue from that state, with this planner's own counts, limits and rules."""
-        self._ahead_s = state.now_s - now_s
-        self._demand.resume(state.demand)
-        self._dampers = {role: damper.resumed(state.dampers[role]) for role, damper in self._dampers.items()}
-        self._slowness, self._strain = state.slowness, state.strain
-
     def _correct(self, role: str, ratio: float | None) -> None:
         """Observed step time over the curve's; averaged over logarithms."""
         if ratio is not None and 0.0 < ratio < math.inf:
             limit = math.log(MOST_CORRECTION)
             log = max(-limit, min(limit, math.log(ratio)))
-            self._slowness[role] += CORRECTION_GAIN * (log - self._slowness[role])
-
-    def comparison(self, workers: int | None = None) -> split.Comparison | None:
-        """Split against aggregated workers at the current load; None before any was seen."""
-        load = self._demand.workload(self._demand.expected())
-        if load is None:
-            return None
-        return split.compared(load, self.corrected, self._reachable(load), max(workers or self.counts.total, 2))
+            self.state.slowness[role] += CORRECTION_GAIN * (log - self.state.slowness[role])
 
     # ---- what the load needs
 
@@ -142,8 +128,8 @@ class Planner:
         return max(0.0, seen.queued - punctual) / self.rules.catch_up_s
 
     def _needs(self, load: Workload, waiting: float) -> split.Needs:
-        prompts = load.at((load.rate + waiting) * self._strain["prefill"])
-        sequences = load.at((load.rate + waiting) * self._strain["decode"])
+        prompts = load.at((load.rate + waiting) * self.state.strain["prefill"])
+        sequences = load.at((load.rate + waiting) * self.state.strain["decode"])
         return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
 
     def _reachable(self, load: Workload) -> PlanningTarget:
@@ -163,23 +149,23 @@ class Planner:
         if seen.is_changing or seen.first_tokens < FEWEST_SEEN:
             return wanted
         for role, kept in (("prefill", seen.ttft_kept), ("decode", seen.tpot_kept)):
-            need, old = getattr(wanted[0], role), self._strain[role]
+            need, old = getattr(wanted[0], role), self.state.strain[role]
             if kept is None:
                 continue
             if kept < self.target.share:
                 if need is not None and need <= getattr(self.counts, role):
-                    self._strain[role] = min(old * STRAIN_STEP, MOST_STRAIN)
+                    self.state.strain[role] = min(old * STRAIN_STEP, MOST_STRAIN)
                     wanted = self._needs(load, waiting), self._needs(least, 0.0)
             elif old > 1.0:
-                self._strain[role] = max(1.0, old * STRAIN_LEFT)
+                self.state.strain[role] = max(1.0, old * STRAIN_LEFT)
                 if (self._needs(load, waiting), self._needs(least, 0.0)) != wanted:
-                    self._strain[role] = old
+                    self.state.strain[role] = old
         return wanted
 
     # ---- counts
 
     def _hold(self, now_s: float) -> WorkerCounts:
-        for damper in self._dampers.values():
+        for damper in self.state.dampers.values():
             damper.step(damper.count, damper.count, now_s, most=damper.count)
         return self.counts
 
@@ -188,10 +174,10 @@ class Planner:
         wanted = split.within_total(need.counts(limits), load, self.corrected, self._reachable(load), limits)
         floor = split.within_total(low.counts(limits), load, self.corrected, self._reachable(load), limits)
         # first the decreases: the other role may use what one role releases
-        for role in sorted(self._dampers, key=lambda role: getattr(wanted, role) - getattr(self.counts, role)):
-            other = self._dampers["decode" if role == "prefill" else "prefill"]
+        for role in sorted(self.state.dampers, key=lambda role: getattr(wanted, role) - getattr(self.counts, role)):
+            other = self.state.dampers["decode" if role == "prefill" else "prefill"]
             most = min(getattr(limits, f"max_{role}"), limits.total - other.count)
-            self._dampers[role].step(getattr(wanted, role), getattr(floor, role), now_s, most=most)
+            self.state.dampers[role].step(getattr(wanted, role), getattr(floor, role), now_s, most=most)
 
     # ---- why
 
@@ -204,10 +190,10 @@ class Planner:
         ]
         if waiting > 0:
             reasons.append(f"and {waiting:.3g}/s of overdue prompts")
-        for role, log in self._slowness.items():
+        for role, log in self.state.slowness.items():
             if abs((slow := math.exp(log)) - 1.0) > 0.05:
                 reasons.append(f"{role} takes {slow:.2f} of its curve's time")
-        for name, strain in zip(("TTFT", "TPOT"), self._strain.values(), strict=True):
+        for name, strain in zip(("TTFT", "TPOT"), self.state.strain.values(), strict=True):
             if strain > 1.0:
                 reasons.append(
                     f"{name} is missed although the model has enough workers: planned for {strain:.2f} x load"

@@ -4,6 +4,7 @@ Those that retire are chosen by what would be lost (cluster/autoscaling/retireme
 when they have finished, after `drain_s` in any case; what they had then is retried on other workers.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 from kvrelay.cluster.autoscaling import worker_model
@@ -138,7 +139,8 @@ class Autoscaler:
             own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20
         )
         counts = WorkerCounts(cluster.scenario.prefill, cluster.scenario.decode)
-        self._planner = Planner(self._model, target_of(own), limits, rules_of(own), counts)
+        rules = replace(rules_of(own), horizon_s=cluster.scenario.start_s)
+        self._planner = Planner(self._model, target_of(own), limits, rules, counts)
         self._feed = Feed(target_of(own))
         self._plan: ScalingPlan | None = None
 

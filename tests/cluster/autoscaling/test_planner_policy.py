@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.memory import SavedState
 from kvrelay.cluster.autoscaling.policies import LOAD_TIMEOUT_S, PlannerPolicy, worker_name
 from kvrelay.cluster.autoscaling.retirement import GRACE_S, RetirementCandidate, Retiring, victims
 from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, planner_settings
@@ -405,15 +405,14 @@ class Shelf:
     """Keeps what the policy tells it, as the registry does."""
 
     def __init__(self) -> None:
-        self.data: bytes | None = None
-        self.age_s = 0.0
+        self.data = b""
         self.answers = True
 
     def save(self, data: bytes) -> None:
         self.data = data
 
-    def load(self) -> SavedState | None:
-        return SavedState(self.data, self.age_s) if self.answers else None
+    def load(self) -> bytes | None:
+        return self.data if self.answers else None
 
 
 class World:
@@ -427,9 +426,9 @@ class World:
         self.take(policy)
         self.fresh = 100
 
-    def take(self, policy: PlannerPolicy, age_s: float = 10.0) -> None:
-        """Serve's controller has begun anew, with this policy; its first look is so long after the last one."""
-        self.policy, self.shelf.age_s = policy, age_s
+    def take(self, policy: PlannerPolicy) -> None:
+        """Serve's controller has begun anew, with this policy."""
+        self.policy = policy
         policy.store = self.shelf
         policy._retire = self.told.extend  # type: ignore[method-assign]
 
@@ -504,9 +503,10 @@ def test_between_looks_the_policy_repeats_itself():
     world = World(PlannerPolicy(scale_down_delay_s=60.0))
     world.tick(1.0)
     world.tick(1.0)
-    looks = world.policy.num_observations
+    assert world.policy.planner is not None
+    looked_s = world.policy.planner.state.dampers["decode"].now_s
     assert [world.tick(100.0, seconds=0.1) for _ in range(5)] == [{"prefill": 1, "decode": 1}] * 5
-    assert world.policy.num_observations == looks
+    assert world.policy.planner.state.dampers["decode"].now_s == looked_s
 
 
 SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 16
@@ -520,10 +520,8 @@ def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(e
         for world, course in zip(worlds, courses, strict=True):
             course.append(world.tick(rate))
         if number % every == every - 1:
-            clock_s = 5e6 * (number % 2)  # another process's clock is another one
-            worlds[1].now_s += clock_s
             worlds[1].take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
-            worlds[2].shelf.data = None  # and one who forgets
+            worlds[2].shelf.data = b""  # and one who forgets
             worlds[2].take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     assert courses[1] == courses[0]
     assert courses[2] != courses[0]
@@ -533,10 +531,10 @@ def test_what_came_while_the_controller_was_down_is_seen():
     world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(4):
         few = world.tick(1.0)
-    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), age_s=40.0)
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     world.tick(30.0, seconds=40.0)
     planner = world.policy.planner
-    assert planner is not None and planner.state(world.now_s).demand.trend.level == pytest.approx(30.0, rel=0.1)
+    assert planner is not None and planner.state.demand.trend.level == pytest.approx(30.0, rel=0.1)
     assert few == {"prefill": 1, "decode": 1}
 
 
@@ -547,7 +545,7 @@ def test_who_retires_still_retires_after_a_restart_and_nobody_else_with_it():
     while not told:
         world.now_s += 10.0
         told = first_told(world)
-    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), age_s=1.0)
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     world.now_s += 1.0
     assert first_told(world) == told
     assert world.policy.retiring == told
@@ -591,11 +589,11 @@ def test_other_bounds_make_the_planner_forget_nothing():
         world.tick(30.0)
     before = world.policy.planner
     assert before is not None
-    learnt = before.state(world.now_s)
+    learnt = deepcopy(before.state)
     contexts = {role: Context(role, len(names), {name: {} for name in names}) for role, names in world.workers.items()}
     bounded = {role: replace(one, capacity_adjusted_max_replicas=3) for role, one in contexts.items()}
-    after = world.policy._planner_with(before.model, bounded, world.now_s)
-    assert after is not before and after.state(world.now_s) == learnt
+    after = world.policy._planner_with(before.model, bounded)
+    assert after is not before and after.state == learnt
     assert before.counts.prefill > 3 and after.counts.prefill == 3
 
 

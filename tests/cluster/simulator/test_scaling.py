@@ -53,7 +53,7 @@ def test_worker_hours_are_paid_from_the_start_on():
 
 
 def planned(**fields):
-    own = {"mode": "auto", "max_prefill": 6, "max_decode": 6, "scale_down_delay_s": 20.0, "horizon_s": 2.0} | fields
+    own = {"mode": "auto", "max_prefill": 6, "max_decode": 6, "scale_down_delay_s": 20.0} | fields
     return SETTINGS | {"planner": own}
 
 
