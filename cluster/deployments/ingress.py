@@ -222,7 +222,7 @@ class IngressReplica:
             record.host,
             record.port,
             self._secret,
-            [],
+            None,
             peer_id="status",
             block_bytes=0,
             answer_s=STATUS_TIMEOUT_S,

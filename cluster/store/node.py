@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from kvrelay.cluster.store.node_disk import TRAILER_BYTES, NodeDisk, read_trailer, write_trailer
 from kvrelay.cluster.store.peer_blocks import HolderDirectory
@@ -19,7 +20,7 @@ from kvrelay.kvcache.eviction.policies import EvictionPolicy
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
 from kvrelay.kvtransfer.slabs.messages import BlockOffer
-from kvrelay.kvtransfer.slabs.server import ReadLease, ReservedRange
+from kvrelay.kvtransfer.slabs.server import ReadLease, ReservedRange, SlabDelegate
 from kvrelay.types import BlockHash, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class NodeStats:
     to_disk: int = 0
 
 
-class StoreNode:
+class StoreNode(SlabDelegate):
     """The blocks of one node.
 
     More than 25 methods and 12 attributes: twelve methods are a SlabDelegate's, and the size of blocks, with
@@ -139,7 +140,7 @@ class StoreNode:
         index.use((key,), self._clock())
         row = index.hold((key,))[0]
         block = self._blocks[row]
-        return ReadLease(row, row * self._stride, block.num_bytes, block.checksum, index.generation(row))
+        return ReadLease(row, row * self._stride, block.num_bytes, block.checksum)
 
     def release(self, leases: Sequence[ReadLease]) -> None:
         assert self._index is not None
@@ -174,7 +175,7 @@ class StoreNode:
         self._blocks[rows[0]] = block
         return ReservedRange(rows[0], rows[0] * self._stride)
 
-    def keep(self, block: BlockOffer, room: ReservedRange) -> bool:
+    def keep(self, block: BlockOffer, room: ReservedRange) -> None:
         assert self._index is not None
         self._writing.discard(block.key)
         self._put(block, room.row)
@@ -182,7 +183,6 @@ class StoreNode:
         self.stats.kept += 1
         if self._disk is not None:
             self._disk.enqueue(block.key)
-        return True
 
     def _put(self, block: BlockOffer, row: int) -> None:
         assert self._index is not None
@@ -200,15 +200,11 @@ class StoreNode:
         assert self._index is not None
         self.stats.dropped += 1
         self._writing.discard(self._blocks[room.row].key)
+        free = partial(self._index.cancel, (room.row,))
         if read is None or read.done():
-            self._index.cancel((room.row,))
+            free()
         else:
-            read.add_done_callback(lambda _: self._free(room))
-
-    def _free(self, room: ReservedRange) -> None:
-        """The stuck read has ended: nothing more is written there."""
-        assert self._index is not None
-        self._index.cancel((room.row,))
+            read.add_done_callback(lambda _: free())
 
     # ---- the other requests
 
@@ -217,25 +213,21 @@ class StoreNode:
         missing = [i for i, here in enumerate(found) if not here]
         if missing and self._disk is not None:
             asked = [BlockHash(keys[i]) for i in missing]
-            for i, here in zip(missing, await self._disk.contains(asked), strict=True):
+            for i, here in zip(missing, await self._disk.run(self._disk.blocks.contains, asked), strict=True):
                 found[i] = here
         return found
 
-    async def forget(self, keys: Sequence[bytes]) -> int:
-        hashes = [BlockHash(key) for key in keys]
-        count = 0 if self._index is None else self._index.discard(hashes, self._clock())
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        if self._index is not None:
+            self._index.discard(map(BlockHash, keys), self._clock())
         if self._disk is not None:
             await self._disk.delete(keys)
-        return count
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
-        if self._index is None:
-            return 0
-        hashes = [BlockHash(key) for key in keys]
-        if ttl_s <= 0:
-            self._index.unpin(hashes)
-            return 0
-        return self._index.pin(hashes, self._clock() + ttl_s)
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> None:
+        if self._index is not None and ttl_s > 0:
+            self._index.pin(map(BlockHash, keys), self._clock() + ttl_s)
+        elif self._index is not None:
+            self._index.unpin(map(BlockHash, keys))
 
     def on_announced(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self._holders.announced(client, address, added, removed)
@@ -300,7 +292,7 @@ class StoreNode:
         rows = index.hold(hashes)
         try:
             metas = [_meta(self._blocks[row]) for row in rows]
-            kept = await disk.store(hashes, [self._row_view(row) for row in rows], metas)
+            kept = await disk.run(disk.blocks.store, hashes, [self._row_view(row) for row in rows], metas)
             self.stats.to_disk += sum(kept)
         finally:
             index.unhold(rows)
@@ -310,17 +302,18 @@ class StoreNode:
         index, disk = self._index, self._disk
         assert index is not None and disk is not None
         wanted = [BlockHash(key) for key in keys if key not in self._writing]
-        there = await disk.contains(wanted)
+        there = await disk.run(disk.blocks.contains, wanted)
         loading: list[tuple[BlockHash, int]] = []
         for key, here in zip(wanted, there, strict=True):
-            if here and key not in index and key not in self._writing and (rows := index.reserve(1, self._clock())):
-                loading.append((key, rows[0]))
+            if here and key not in index and key not in self._writing and (free := index.reserve(1, self._clock())):
+                loading.append((key, free[0]))
                 self._writing.add(key)
         if not loading:
             return
         is_good = [False] * len(loading)
         try:
-            is_good = await disk.load([key for key, _ in loading], [self._row_view(row) for _, row in loading])
+            rows = [self._row_view(row) for _, row in loading]
+            is_good = await disk.run(disk.blocks.load, [key for key, _ in loading], rows)
         finally:
             for (key, row), good in zip(loading, is_good, strict=True):
                 self._writing.discard(key)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
+from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.types import BlockHash
 
@@ -55,7 +55,7 @@ class NodeDisk:
         """Finish queued writes and close the disk."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
-        await self._off_loop(self.blocks.close)
+        await self.run(self.blocks.close)
         self._threads.shutdown(wait=False)
 
     def enqueue(self, key: bytes) -> None:
@@ -72,23 +72,12 @@ class NodeDisk:
                 self, [self._queued.popitem(last=False)[0] for _ in range(min(_BATCH_BLOCKS, len(self._queued)))]
             )
 
-    async def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        return await self._off_loop(self.blocks.contains, hashes)
-
-    async def load(self, hashes: Sequence[BlockHash], rows: Sequence[memoryview]) -> list[bool]:
-        return await self._off_loop(self.blocks.load, hashes, rows)
-
-    async def store(
-        self, hashes: Sequence[BlockHash], rows: Sequence[memoryview], metas: Sequence[BlockMeta]
-    ) -> list[bool]:
-        return await self._off_loop(self.blocks.store, hashes, rows, metas)
-
     async def delete(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._queued.pop(key, None)
-        await self._off_loop(self.blocks.delete, [BlockHash(key) for key in keys])
+        await self.run(self.blocks.delete, [BlockHash(key) for key in keys])
 
-    async def _off_loop(self, call: Callable[..., Result], *arguments: object) -> Result:
+    async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
         """A blocking call on a thread. A cancellation waits for its end, since it uses rows."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
         try:

@@ -8,74 +8,41 @@ request.
 
 import asyncio
 import json
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvrelay.kvcache.tiers.host_tier import HostTier
-from kvrelay.kvtransfer.slabs.messages import BlockOffer
-from kvrelay.kvtransfer.slabs.server import ReadLease, ReservedRange
+from kvrelay.kvtransfer.slabs.server import ReadLease, SlabDelegate
 from kvrelay.types import BlockHash
-
-logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.2  # between two checks whether the engine is still alive
 _MAX_HELD_SHARE = 0.25  # of the host tier's rows: the others stay evictable for the worker itself
 
 
-class SharedKeys:
-    """The keys of the blocks in a worker's host tier. The engine's thread writes, the store's loop reads."""
-
-    def __init__(self, key_of: Callable[[BlockHash], bytes]) -> None:
-        self._key_of = key_of
-        self._hashes: dict[bytes, BlockHash] = {}
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._hashes
-
-    def changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> tuple[list[bytes], list[bytes]]:
-        """Apply a change of the host tier; returns (added keys, removed keys)."""
-        gone = [self._key_of(digest) for digest in removed]
-        for key in gone:
-            self._hashes.pop(key, None)
-        added = {self._key_of(digest): digest for digest in stored}
-        self._hashes.update(added)
-        return list(added), gone
-
-    def keys(self) -> list[bytes]:
-        """All keys."""
-        return list(self._hashes)
-
-    def digest(self, key: bytes) -> BlockHash | None:
-        """The block's hash; None: it is not in the host tier."""
-        return self._hashes.get(key)
-
-
-class PeerBlocks:
-    """Leases rows of one host tier to other workers. An SlabDelegate."""
+class PeerBlocks(SlabDelegate):
+    """Leases rows of one host tier to other workers."""
 
     def __init__(
         self,
         worker_id: str,
         epoch: str,
         host: HostTier,
-        keys: SharedKeys,
+        hashes: Mapping[bytes, BlockHash],
         *,
         call: Callable[[Callable[[], list[ReadLease | None]]], "asyncio.Future[list[ReadLease | None]]"],
         post: Callable[[Callable[[], None]], None],
         is_alive: Callable[[], bool],
     ) -> None:
-        """`call` and `post` run a function on the engine's thread; `post` does not wait for it."""
+        """`hashes`: of the host tier's blocks, by key. `call` and `post` run a function on the engine's thread; `post`
+        does not wait for it.
+        """
         self.node_id, self.epoch = worker_id, epoch
-        self._host, self._keys, self._call, self._post, self._is_alive = host, keys, call, post, is_alive
+        self._host, self._hashes, self._call, self._post, self._is_alive = host, hashes, call, post, is_alive
         self.num_leased = 0
         self.is_closed = False  # the engine's thread is about to end, or waits for that
 
     async def lease(self, keys: Sequence[bytes]) -> list[ReadLease | None]:
-        hashes = [self._keys.digest(key) for key in keys]
+        hashes = [self._hashes.get(key) for key in keys]
         if not any(hashes):
             return [None] * len(keys)
         leasing = self._call(lambda: [None if digest is None else self._lease(digest) for digest in hashes])
@@ -90,47 +57,21 @@ class PeerBlocks:
 
     def _lease(self, digest: BlockHash) -> ReadLease | None:
         """Runs on the engine's thread."""
-        held = self._host.hold_one(digest, _MAX_HELD_SHARE)
-        if held is None:
+        host = self._host
+        if digest not in host or host.counts().held > _MAX_HELD_SHARE * host.num_rows:
             return None
-        return ReadLease(held.row, held.offset, held.num_bytes, held.checksum, held.generation)
+        [row] = host.hold((digest,))
+        return ReadLease(row, row * host.block_bytes, host.block_bytes, *host.checksums((row,)))
 
     def release(self, leases: Sequence[ReadLease]) -> None:
         rows = [lease.row for lease in leases]
         self._post(lambda: self._host.unhold(rows))
 
-    def welcome(self, block_bytes: int) -> str | None:
-        return None
-
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._keys for key in keys]
+        return [key in self._hashes for key in keys]
 
     def describe(self) -> bytes:
-        return json.dumps({"node_id": self.node_id, "blocks": len(self._keys), "leased": self.num_leased}).encode()
-
-    def reserve(self, blocks: Sequence[BlockOffer]) -> list[ReservedRange | bool]:
-        return [False] * len(blocks)
-
-    def keep(self, block: BlockOffer, room: ReservedRange) -> bool:
-        raise AssertionError("a worker accepts no blocks of others")
-
-    def drop(self, room: ReservedRange, *, read: "asyncio.Future[None] | None" = None) -> None:
-        raise AssertionError("a worker accepts no blocks of others")
-
-    async def forget(self, keys: Sequence[bytes]) -> int:
-        return 0  # another worker's report is no reason to drop our own block; our own loads verify it
-
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
-        return 0
-
-    def on_announced(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Only the store's nodes keep such announcements."""
-
-    def on_disconnected(self, client: object) -> None:
-        """No state is kept for clients."""
-
-    def find_holders(self, keys: Sequence[bytes]) -> list[str]:
-        return [""] * len(keys)
+        return json.dumps({"node_id": self.node_id, "blocks": len(self._hashes), "leased": self.num_leased}).encode()
 
 
 _MAX_KEYS = 500_000
@@ -141,28 +82,27 @@ class HolderDirectory:
 
     def __init__(self) -> None:
         self._holders: OrderedDict[bytes, tuple[object, str]] = OrderedDict()  # key -> (client, "host:port")
-        self._keys_of: dict[object, set[bytes]] = {}
+        self._announcers: set[object] = set()
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def announced(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """This client's worker, at "host:port", has the added blocks, and no longer the removed ones."""
-        own = self._keys_of.setdefault(client, set())
-        for key in added:
-            self._holders[key] = client, address
-            own.add(key)
-        for key in removed:
-            own.discard(key)
-            if self._holders.get(key, (None, ""))[0] is client:
-                del self._holders[key]
+        self._announcers.add(client)
+        self._holders.update(dict.fromkeys(added, (client, address)))
+        self._forget(client, removed)
         while len(self._holders) > _MAX_KEYS:
-            key, (holder, _) = self._holders.popitem(last=False)
-            self._keys_of[holder].discard(key)
+            self._holders.popitem(last=False)
 
     def disconnected(self, client: object) -> None:
         """Forget this client's announcements."""
-        for key in self._keys_of.pop(client, ()):
+        if client in self._announcers:
+            self._announcers.remove(client)
+            self._forget(client, list(self._holders))
+
+    def _forget(self, client: object, keys: Sequence[bytes]) -> None:
+        for key in keys:
             if self._holders.get(key, (None, ""))[0] is client:
                 del self._holders[key]
 

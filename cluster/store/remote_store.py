@@ -12,8 +12,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvrelay.cluster.store.client import BlockBuffer, ClientOptions, StoreClient, offset_in
-from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
+from kvrelay.cluster.store.client import BlockBuffer, ClientOptions, StoreClient
+from kvrelay.cluster.store.peer_blocks import PeerBlocks
 from kvrelay.config import Settings
 from kvrelay.errors import BackendUnavailable, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
@@ -53,22 +53,21 @@ class RemoteStore(CountingStore):
 
         Args:
             namespace: part of every key: blocks of other models, dtypes and codecs have other keys.
-            memory: the slab that usually holds the caller's blocks (the host tier): read and written without a copy.
+            memory: the slab that holds the caller's blocks (the host tier), to read and write them without a copy.
         """
         super().__init__(time.monotonic)
-        self._block_bytes, self._namespace, self._memory = block_bytes, namespace, memory
+        self._block_bytes, self._namespace = block_bytes, namespace
         codec = codec or NoCodec()
         self.keeps_checksums = codec.name == "none"
         self.is_shareable = memory is not None and codec.name == "none"
-        self._is_in_place = self.is_shareable and options.transport != "nixl"
-        self.shared_keys = SharedKeys(self.key)
+        self.shared: dict[bytes, BlockHash] = {}  # the host tier's blocks by key; the engine's thread writes
         self._wanted_nodes = tuple(nodes)
         self._client = StoreClient(
             options,
             codec=codec,
             transit_bytes=codec.encoded_bytes(block_bytes) or codec.most_bytes(block_bytes),
-            memory=memory,
-            shared_keys=self.shared_keys,
+            memory=memory if self.is_shareable else None,
+            shared=self.shared,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
@@ -124,14 +123,12 @@ class RemoteStore(CountingStore):
     def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         if not hashes or not self._is_open:
             return [False] * len(hashes)
-        entries = zip(hashes, into, strict=True)
-        return self._wait(
-            self._client.load([BlockBuffer(self.key(digest), view, self._offset(view)) for digest, view in entries])
-        )
+        views = map(self._fitting, into)
+        return self._wait(self._client.load([*map(BlockBuffer, map(self.key, hashes), views)]))
 
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
         buffers = [
-            BlockBuffer(self.key(digest), view, self._offset(view), meta, self.key(meta.parent) if meta.parent else b"")
+            BlockBuffer(self.key(digest), self._fitting(view), meta, self.key(meta.parent) if meta.parent else b"")
             for digest, (view, meta) in new.items()
         ]
         stored = self._wait(self._client.store(buffers)) if self._is_open else [False] * len(new)
@@ -160,22 +157,17 @@ class RemoteStore(CountingStore):
         """Announce a change of the caller's host tier. Does not wait; called on the engine's thread."""
         if not self.is_shareable:
             return
-        added, gone = self.shared_keys.changed(stored, removed)
+        added, gone = {self.key(digest): digest for digest in stored}, [self.key(digest) for digest in removed]
+        for key in gone:
+            self.shared.pop(key, None)
+        self.shared.update(added)
         if self._is_open and self._is_sharing:
-            asyncio.run_coroutine_threadsafe(self._client.announce(added, gone), self._loop)
+            asyncio.run_coroutine_threadsafe(self._client.announce(list(added), gone), self._loop)
 
-    # ---- internals
-
-    def _offset(self, view: memoryview) -> int | None:
-        """The block's offset in the caller's slab.
-
-        None: staged (encoded, elsewhere, or over NIXL, whose reads cannot be cancelled).
-        """
+    def _fitting(self, view: memoryview) -> memoryview:
         if view.nbytes > self._block_bytes:
             raise ValueError(f"a block of {view.nbytes} bytes, not {self._block_bytes}")
-        if self._memory is None or not self._is_in_place:
-            return None
-        return offset_in(self._memory, view)
+        return view
 
 
 class ClusterStores:
@@ -210,7 +202,7 @@ class ClusterStores:
             worker.worker_id,
             worker.epoch,
             host,
-            store.shared_keys,
+            store.shared,
             call=lambda work: worker.thread.call(lambda engine: work()),
             post=lambda work: worker.thread.post(lambda engine: work()),
             is_alive=worker.healthy,

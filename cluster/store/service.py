@@ -148,7 +148,7 @@ class Repairer:
             try:
                 offers = [msgspec.structs.replace(self._node.block(lease.row), offset=lease.offset) for lease in leases]
                 began = self._clock()
-                kept = await peer.put(0, offers, within_s=_PUT_S) if offers else []
+                kept = await peer.put(offers, within_s=_PUT_S) if offers else []
             finally:
                 self._node.release(leases)
             num_bytes = sum(offer.num_bytes for offer in offers)
@@ -204,7 +204,7 @@ class StoreService:
             address.host,
             address.port,
             self._secret,
-            [self._slab],
+            self._slab,
             peer_id=self.node.node_id,
             block_bytes=self.node.block_bytes,
             answer_s=self._stall_s,
@@ -264,6 +264,3 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
         return DiskStore(folder, limit_bytes, row_bytes, namespace, options=options)
 
     return make
-
-
-logger = logging.getLogger(__name__)

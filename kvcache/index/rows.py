@@ -13,7 +13,7 @@ from kvrelay.types import BlockHash
 
 
 class TierRows:
-    """Which row is in which state, how many hold it, and how often it was handed out. Others only read its fields."""
+    """Which row is in which state, and how many hold it. Others only read its fields."""
 
     def __init__(self, num_rows: int) -> None:
         if num_rows < 1:
@@ -24,25 +24,17 @@ class TierRows:
         self.leaving: set[int] = set()
         self.holds: dict[int, int] = {}  # row -> number of holders
         self._digests: list[BlockHash | None] = [None] * num_rows
-        self._generations = [0] * num_rows
-
-    def generation(self, row: int) -> int:
-        """How often this row was handed out: a reference with an older number is stale."""
-        return self._generations[row]
 
     def reserve(self, count: int, tenant: str) -> list[int]:
         """Reserve `count` of the free rows; the caller knows that there are enough."""
         rows = [self.free.popitem()[0] for _ in range(count)]
-        for row in rows:
-            self.reserved[row] = tenant
-            self._generations[row] += 1
+        self.reserved.update(dict.fromkeys(rows, tenant))
         return rows
 
     def take(self, row: int, tenant: str) -> None:
         """Reserve this free row."""
         del self.free[row]
         self.reserved[row] = tenant
-        self._generations[row] += 1
 
     def cancel(self, row: int) -> str:
         """A reserved row is free again; returns its tenant."""

@@ -1,7 +1,7 @@
 """What a tier below the pool holds: one entry per block, by prefix hash. Pure bookkeeping, no bytes.
 
-Owns which row holds which block, which entry is evicted next, and the rows' generations; the tier that owns the memory
-or the file moves the bytes. Not thread-safe: one owner thread. Times are the caller's clock, in seconds.
+Owns which row holds which block, and which entry is evicted next; the tier that owns the memory or the file moves the
+bytes. Not thread-safe: one owner thread. Times are the caller's clock, in seconds.
 """
 
 from collections import Counter
@@ -206,10 +206,6 @@ class TierIndex:
         """Reserve this very row, which is free: for a block that a store finds again after a restart."""
         self.rows.take(row, tenant)
         self._tenants.add(tenant, 1)
-
-    def generation(self, row: int) -> int:
-        """How often this row was handed out: a reference with an older number is stale."""
-        return self.rows.generation(row)
 
     def discard(self, hashes: Iterable[BlockHash], now_s: float) -> int:
         """Forget these entries; returns how many were here. A held row is freed when its holds end."""

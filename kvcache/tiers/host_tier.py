@@ -4,24 +4,12 @@ Pure; engine's thread.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.memory.loads import BlockSlab
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRow:
-    """A row that stays as it is until `HostTier.unhold`."""
-
-    row: int
-    offset: int  # bytes from the slab's beginning
-    num_bytes: int
-    checksum: int  # XXH3-64
-    generation: int
 
 
 class HostTier:
@@ -92,14 +80,6 @@ class HostTier:
     def hold_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Hold the consecutive blocks from the first on that are here; returns their rows."""
         return self.index.hold(hashes[: self.match(hashes, 0)])
-
-    def hold_one(self, digest: BlockHash, max_held_share: float) -> HeldRow | None:
-        """Hold one entry. None: it is not here, or more than this share of all rows is held already."""
-        index = self.index
-        if digest not in index or index.counts().held > max_held_share * self.num_rows:
-            return None
-        [row] = index.hold((digest,))
-        return HeldRow(row, row * self.block_bytes, self.block_bytes, self._checksums[row], index.generation(row))
 
     def unhold(self, rows: Iterable[int]) -> None:
         """One hold less on each of these rows."""

@@ -1,4 +1,4 @@
-"""SlabPeer: a client's connection to a slab server. Requests blocks, reads them into its own slabs, offers its own.
+"""SlabPeer: a client's connection to a slab server. Requests blocks, reads them into its own slab, offers its own.
 
 Used on one loop. Any request may raise PeerLost: the connection ended or the server did not answer in time; then all
 requests under way fail at once, and the server's leases end by themselves.
@@ -33,10 +33,9 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """A block to get: its key, and where to write it: the slab's number and byte offset."""
+    """A block to get: its key, and where to write it in the client's slab."""
 
     key: bytes
-    slab: int
     offset: int
     room_bytes: int
 
@@ -44,7 +43,7 @@ class BlockRequest:
 class SlabPeer:
     """One slab server, as a client sees it.
 
-    More than 12 attributes: the connection's parameters (9), its state (4), the reads' (2), and the peer's identity.
+    More than 12 attributes: the connection's parameters, its state, and the peer's identity.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class SlabPeer:
         host: str,
         port: int,
         secret: bytes,
-        slabs: Sequence[SharedSlab],
+        slab: SharedSlab | None,
         *,
         peer_id: str,
         block_bytes: int,
@@ -60,16 +59,16 @@ class SlabPeer:
         stall_s: float = 1.0,
         tls: ClusterTls | None = None,
     ) -> None:
-        """`answer_s`: timeout of requests that move no block data."""
+        """`slab`: None: a client that moves no blocks. `answer_s`: timeout of requests that move no block data."""
         self.host, self.port = host, port
-        self._secret, self._slabs, self._tls = secret, list(slabs), tls
+        self._secret, self._slab, self._tls = secret, slab, tls
         self._peer_id, self._block_bytes = peer_id, block_bytes
         self._answer_s, self._stall_s = answer_s, stall_s
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
         self._connection: Connection | None = None
         self._receiving: asyncio.Task[None] | None = None
-        self._readers: list[SlabReader] = []
+        self._reader: SlabReader | None = None
         self.node_id = self.epoch = ""
         self.num_corrupt = 0
 
@@ -89,7 +88,7 @@ class SlabPeer:
                     peer_id=self._peer_id,
                     block_bytes=self._block_bytes,
                     topology=this_machine(),
-                    slabs=[slab.offer() for slab in self._slabs],
+                    slab=None if self._slab is None else self._slab.offer(),
                 )
                 await self._connection.send(wire.encode(hello))
                 reply = wire.decode_to_client(await self._connection.receive())
@@ -104,9 +103,8 @@ class SlabPeer:
             why = reply.why if isinstance(reply, wire.SlabRejected) else "it answered something else"
             raise PeerLost("", f"{self.host}:{self.port} refused: {why}")
         self.node_id, self.epoch = reply.node_id, reply.epoch
-        for slab in self._slabs:
-            route = slab.route_from(reply.slab, reply.topology)
-            self._readers.append(SlabReader(slab.memory, route, stall_s=self._stall_s))
+        if self._slab is not None:
+            self._reader = self._slab.reader_of(reply.slab, reply.topology, stall_s=self._stall_s)
         self._receiving = asyncio.create_task(self._receive(self._connection), name="slab answers")
 
     async def aclose(self) -> None:
@@ -117,8 +115,8 @@ class SlabPeer:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-        readers, self._readers = self._readers, []
-        for reader in readers:
+        reader, self._reader = self._reader, None
+        if reader is not None:
             await reader.aclose()
 
     # ---- requests
@@ -134,48 +132,34 @@ class SlabPeer:
         )
         if not len(granted.offsets) == len(granted.sizes) == len(granted.checksums) == len(wanted):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
-        if all(offset == MISSING for offset in granted.offsets):
-            return [0] * len(wanted)
+        sizes = [0] * len(wanted)
+        here = [i for i, offset in enumerate(granted.offsets) if offset != MISSING]
+        if not here or self._reader is None:
+            return sizes
+        fits = [i for i in here if 0 < granted.sizes[i] <= wanted[i].room_bytes]
+        reads = [BlockRead(granted.offsets[i], wanted[i].offset, granted.sizes[i], granted.checksums[i]) for i in fits]
         try:
-            sizes = await self._while_connected(self._read(wanted, granted))
+            for i, is_good in zip(fits, await self._while_connected(self._reader.read(reads)), strict=True):
+                sizes[i] = granted.sizes[i] if is_good else 0
         except TransportError as error:
             if isinstance(error, StuckRead):
                 raise
             raise PeerLost("", f"{self.host}:{self.port}: {error}") from error
         finally:
             self._notify(wire.ReleaseLease(number=number))
-        if missed := sum(size == 0 and offset != MISSING for size, offset in zip(sizes, granted.offsets, strict=True)):
-            self.num_corrupt += missed
-            logger.warning("%d blocks of %s:%d failed their checksums; they are deleted", missed, self.host, self.port)
-            gone = [
-                one.key
-                for one, size, at in zip(wanted, sizes, granted.offsets, strict=True)
-                if not size and at != MISSING
-            ]
+        if gone := [wanted[i].key for i in here if not sizes[i]]:
+            self.num_corrupt += len(gone)
+            problem = "%d blocks of %s:%d failed their checksums; they are deleted"
+            logger.warning(problem, len(gone), self.host, self.port)
             self._notify(wire.Forget(number=next(self._numbers), keys=gone))
         return sizes
 
-    async def _read(self, wanted: Sequence[BlockRequest], granted: wire.LeaseGranted) -> list[int]:
-        sizes = [0] * len(wanted)
-        for slab, reader in enumerate(self._readers):
-            chosen = [
-                i
-                for i, one in enumerate(wanted)
-                if one.slab == slab and granted.offsets[i] != MISSING and 0 < granted.sizes[i] <= one.room_bytes
-            ]
-            fetches = [
-                BlockRead(granted.offsets[i], wanted[i].offset, granted.sizes[i], granted.checksums[i]) for i in chosen
-            ]
-            for i, good in zip(chosen, await reader.read(fetches), strict=True):
-                sizes[i] = granted.sizes[i] if good else 0
-        return sizes
-
-    async def put(self, slab: int, blocks: Sequence[wire.BlockOffer], *, within_s: float) -> list[bool]:
+    async def put(self, blocks: Sequence[wire.BlockOffer], *, within_s: float) -> list[bool]:
         """Have the server store these blocks of our slab, unchanged until this returns; returns which it stored.
 
         Raises PeerLost. A read that the server ends after that fails its checksum.
         """
-        request = wire.PutBlocks(number=next(self._numbers), slab=slab, hold_s=within_s, blocks=list(blocks))
+        request = wire.PutBlocks(number=next(self._numbers), hold_s=within_s, blocks=list(blocks))
         taken = await self._while_connected(self._request(request, wire.PutResult, within_s))
         if len(taken.kept) != len(blocks):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
@@ -201,21 +185,18 @@ class SlabPeer:
         """Which of these blocks are there. Raises PeerLost."""
         return (await self._request(wire.Exists(number=next(self._numbers), keys=list(keys)), wire.ExistsResult)).found
 
-    async def forget(self, keys: Sequence[bytes]) -> int:
-        """Delete these blocks; returns how many were there. Raises PeerLost."""
-        return (await self._request(wire.Forget(number=next(self._numbers), keys=list(keys)), wire.Done)).count
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """Delete these blocks. Raises PeerLost."""
+        await self._request(wire.Forget(number=next(self._numbers), keys=list(keys)), wire.Done)
 
-    async def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
-        """Pin these blocks for `ttl_s` seconds; returns how many are pinned. Raises PeerLost."""
-        return (
-            await self._request(wire.Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), wire.Done)
-        ).count
+    async def pin(self, keys: Sequence[bytes], ttl_s: float) -> None:
+        """Pin these blocks for `ttl_s` seconds. Raises PeerLost."""
+        await self._request(wire.Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), wire.Done)
 
     async def find_holders(self, keys: Sequence[bytes]) -> list[str]:
         """For each block the "host:port" of a worker that announced it, or "". Raises PeerLost."""
-        return (
-            await self._request(wire.FindHolders(number=next(self._numbers), keys=list(keys)), wire.HolderAddresses)
-        ).addresses
+        request = wire.FindHolders(number=next(self._numbers), keys=list(keys))
+        return (await self._request(request, wire.HolderAddresses)).addresses
 
     async def describe(self) -> bytes:
         """The server's state as JSON. Raises PeerLost."""

@@ -7,7 +7,7 @@ client keeps its blocks unchanged until the answer, while the server reads them.
 answer repeats. Times are durations.
 
     client                       server
-    SlabHello              ->                          names the transports over which the client's slabs can be read
+    SlabHello              ->                          names the transports over which the client's slab can be read
                            <-    SlabWelcome | SlabRejected
     AcquireLease           ->    LeaseGranted          the client reads and verifies
     ReleaseLease           ->    (no answer)
@@ -18,6 +18,7 @@ answer repeats. Times are durations.
 Keys are opaque: clients derive them from a block's hash and everything its bytes depend on (model, dtype, codec).
 """
 
+from collections.abc import Callable
 from typing import Union
 
 import msgspec
@@ -53,7 +54,7 @@ class SlabHello(_Message, frozen=True, tag="slab-hello"):
     peer_id: str
     block_bytes: int  # the largest block that it will request or offer
     topology: Topology
-    slabs: list[SlabOffer]  # that the server may be asked to read
+    slab: SlabOffer | None  # that the server may be asked to read
 
 
 class SlabWelcome(_Message, frozen=True, tag="slab-welcome"):
@@ -80,11 +81,9 @@ class AcquireLease(_Numbered, frozen=True, tag="acquire-lease"):
 class LeaseGranted(_Numbered, frozen=True, tag="lease-granted"):
     """One entry for each key of AcquireLease, in order."""
 
-    lease_s: float
     offsets: list[int]  # bytes from the slab's beginning, or MISSING
     sizes: list[int]
     checksums: list[int]  # XXH3-64 of the block's bytes
-    generations: list[int]  # of the row: a change means another block
 
 
 class ReleaseLease(_Numbered, frozen=True, tag="release-lease"):
@@ -105,11 +104,8 @@ class BlockOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutBlocks(_Numbered, frozen=True, tag="put-blocks"):
-    """Store copies of these blocks, which stay in the client's slab number `slab` until the answer or for `hold_s`
-    seconds.
-    """
+    """Store copies of these blocks, which stay in the client's slab until the answer or for `hold_s` seconds."""
 
-    slab: int
     hold_s: float
     blocks: list[BlockOffer]
 
@@ -133,13 +129,13 @@ class ExistsResult(_Numbered, frozen=True, tag="exists-result"):
 
 
 class Forget(_Numbered, frozen=True, tag="forget"):
-    """Delete these blocks, in memory and on disk. Answered by Done with their number."""
+    """Delete these blocks, in memory and on disk. Answered by Done."""
 
     keys: list[bytes]
 
 
 class Pin(_Numbered, frozen=True, tag="pin"):
-    """Pin these blocks for `ttl_s` seconds; 0 ends their pins. Answered by Done with the number of pinned blocks."""
+    """Pin these blocks for `ttl_s` seconds; 0 ends their pins. Answered by Done."""
 
     keys: list[bytes]
     ttl_s: float
@@ -183,8 +179,6 @@ class Description(_Numbered, frozen=True, tag="description"):
 class Done(_Numbered, frozen=True, tag="done"):
     """The request was carried out."""
 
-    count: int = 0
-
 
 class SlabRequestFailed(_Numbered, frozen=True, tag="failed"):
     """The request was not carried out."""
@@ -197,23 +191,7 @@ Answer = Union[LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Des
 ToServer = Union[SlabHello, ReleaseLease, AnnounceBlocks, Request]
 ToClient = Union[SlabWelcome, SlabRejected, Answer]
 
-_encoder = msgspec.msgpack.Encoder()
-_to_server = msgspec.msgpack.Decoder(ToServer)
-_to_client = msgspec.msgpack.Decoder(ToClient)
-
-
-def encode(message: ToServer | ToClient) -> bytes:
-    """One message as msgpack."""
-    return _encoder.encode(message)
-
-
-def decode_to_server(frame: bytes) -> ToServer:
-    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: ToServer = _to_server.decode(frame)
-    return message
-
-
-def decode_to_client(frame: bytes) -> ToClient:
-    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: ToClient = _to_client.decode(frame)
-    return message
+encode: Callable[[ToServer | ToClient], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_server: Callable[[bytes], ToServer] = msgspec.msgpack.Decoder(ToServer).decode
+decode_to_client: Callable[[bytes], ToClient] = msgspec.msgpack.Decoder(ToClient).decode
+"""Decoders raise msgspec.DecodeError (ValidationError included) on anything unexpected."""

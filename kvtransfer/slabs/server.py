@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -37,7 +36,6 @@ class ReadLease:
     offset: int  # bytes from the slab's beginning
     num_bytes: int
     checksum: int  # XXH3-64
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +46,50 @@ class ReservedRange:
     offset: int
 
 
-class SlabDelegate(Protocol):
-    """Knows which block is where in the slab: a store node, or a worker's host tier. Called on the loop."""
+class SlabDelegate:
+    """Knows which block is where in the slab: a store node, or a worker's host tier. Called on the loop.
+
+    The defaults are those of a slab that lends its blocks and accepts none.
+    """
 
     node_id: str
     epoch: str
 
     async def lease(self, keys: Sequence[bytes]) -> list[ReadLease | None]:
         """Hold these blocks; None for each that is not there. Every lease is passed to `release` in the end."""
+        raise NotImplementedError
 
     def release(self, leases: Sequence[ReadLease]) -> None:
         """End these leases."""
+        raise NotImplementedError
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are there."""
+        raise NotImplementedError
+
+    def describe(self) -> bytes:
+        """The state as JSON."""
+        raise NotImplementedError
+
+    def welcome(self, block_bytes: int) -> str | None:
+        """Why a client with blocks of this size is refused; None: it is accepted."""
+        return None
 
     def reserve(self, blocks: Sequence[wire.BlockOffer]) -> list[ReservedRange | bool]:
         """Where to write each block. True: it is stored already; False: not wanted, or no room."""
+        return [False] * len(blocks)
 
-    def keep(self, block: wire.BlockOffer, room: ReservedRange) -> bool:
-        """The block's bytes are in place and verified; returns whether it is stored now."""
+    def keep(self, block: wire.BlockOffer, room: ReservedRange) -> None:
+        """The block's bytes are in place and verified: it is stored from now on."""
 
     def drop(self, room: ReservedRange, *, read: "asyncio.Future[None] | None" = None) -> None:
         """The block did not arrive. `read`: until it is done, bytes may still be written there."""
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these blocks are there."""
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """Delete these blocks."""
 
-    async def forget(self, keys: Sequence[bytes]) -> int:
-        """Delete these blocks; returns how many were there."""
-
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
-        """Pin these blocks (0: end their pins); returns how many are pinned."""
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> None:
+        """Pin these blocks; 0: end their pins."""
 
     def on_announced(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """A worker at "host:port" has the added blocks, and no longer the removed ones."""
@@ -86,12 +99,7 @@ class SlabDelegate(Protocol):
 
     def find_holders(self, keys: Sequence[bytes]) -> list[str]:
         """For each block the "host:port" of a worker that announced it, or ""."""
-
-    def welcome(self, block_bytes: int) -> str | None:
-        """Why a client with blocks of this size is refused; None: it is accepted."""
-
-    def describe(self) -> bytes:
-        """The state as JSON."""
+        return [""] * len(keys)
 
 
 class SlabServer:
@@ -150,7 +158,7 @@ class _Client:
 
     def __init__(self, server: SlabServer, connection: Connection) -> None:
         self._server, self._delegate, self._connection = server, server.delegate, connection
-        self._readers: list[SlabReader] = []
+        self._reader: SlabReader | None = None
         self._leases: dict[int, tuple[list[ReadLease], asyncio.TimerHandle]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(_MAX_REQUESTS)
@@ -180,8 +188,8 @@ class _Client:
             await asyncio.wait(self._tasks)
         for number in list(self._leases):  # leased while the connection ended
             self._release(number)
-        for reader in self._readers:
-            await reader.aclose()
+        if self._reader is not None:
+            await self._reader.aclose()
 
     async def _welcome(self, hello: object) -> bool:
         why: str | None = "the first message must be a hello"
@@ -195,9 +203,8 @@ class _Client:
             await self._connection.aclose()
             return False
         slab = self._server.slab
-        for theirs in hello.slabs:
-            route = slab.route_from(theirs, hello.topology)
-            self._readers.append(SlabReader(slab.memory, route, stall_s=self._server.stall_s))
+        if hello.slab is not None:
+            self._reader = slab.reader_of(hello.slab, hello.topology, stall_s=self._server.stall_s)
         self._send(
             wire.SlabWelcome(
                 node_id=self._delegate.node_id, epoch=self._delegate.epoch, topology=this_machine(), slab=slab.offer()
@@ -252,9 +259,11 @@ class _Client:
             case wire.Exists():
                 return wire.ExistsResult(number=number, found=await delegate.exists(request.keys))
             case wire.Forget():
-                return wire.Done(number=number, count=await delegate.forget(request.keys))
+                await delegate.forget(request.keys)
+                return wire.Done(number=number)
             case wire.Pin():
-                return wire.Done(number=number, count=delegate.pin(request.keys, request.ttl_s))
+                delegate.pin(request.keys, request.ttl_s)
+                return wire.Done(number=number)
             case wire.FindHolders():
                 return wire.HolderAddresses(number=number, addresses=delegate.find_holders(request.keys))
 
@@ -270,11 +279,9 @@ class _Client:
             self._leases[number] = leases, timer
         return wire.LeaseGranted(
             number=number,
-            lease_s=self._server.lease_s,
             offsets=[MISSING if lease is None else lease.offset for lease in entries],
             sizes=[0 if lease is None else lease.num_bytes for lease in entries],
             checksums=[0 if lease is None else lease.checksum for lease in entries],
-            generations=[0 if lease is None else lease.generation for lease in entries],
         )
 
     def _release(self, number: int) -> None:
@@ -287,32 +294,30 @@ class _Client:
 
     async def _put(self, request: wire.PutBlocks) -> list[bool]:
         delegate, blocks = self._delegate, request.blocks
-        if not 0 <= request.slab < len(self._readers) or len(blocks) > _MAX_KEYS:
+        if self._reader is None or len(blocks) > _MAX_KEYS:
             raise ConnectionLost("a slab that was never offered, or too many blocks")
         rooms = delegate.reserve(blocks)
-        wanted = [index for index, room in enumerate(rooms) if isinstance(room, ReservedRange)]
+        wanted = {index: room for index, room in enumerate(rooms) if isinstance(room, ReservedRange)}
         kept = [room is True for room in rooms]
         is_good = [False] * len(wanted)
         stuck: asyncio.Future[None] | None = None
         try:
-            fetches = [
+            reads = [
                 BlockRead(blocks[i].offset, room.offset, blocks[i].num_bytes, blocks[i].checksum)
-                for i in wanted
-                if isinstance(room := rooms[i], ReservedRange)
+                for i, room in wanted.items()
             ]
             async with asyncio.timeout(request.hold_s):  # then the client reuses its memory
-                is_good = await self._readers[request.slab].read(fetches)
+                is_good = await self._reader.read(reads)
         except StuckRead as error:
             logger.warning("%s: %s", self._connection.peer, error)
             stuck = error.read
         except (TransportError, TimeoutError) as error:
             logger.info("blocks of %s could not be read: %s", self._connection.peer, error or "its hold time ended")
         finally:
-            for index, good in zip(wanted, is_good, strict=True):
-                room = rooms[index]
-                assert isinstance(room, ReservedRange)
+            for (index, room), good in zip(wanted.items(), is_good, strict=True):
+                kept[index] = good
                 if good:
-                    kept[index] = delegate.keep(blocks[index], room)
+                    delegate.keep(blocks[index], room)
                 else:
                     delegate.drop(room, read=stuck)
         return kept

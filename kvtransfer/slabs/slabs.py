@@ -84,12 +84,9 @@ class SharedSlab:
         """What other processes need to read this slab. After start()."""
         return SlabOffer(self.memory.layout.num_bytes, self._exports.offers())
 
-    def route_from(self, theirs: SlabOffer, topology: Topology) -> Route:
-        """The paths from another process's slab into this memory, not yet connected.
-
-        `topology`: of the other's machine.
-        """
-        return Route.between(
+    def reader_of(self, theirs: SlabOffer, topology: Topology, *, stall_s: float) -> "SlabReader":
+        """Reads another process's slab into this memory. `topology`: of the other's machine."""
+        route = Route.between(
             topology,
             "cpu",
             theirs.offers,
@@ -97,6 +94,7 @@ class SharedSlab:
             list(self._exports.exporters),
             lambda name: self._transports[name].make_reader(self.memory, self._secret, self._host),
         )
+        return SlabReader(self.memory, route, stall_s=stall_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +134,6 @@ class SlabReader:
 
     def __init__(self, memory: KvMemory, route: Route, *, stall_s: float) -> None:
         self._memory, self.route, self._stall_s = memory, route, stall_s
-        self.num_bytes = 0
-        self.seconds = 0.0
 
     async def read(self, blocks: Sequence[BlockRead]) -> list[bool]:
         """Read blocks; returns which are in place and verified. No writes follow its return.
@@ -192,8 +188,7 @@ class SlabReader:
             if not read.done():
                 raise StuckRead(f"{name}: a read got stuck for {self._stall_s:g} s and cannot be stopped", read)
         read.result()
-        self.seconds += self.route.ended(name, copies.total_bytes, began, time.monotonic())
-        self.num_bytes += copies.total_bytes
+        self.route.ended(name, copies.total_bytes, began, time.monotonic())
 
     async def aclose(self) -> None:
         """Detach from the source."""

@@ -114,15 +114,6 @@ def test_a_block_discarded_while_held_is_not_found_and_its_slot_is_not_reused():
     assert tier.reserve(1, 1) == slots
 
 
-def test_a_slot_gets_a_new_generation_each_time_it_is_handed_out():
-    tier = TierIndex(1, Lru())
-    (slot,) = tier.reserve(1, 0) or ()
-    first = tier.generation(slot)
-    tier.cancel([slot])
-    assert tier.reserve(1, 0) == [slot]
-    assert tier.generation(slot) == first + 1
-
-
 def test_a_pin_holds_until_its_time_and_a_renewed_one_until_the_later():
     tier = TierIndex(1, Lru(), pin_limit=1)
     chain = put_chain(tier, "a", 0)

@@ -68,12 +68,26 @@ class Faults:
         return left > 0
 
 
+class CountedIndex(TierIndex):
+    """Counts how often each row was handed out: a reference with an older number is stale."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.generation = [0] * self.num_rows
+
+    def reserve(self, *args, **options):
+        rows = super().reserve(*args, **options)
+        for row in rows or ():
+            self.generation[row] += 1
+        return rows
+
+
 class FakeSlab:
     """Slots of a few bytes, and the pool's blocks beside them."""
 
     num_layers, num_rows, block_bytes = LAYERS, SLOTS, BLOCK_BYTES
 
-    def __init__(self, pool: BlockPool, index: TierIndex) -> None:
+    def __init__(self, pool: BlockPool, index: CountedIndex) -> None:
         self.pool, self.index, self.faults = pool, index, Faults()
         self.memory = bytearray(SLOTS * HASH_BYTES)
         self.content = [EMPTY] * BLOCKS  # of the pool
@@ -240,7 +254,7 @@ class Life:
         self.now_s, self.count, self.arrivals = 0.0, 0, 0
         self.pool = BlockPool(BLOCKS, block_size=SIZE, pin_share=0.3)
         quotas = {} if quota is None else {PROMPTS[1].tenant: quota}
-        self.index = TierIndex(SLOTS, Lru(), quotas=quotas, pin_limit=3, keep_changes=True)
+        self.index = CountedIndex(SLOTS, Lru(), quotas=quotas, pin_limit=3, keep_changes=True)
         self.slab = FakeSlab(self.pool, self.index)
         self.stores = [FakeStore("near", 6), FakeStore("far", 40)]
         self.rules = TierRules(write, prefetch, 2.0, is_checked, SIZE)
@@ -322,7 +336,7 @@ class Life:
         if below:
             chosen = range(len(match), len(match) + below)
             seq.load = self.tiers.load([hashes[i] for i in chosen], [BlockId(seq.blocks[i]) for i in chosen])
-            seq.load_generations = [self.index.generation(slot) for slot in seq.load.rows]
+            seq.load_generations = [self.index.generation[slot] for slot in seq.load.rows]
         self.tiers.end_fetch(seq.name)
         self.tiers.used(hashes[: len(match) + below], seq.priority)
         if self.rules.write == "selective":
@@ -380,7 +394,7 @@ class Life:
         assert load is not None
         while not load.is_over:
             assert load.rows and self.copies.step(0), "a load that nobody works on is awaited"
-        now = [self.index.generation(slot) for slot in load.rows]
+        now = [self.index.generation[slot] for slot in load.rows]
         assert now == seq.load_generations or load not in self.tiers._between._loads, (
             "a slot was handed out while it was read"
         )
@@ -484,7 +498,7 @@ class Life:
         if entries and argument < 64:
             slot = entries[argument % len(entries)].row
             self.slab.row(slot)[argument % HASH_BYTES] ^= 4
-            self.rotten[slot] = self.index.generation(slot)
+            self.rotten[slot] = self.index.generation[slot]
 
     def fault(self, argument: int) -> None:
         what, times = argument % 5, argument // 64
@@ -521,7 +535,7 @@ class Life:
             loads = sum(job.urgency is Urgency.LOAD for _, _, job in threads.queue._heap)
             assert len(threads.queue) <= MAX_JOBS + loads <= MAX_JOBS + len(self.running) + 1, "a line grows"
         for digest, entry in self.index._entries.items():
-            if self.rotten.get(entry.row) != self.index.generation(entry.row):
+            if self.rotten.get(entry.row) != self.index.generation[entry.row]:
                 assert self.slab.bytes_of(entry.row) == digest, "a slot holds another block than it says"
                 assert self.tiers.host._checksums[entry.row] == CHECKSUMS[digest], "a slot has another's checksum"
 
