@@ -49,7 +49,7 @@ class ReservedRange:
 class SlabDelegate:
     """Knows which block is where in the slab: a store node, or a worker's host tier. Called on the loop.
 
-    The defaults are those of a slab that lends its blocks and accepts none.
+    The defaults are those of a slab that is only read and accepts no blocks.
     """
 
     node_id: str
