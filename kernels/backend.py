@@ -234,12 +234,8 @@ class Backend(Protocol):
         """
         ...
 
-    def share_prefixes(self, *, enabled: bool) -> None:
-        """Turn cascade attention on or off: decode rows then read common blocks once, where that pays."""
-        ...
-
     def shares_prefixes(self, shape: AttentionShape) -> bool:
-        """Whether cascade attention is on and supported for this shape."""
+        """Whether decode rows of this shape read common blocks once, where that pays (cascade attention)."""
         ...
 
     def free_device_bytes(self) -> int | None:

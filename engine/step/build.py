@@ -128,7 +128,6 @@ def make_engine(
         tiers=tiers,
         eos_ids=tuple(spec.eos_ids),
     )
-    backend.share_prefixes(enabled=True)
     runner = Runner(
         model,
         backend,

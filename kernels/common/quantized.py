@@ -1,7 +1,7 @@
 """Weights in groups of 4- or 8-bit integers: the format, its error, and products in plain torch.
 
 For an output and a group of inputs, w = scale * q + offset. Scale and offset are half floats in units of a power of two
-that the whole weight shares. kernels/cpu/native_weights.py has the compiled form, with the same integers.
+that the whole weight shares. kernels/cpu/native_kernels.py has the compiled form, with the same integers.
 """
 
 import math

@@ -5,12 +5,14 @@ chunking or on the number of threads, because every sum runs in one fixed order.
 linear kernel is the compiled one (see `describe`).
 """
 
+import functools
 import hashlib
 import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import (
@@ -27,56 +29,132 @@ from kvrelay.kernels.backend import (
     QuantizedLinear,
     SamplingBatch,
 )
+from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
-from kvrelay.kernels.cpu.native_kernels import KV_KINDS, SUPPORTED, NativeKernels, NativeLinear, NativePlan, places
-from kvrelay.kernels.cpu.native_weights import NativeExperts, NativeQuantLinear, choose_experts
+from kvrelay.kernels.cpu.native_kernels import (
+    SUPPORTED,
+    NativeExperts,
+    NativeKernels,
+    NativeLinear,
+    NativePlan,
+    NativeQuantLinear,
+    addresses,
+    contiguous_rows,
+)
 from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
-from kvrelay.kernels.cpu.torch_fallback import TorchCpuBackend
-from kvrelay.kernels.oracle.reference import ReferencePlan, TorchBackend
+from kvrelay.kernels.oracle.reference import ReferenceBackend, ReferencePlan, attend, causal_mask, gather_kv
 from kvrelay.machine import own_cores
 from kvrelay.native.build import processor
 
 logger = logging.getLogger(__name__)
 
+KV_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}  # as enumerated in kv.h; uint8: fp8 with scales
 _SLOW = "compiled CPU kernels are off (%s): with torch's decoding was 1.4 (1 stream) to 2.4 times (16) slower"
 
 
-def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
-    """The compiled kernels, or None and the reason."""
-    try:
-        native = NativeKernels(num_threads)
-    except BackendUnavailable as error:
-        return None, error.why
-    wrong = first_wrong_kernel(native)
-    if wrong == "linear" and native.has_dot:
-        native.has_dot = False
-        wrong = first_wrong_kernel(native)
-    return (native, "") if wrong is None else (None, f"the compiled {wrong} kernel gives wrong results here")
+@functools.lru_cache(maxsize=8)
+def _warn_slow(why: str) -> None:
+    """Once per process and reason."""
+    logger.warning(_SLOW, why)
 
 
-class CpuBackend(TorchBackend):
-    """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
-
-    Sets torch's own thread count (process-wide) to the same number. Backend's methods make it large.
+class TorchCpuBackend(ReferenceBackend):
+    """Torch alone: without a compiler, for float16, or with KVRELAY_NATIVE=0. The reference's results up to rounding,
+    faster where torch has a fused kernel.
     """
 
     name = "cpu"
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self._settings = sampling_search.SettingsCache(self.device)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: ReferencePlan,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for sequence in plan.sequences:
+            rows = slice(sequence.start, sequence.end)
+            k, v = (x.to(q.dtype) for x in gather_kv(kv_layer, sequence))
+            mask = causal_mask(sequence.end - sequence.start, sequence.context_len, window, q.device)
+            if softcap is None:
+                out[rows] = _sdpa(q[rows], k, v, mask, scale)
+            else:
+                out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
+        return out
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        settings = self._settings.of(batch)
+        if settings.has_top_k or settings.has_top_p:  # a sort takes longer than the search
+            return sampling_search.draw(logits, settings, batch.uniform)
+        return super().sample_on_device(logits, batch)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """torch's fused attention of q [Q, heads, d] over k, v [C, kv_heads, d]; mask [Q, C] is bottom-right causal."""
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # heads first
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _can_place(q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> bool:
+    """Whether kr_norm_rope_store supports these: adjacent heads, contiguous tables and caches, norms of one dtype."""
+    kinds = {norm.dtype for norm in inputs.norms or ()}
+    return (
+        all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v))
+        and len(kinds) <= 1
+        and kinds <= SUPPORTED
+        and inputs.kv_layer.dtype in KV_KINDS
+        and inputs.kv_layer.is_contiguous()
+        and inputs.cos_sin.dtype == torch.float32
+        and inputs.cos_sin.is_contiguous()
+    )
+
+
+class CpuBackend(TorchCpuBackend):
+    """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
+
+    Sets torch's own thread count (process-wide) to the same number. Backend's methods make it large: each takes the
+    compiled kernel where it supports the arguments, else torch.
+    """
+
     kv_layouts: tuple[KvOrder, ...] = ("NHD",)  # of the compiled kernels
-    quantizes = True
 
     def __init__(self, num_threads: int | None = None) -> None:
-        super().__init__("cpu")
+        super().__init__()
         self.num_threads = num_threads or len(own_cores())
         torch.set_num_threads(self.num_threads)
-        self._torch = TorchCpuBackend()
-        self._native, self._why_not = _load(self.num_threads)
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
+        self._native: NativeKernels | None = None
+        self._why_not = self._load()
         if self._native is None:
-            logger.warning(_SLOW, self._why_not)
+            _warn_slow(self._why_not)
+
+    def _load(self) -> str:
+        """Take the compiled kernels; returns why there are none."""
+        try:
+            native = self._native = NativeKernels(self.num_threads)
+        except BackendUnavailable as error:
+            return error.why
+        wrong = first_wrong_kernel(self)
+        if wrong == "linear" and native.has_dot:
+            native.has_dot = False
+            wrong = first_wrong_kernel(self)
+        if wrong is None:
+            return ""
+        self._native = None
+        return f"the compiled {wrong} kernel gives wrong results here"
 
     @property
     def compiled_kernels(self) -> NativeKernels | None:
@@ -87,7 +165,7 @@ class CpuBackend(TorchBackend):
         return isinstance(self.pack_linear(torch.zeros(16, 16, dtype=dtype)), NativeLinear)
 
     def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
-        native = self.native_for(spec.shape)
+        native = self._attention_for(spec.shape)
         if native is None or spec.shape.latent_dim is not None:
             return None
         return RecordedSteps(native, spec.shape, max_blocks=spec.max_blocks, head=spec.head)
@@ -96,13 +174,8 @@ class CpuBackend(TorchBackend):
     def cascade_saved_tokens(self) -> int:
         return 0 if self._native is None else self._native.spared_tokens
 
-    def share_prefixes(self, *, enabled: bool) -> None:
-        if self._native is not None:
-            self._native.shares_prefixes = enabled
-
     def shares_prefixes(self, shape: AttentionShape) -> bool:
-        native = self.native_for(shape)
-        return native is not None and native.shares_prefixes
+        return self._attention_for(shape) is not None
 
     def describe(self) -> dict[str, str]:
         """The kernels in use, as short texts; linear kernels appear once a weight has been packed."""
@@ -113,16 +186,17 @@ class CpuBackend(TorchBackend):
         dot = {} if native is None else {"bf16_dot": "yes" if native.has_dot else "no"}
         return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears, **slow}
 
-    def native_for(self, shape: AttentionShape) -> NativeKernels | None:
+    def _for(self, dtype: torch.dtype) -> NativeKernels | None:
+        """The compiled kernels, if there are any and they support this."""
+        return self._native if dtype in SUPPORTED else None
+
+    def _attention_for(self, shape: AttentionShape) -> NativeKernels | None:
         """The compiled kernels if they have attention for this shape."""
-        native = self._native_for(shape.dtype)
+        native = self._for(shape.dtype)
         if native is not None and shape.kv_dtype not in (None, torch.float8_e4m3fn, *SUPPORTED):
             self._warn_once(f"attention over a cache of {shape.kv_dtype} is not compiled; torch's is used, slower")
             return None
         return native
-
-    def _native_for(self, dtype: torch.dtype) -> NativeKernels | None:
-        return self._native if dtype in SUPPORTED else None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if weight.dtype not in self._packers:
@@ -131,17 +205,17 @@ class CpuBackend(TorchBackend):
         return self._packers[weight.dtype][1](weight, bias)
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
-        native = self._native_for(weight.dtype)
+        native = self._for(weight.dtype)
         if native is None:
-            return self._torch.pack_heads(weight)
+            return super().pack_heads(weight)
         return HeadByHead([native.pack_linear(head, None) for head in weight])
 
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> QuantizedLinear:
-        native = self._native_for(dtype)
+        native = self._for(dtype)
         if native is None:
-            return self._torch.pack_quantized(weight, bias, scheme, dtype)
+            return super().pack_quantized(weight, bias, scheme, dtype)
         return NativeQuantLinear(native, weight, bias, scheme, dtype)
 
     def pack_experts(
@@ -151,62 +225,82 @@ class CpuBackend(TorchBackend):
         dtype: torch.dtype,
         scheme: Scheme | None = None,
     ) -> Experts:
-        native = self._native_for(dtype)
+        native = self._for(dtype)
         if native is None:
-            return self._torch.pack_experts(experts, activation, dtype, scheme)
+            return super().pack_experts(experts, activation, dtype, scheme)
         return NativeExperts(native, experts, activation, scheme, dtype)
 
     def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
-        native = self._native_for(logits.dtype)
+        """Ties go to the lower expert."""
+        native = self._for(logits.dtype)
         if native is None:
-            return self._torch.choose_experts(logits, correction, choice)
-        return choose_experts(native, logits, correction, choice)
+            return super().choose_experts(logits, correction, choice)
+        logits, shape = logits.contiguous(), (logits.shape[0], choice.num_chosen)
+        weights, chosen = native.empty(shape, torch.float32), native.empty(shape, torch.int64)
+        sizes = logits.shape[0], choice.num_experts, choice.num_chosen
+        groups, is_sigmoid = (choice.num_groups, choice.num_chosen_groups), choice.scoring == "sigmoid"
+        at = addresses(logits, correction, weights, chosen)
+        native.lib.kr_choose(native.pool, *at, *sizes, is_sigmoid, *groups, choice.normalise, choice.scale)
+        return weights, chosen
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        native = self._native_for(table.dtype)
+        native = self._for(table.dtype)
         if native is None or not (table.is_contiguous() and token_ids.is_contiguous()):
-            return self._torch.embed(token_ids, table, scale)
-        return native.embed(token_ids, table, scale)
+            return super().embed(token_ids, table, scale)
+        shape = token_ids.shape[0], table.shape[1]
+        out = native.empty(shape, table.dtype)
+        native.lib.kr_embed(table.dtype == torch.float32, *addresses(token_ids, table, out), *shape, scale)
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        native = self._native_for(x.dtype)
+        native = self._for(x.dtype)
         if native is None or weight.dtype not in SUPPORTED:
-            return self._torch.rms_norm(x, weight, eps)
-        return native.rms_norm(x, None, weight, eps)
+            return super().rms_norm(x, weight, eps)
+        return _rms_norm(native, x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        native = self._native_for(x.dtype)
+        native = self._for(x.dtype)
         if native is None or weight.dtype not in SUPPORTED or not residual.is_contiguous():
-            return self._torch.add_rms_norm(x, residual, weight, eps)
-        return native.rms_norm(x, residual, weight, eps), residual
+            return super().add_rms_norm(x, residual, weight, eps)
+        return _rms_norm(native, x, residual, weight, eps), residual
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        native = self._native_for(q.dtype)
+        """In place when q and k have contiguous heads."""
+        native = self._for(q.dtype)
         if native is None or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-            return self._torch.rope(q, k, cos_sin, positions)
-        return native.rope(q, k, cos_sin, positions)
+            return super().rope(q, k, cos_sin, positions)
+        q, k = contiguous_rows(q), contiguous_rows(k)
+        sizes = *q.shape[:2], k.shape[1], *q.stride()[:2], *k.stride()[:2], cos_sin.shape[1]
+        native.lib.kr_rope(native.pool, q.dtype == torch.float32, *addresses(q, k, cos_sin, positions), *sizes)
+        return q, k
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        native = self._native_for(gate_up.dtype)
-        return (native or self._torch).gated_activation(gate_up, kind)
-
-    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        native = self._native
-        as_it_is = k.dtype == kv_layer.dtype
-        can_cast = k.dtype in SUPPORTED and kv_layer.dtype in KV_KINDS
-        if native is None or not kv_layer.is_contiguous() or not (as_it_is or can_cast):
-            self._torch.store_kv(k, v, kv_layer, slot_mapping)
-        else:
-            native.store_kv(k, v, kv_layer, slot_mapping)
+        native = self._for(gate_up.dtype)
+        if native is None:
+            return super().gated_activation(gate_up, kind)
+        gate_up = contiguous_rows(gate_up)
+        shape, wide = (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype == torch.float32
+        out = native.empty(shape, gate_up.dtype)
+        at = addresses(gate_up, out)
+        native.lib.kr_gate(native.pool, wide, kind == "gelu_tanh", *at, *shape, gate_up.stride(0))
+        return out
 
     def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
-        if self._native is None or not places(q, k, v, inputs):
+        native = self._for(q.dtype)
+        if native is None or not _can_place(q, k, v, inputs):
             return super().norm_rope_store(q, k, v, inputs)
-        return self._native.norm_rope_store(q, k, v, inputs)
+        cos_sin, kv_layer, norms = inputs.cos_sin, inputs.kv_layer, inputs.norms or (None, None)
+        wide_norm = norms[0] is not None and norms[0].dtype == torch.float32
+        at = addresses(q, k, v, *norms, cos_sin, inputs.positions, inputs.slot_mapping, kv_layer)
+        (tokens, heads, dim), strides = q.shape, (q.stride(0), k.stride(0), v.stride(0))
+        sizes = tokens, heads, k.shape[1], *strides, dim, cos_sin.shape[1], kv_layer.shape[2]
+        kinds = q.dtype == torch.float32, KV_KINDS[kv_layer.dtype], wide_norm
+        native.lib.kr_norm_rope_store(native.pool, *kinds, *at, *sizes, inputs.eps)
+        return q
 
-    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:
-        native = self.native_for(shape)
-        return (native or self._torch).plan(batch, shape)
+    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:  # type: ignore[override]
+        native = self._attention_for(shape)
+        return super().plan(batch, shape) if native is None else native.plan(batch, shape)
 
     def attention(
         self,
@@ -218,29 +312,62 @@ class CpuBackend(TorchBackend):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        """For a latent cache (one part) results are as wide as cache entries: values are whole entries here."""
         if isinstance(plan, ReferencePlan):
-            return self._torch.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
-        assert self._native is not None and kv_layer.is_contiguous() and kv_layer.dtype in KV_KINDS
-        return self._native.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
-
-    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        self._torch.store_latent(entries, kv_layer, slot_mapping)
+            return super().attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
+        native, batch, shape = self._native, plan.batch, plan.shape
+        assert native is not None and kv_layer.is_contiguous() and kv_layer.dtype in KV_KINDS
+        q = contiguous_rows(q)
+        out, (_, heads, head_dim) = native.empty(q.shape, q.dtype), q.shape
+        at = addresses(q, out, kv_layer, batch.query_starts, batch.context_lens, batch.block_tables)
+        tiles = batch.block_tables.shape[1], plan.tiles.data_ptr(), plan.num_tiles
+        sizes = heads, shape.num_kv_heads, head_dim, shape.block_size, *q.stride()[:2]
+        reach = batch.max_query_len, batch.max_context_len, window or 0, scale, softcap or 0.0
+        cache = KV_KINDS[kv_layer.dtype], kv_layer.shape[1], plan.schedule.words.data_ptr()
+        native.lib.kr_attention(native.pool, q.dtype == torch.float32, *at, *tiles, *sizes, *reach, *cache)
+        return out
 
     def latent_attention(
         self, q: Tensor, kv_layer: Tensor, plan: NativePlan | ReferencePlan, *, scale: float, latent_dim: int
     ) -> Tensor:
         if isinstance(plan, NativePlan):
             return self.attention(q, kv_layer, plan, scale=scale, window=None, softcap=None)[..., :latent_dim]
-        return self._torch.latent_attention(q, kv_layer, plan, scale=scale, latent_dim=latent_dim)
+        return super().latent_attention(q, kv_layer, plan, scale=scale, latent_dim=latent_dim)
 
     def widened(self, x: Tensor) -> Tensor:
         native = self._native
         if native is None or x.dtype != torch.bfloat16 or not x.is_contiguous():
-            return self._torch.widened(x)
-        return native.widened(x)
+            return super().widened(x)
+        out = native.empty(x.shape, torch.float32)
+        native.lib.kr_widen(native.pool, *addresses(x, out), x.numel())
+        return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return (self._native or self._torch).sample(logits, batch)
+        native = self._native
+        if native is None:
+            return super().sample(logits, batch)
+        logits, out = logits.contiguous(), torch.empty(logits.shape[0], dtype=torch.int64)
+        floats = (x.to(torch.float32).contiguous() for x in (batch.temperature, batch.top_p, batch.min_p))
+        temperature, top_p, min_p = floats
+        top_k, uniform = batch.top_k.to(torch.int64).contiguous(), batch.uniform.to(torch.float64).contiguous()
+        at = addresses(logits, temperature, top_k, top_p, min_p, uniform, out)
+        native.lib.kr_sample(native.pool, *at, *logits.shape)
+        return out
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return self.sample(logits, batch)
+        return self.sample(logits, batch) if self._native is not None else super().sample_on_device(logits, batch)
+
+
+def _rms_norm(native: NativeKernels, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm of x, or of x + residual (written to residual; contiguous), with any leading shape."""
+    x, columns = contiguous_rows(x), x.shape[-1]
+    if x.dim() == 2:
+        layout = 1, x.stride(0), 0
+    elif x.dim() == 3:
+        layout = x.shape[1], x.stride(0), x.stride(1)
+    else:
+        x, layout = x.contiguous(), (1, columns, 0)
+    out, kinds = native.empty(x.shape, x.dtype), (x.dtype == torch.float32, weight.dtype == torch.float32)
+    at, sizes = addresses(x, residual, out, weight), (x.numel() // columns, columns)
+    native.lib.kr_rms_norm(native.pool, *kinds, *at, *sizes, *layout, eps)
+    return out

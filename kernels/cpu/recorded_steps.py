@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.common.cascade import Schedule
-from kvrelay.kernels.cpu.native_kernels import SIGNATURES, NativeKernels, NativePlan
+from kvrelay.kernels.cpu.native_kernels import SIGNATURES, NativeKernels, NativePlan, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,8 @@ Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] flo
 
 # As enumerated in replay.c.
 _KERNELS = (
-    "kr_embed", "kr_linear", "kr_rms_norm", "kr_rope", "kr_gate", "kr_store_kv", "kr_attention", "kr_store_kv_as",
-    "kr_quant_linear", "kr_widen", "kr_choose", "kr_experts", "kr_norm_rope_store",
+    "kr_embed", "kr_linear", "kr_rms_norm", "kr_rope", "kr_gate", "kr_attention", "kr_quant_linear", "kr_widen",
+    "kr_choose", "kr_experts", "kr_norm_rope_store",
 )  # fmt: skip
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
@@ -260,7 +259,7 @@ class RecordedSteps:
             max_context_len=batch.max_context_len,
         )
         plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()
-        assert plan.context_lens is own.context_lens and plan.tables is own.block_tables
+        assert plan.batch.context_lens is own.context_lens and plan.batch.block_tables is own.block_tables
         with _recording(self._kernels, buffers) as tape:
             hidden = forward(ids, own, plan)
         self._why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None

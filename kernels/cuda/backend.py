@@ -99,9 +99,6 @@ class CudaBackend(TorchBackend):
     def cascade_saved_tokens(self) -> int:
         return self.paged.saved_tokens
 
-    def share_prefixes(self, *, enabled: bool) -> None:
-        self.paged.shares_prefixes = enabled
-
     def shares_prefixes(self, shape: AttentionShape) -> bool:
         return self.paged.can_share_prefixes(shape)
 

@@ -35,7 +35,6 @@ DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and soft
 class PagedAttention:
     """FlashInfer's attention wrappers of one device, kept between steps. Call it from the engine thread only.
 
-    shares_prefixes: whether decode rows may read common blocks once (cascade attention).
     saved_tokens: tokens of KV that decode rows did not read again; see Backend.cascade_saved_tokens.
     """
 
@@ -46,16 +45,15 @@ class PagedAttention:
         self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
         self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self.prefill_kernels = PrefillKernels(flashinfer, self._workspace)
-        self.shares_prefixes, self.saved_tokens = True, 0
+        self.saved_tokens = 0
 
     def describe(self) -> str:
         """The kernels in use, in short words."""
         return f"decode {DECODE_KERNELS}, prefill {self.prefill_kernels.describe()}"
 
     def can_share_prefixes(self, shape: AttentionShape) -> bool:
-        """Whether cascade attention is on and possible for this shape."""
-        is_possible = has_attention(shape) and not is_unpacked(shape) and shape.latent_dim is None
-        return self.shares_prefixes and is_possible
+        """Whether cascade attention is possible for this shape."""
+        return has_attention(shape) and not is_unpacked(shape) and shape.latent_dim is None
 
     def levels(self, batch: AttentionBatch, shape: AttentionShape) -> Levels | None:
         """The prefixes that the batch's decode rows share, or None where sharing does not pay."""

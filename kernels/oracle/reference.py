@@ -200,9 +200,6 @@ class ReferenceBackend(TorchBackend):
     def cascade_saved_tokens(self) -> int:
         return 0
 
-    def share_prefixes(self, *, enabled: bool) -> None:
-        """No effect: every row reads its own KV here."""
-
     def shares_prefixes(self, shape: AttentionShape) -> bool:
         return False
 

@@ -117,18 +117,6 @@ void kr_gate(pool *p, int wide, int gelu, const void *x, void *out, long rows, l
     pool_run(p, gate_task, &j, (rows + j.chunk - 1) / j.chunk);
 }
 
-/* Copy rows of `row_bytes` (one token's heads) to kv + slot; source strides and slot strides in bytes. */
-void kr_store_kv(const char *k, const char *v, char *kv, const int64_t *slots, long tokens, long k_stride, long v_stride,
-                 long block_size, long row_bytes)
-{
-    for (long t = 0; t < tokens; t++) {
-        long block = slots[t] / block_size, offset = slots[t] % block_size;
-        char *at = kv + (block * 2 * block_size + offset) * row_bytes;
-        memcpy(at, k + t * k_stride, row_bytes);
-        memcpy(at + block_size * row_bytes, v + t * v_stride, row_bytes);
-    }
-}
-
 /* out [tokens, columns] = rows `ids` of table, times scale (1 copies). */
 void kr_embed(int wide, const int64_t *ids, const void *table, void *out, long tokens, long columns, float scale)
 {

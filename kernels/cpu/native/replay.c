@@ -16,7 +16,7 @@ typedef struct {
     argument a[25];
 } recorded_call;
 
-enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, STORE_KV, ATTENTION, STORE_KV_AS, QUANT_LINEAR, WIDEN, CHOOSE, EXPERTS, PLACE };
+enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, ATTENTION, QUANT_LINEAR, WIDEN, CHOOSE, EXPERTS, PLACE };
 
 void kr_embed(int, const int64_t *, const void *, void *, long, long, float);
 void kr_linear(pool *, int, const void *, long, void *, const void *, const float *, long, long, long);
@@ -25,11 +25,9 @@ void kr_quant_linear(pool *, int, int, const void *, long, void *, const void *,
 void kr_rms_norm(pool *, int, int, const void *, void *, void *, const void *, long, long, long, long, long, float);
 void kr_rope(pool *, int, void *, void *, const float *, const int64_t *, long, long, long, long, long, long, long, long);
 void kr_gate(pool *, int, int, const void *, void *, long, long, long);
-void kr_store_kv(const char *, const char *, char *, const int64_t *, long, long, long, long, long);
 void kr_attention(pool *, int, const void *, void *, const void *, const int32_t *, const int32_t *, const int32_t *,
                   long, const int32_t *, long, long, long, long, long, long, long, long, long, long, float, float, int,
                   long, int32_t *);
-void kr_store_kv_as(int, int, const void *, const void *, char *, const int64_t *, long, long, long, long, long, long);
 void kr_widen(pool *, const void *, float *, long);
 void kr_choose(pool *, const float *, const float *, float *, int64_t *, long, long, long, int, long, long, int, float);
 void kr_experts(pool *, int, int, int, const void *, long, const float *, const int64_t *, const void *const *,
@@ -53,16 +51,10 @@ static void call(int64_t kernel, const argument *a)
                 a[12].i, a[13].i);
         break;
     case GATE: kr_gate(a[0].p, a[1].i, a[2].i, a[3].p, a[4].p, a[5].i, a[6].i, a[7].i); break;
-    case STORE_KV:
-        kr_store_kv(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].i, a[7].i, a[8].i);
-        break;
     case ATTENTION:
         kr_attention(a[0].p, a[1].i, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].i, a[9].p, a[10].i, a[11].i,
                      a[12].i, a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].f, a[21].f, a[22].i,
                      a[23].i, a[24].p);
-        break;
-    case STORE_KV_AS:
-        kr_store_kv_as(a[0].i, a[1].i, a[2].p, a[3].p, a[4].p, a[5].p, a[6].i, a[7].i, a[8].i, a[9].i, a[10].i, a[11].i);
         break;
     case QUANT_LINEAR:
         kr_quant_linear(a[0].p, a[1].i, a[2].i, a[3].p, a[4].i, a[5].p, a[6].p, a[7].p, a[8].i, a[9].i, a[10].i, a[11].i,

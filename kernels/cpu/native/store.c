@@ -60,21 +60,6 @@ static void store_row(const void *from, long first, int wide, char *to, int kind
         for (i = 0; i < dim; i++) store_any(to, i, row[i], kind == KV_F32);
 }
 
-/* k, v [tokens, heads, dim] with strides of tokens, in numbers; kv [blocks, 2, block_size, heads, row] of `kind`. */
-void kr_store_kv_as(int wide, int kind, const void *k, const void *v, char *kv, const int64_t *slots, long tokens,
-                    long k_stride, long v_stride, long block_size, long heads, long dim)
-{
-    const long row_bytes = kv_row_bytes(dim, kind), padded = (dim + VL - 1) / VL * VL;
-    for (long t = 0; t < tokens; t++) {
-        const long block = slots[t] / block_size, offset = slots[t] % block_size;
-        char *at = kv + (block * 2 * block_size + offset) * heads * row_bytes;
-        for (long h = 0; h < heads; h++, at += row_bytes) {
-            store_row(k, t * k_stride + h * dim, wide, at, kind, dim, padded);
-            store_row(v, t * v_stride + h * dim, wide, at + block_size * heads * row_bytes, kind, dim, padded);
-        }
-    }
-}
-
 typedef struct {
     void *q, *k;
     const void *v, *q_norm, *k_norm;
@@ -128,7 +113,7 @@ static void place_task(void *arg, long index)
  *
  * q [tokens, heads, dim], k and v [tokens, kv_heads, dim], heads contiguous, with strides of tokens, in numbers;
  * table: [positions, rotary] float32, cosines then sines; kv [blocks, 2, block_size, kv_heads, row] of `kind`. Equals
- * kr_rms_norm, kr_rope and kr_store_kv one after the other, bit for bit.
+ * kr_rms_norm, kr_rope and a cache write one after the other, bit for bit.
  */
 void kr_norm_rope_store(pool *p, int wide, int kind, int wide_norm, void *q, void *k, const void *v, const void *q_norm,
               const void *k_norm, const float *table, const int64_t *positions, const int64_t *slots, char *kv, long tokens,

@@ -9,6 +9,7 @@ from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.cpu.native_kernels import WORTH
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest
 from tests.engine.tiny import tiny_llama
 
@@ -69,7 +70,7 @@ def serve(folder, backend, waves, *, cascade):
     """(tokens by stream and choice, KV tokens spared) of waves of requests, each begun once the last one decodes."""
     config = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 << 20, token_budget=64)
     engine, before = load_engine(folder, backend, torch.float32, config), backend.cascade_saved_tokens
-    backend.share_prefixes(enabled=cascade)
+    backend.compiled_kernels.worth = WORTH if cascade else 1 << 40
     streams, left = {}, list(waves)
     while left or engine.scheduler.has_work:
         if left and (not engine.scheduler.has_work or streams):

@@ -8,7 +8,7 @@ import torch
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import quantize
-from kvrelay.kernels.cpu.native_weights import NativeExperts
+from kvrelay.kernels.cpu.native_kernels import NativeExperts
 
 BF16, F16 = torch.bfloat16, torch.float16
 TOKENS = (0, 1, 5, 61)

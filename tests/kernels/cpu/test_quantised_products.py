@@ -11,7 +11,7 @@ import torch
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import TorchQuantLinear, quantize, unit_of
 from kvrelay.kernels.cpu import selfcheck
-from kvrelay.kernels.cpu.native_weights import NativeQuantLinear
+from kvrelay.kernels.cpu.native_kernels import NativeQuantLinear
 
 BF16 = torch.bfloat16
 INT4, INT8 = Scheme(4), Scheme(8)
@@ -141,13 +141,12 @@ def test_a_wrong_scale_is_noticed(compiled):
 
 
 def test_a_wrong_kernel_does_not_pass_the_check_at_start(compiled, monkeypatch):
-    native = compiled.compiled_kernels
-    assert selfcheck.first_wrong_kernel(native) is None
+    assert selfcheck.first_wrong_kernel(compiled) is None
     call = NativeQuantLinear.__call__
     monkeypatch.setattr(
         NativeQuantLinear, "__call__", lambda self, x: call(self, x) * (1.0 if x.shape[0] < 31 else 1.01)
     )
-    assert selfcheck.first_wrong_kernel(native) == "quantised linear"
+    assert selfcheck.first_wrong_kernel(compiled) == "quantised linear"
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 3e4])

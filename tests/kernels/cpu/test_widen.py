@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.native_kernels import NativeKernels
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
@@ -34,9 +33,9 @@ def test_what_is_not_contiguous_bf16_goes_to_torch():
 
 
 def test_a_kernel_that_widens_wrongly_is_found(monkeypatch):
-    native = CpuBackend(1).compiled_kernels
-    if native is None:
+    backend = CpuBackend(1)
+    if backend.compiled_kernels is None:
         pytest.skip("no compiled kernels")
-    assert first_wrong_kernel(native) is None
-    monkeypatch.setattr(NativeKernels, "widened", lambda self, x: x.float() + 1e-3)
-    assert first_wrong_kernel(native) == "widening"
+    assert first_wrong_kernel(backend) is None
+    monkeypatch.setattr(CpuBackend, "widened", lambda self, x: x.float() + 1e-3)
+    assert first_wrong_kernel(backend) == "widening"

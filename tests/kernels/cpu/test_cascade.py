@@ -10,10 +10,11 @@ import torch
 
 from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.common.cascade import PART_TOKENS, WORTH, Schedule
+from kvrelay.kernels.cpu.native_kernels import PART_TOKENS, WORTH, Schedule
 from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, run_attention
 
 TILE_TOKENS = 64  # TILE of cascade.h
+NEVER = 1 << 40  # tokens that no step saves
 _HEADER_WORDS = 8
 _UNITS, _MEMBERS, _ROWS, _PARTS, _SAVED = range(5)  # indices into the header
 
@@ -105,13 +106,11 @@ def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
 def run(backend, step, *, shares, worth=WORTH):
     """(attention, tokens spared) of a step with or without sharing."""
     native, before = backend.compiled_kernels, backend.cascade_saved_tokens
-    native.worth = worth
-    backend.share_prefixes(enabled=shares)
+    native.worth = worth if shares else NEVER
     try:
         return run_attention(backend, step), backend.cascade_saved_tokens - before
     finally:
         native.worth = WORTH
-        backend.share_prefixes(enabled=True)
 
 
 def assert_same(backend, step, worth=WORTH):
@@ -148,9 +147,9 @@ def test_a_cache_of_fp8_is_shared_with_its_scales(backend, heads):
     shape = dataclasses.replace(step.case.shape, kv_dtype=torch.float8_e4m3fn)
 
     def attend(*, shares):
-        backend.share_prefixes(enabled=shares)
+        backend.compiled_kernels.worth = WORTH if shares else NEVER
         plan = backend.plan(step.batch, shape)
-        backend.share_prefixes(enabled=True)
+        backend.compiled_kernels.worth = WORTH
         assert bool(units_of(plan.schedule)) is shares
         return backend.attention(step.q, cache, plan, scale=0.125, window=None, softcap=None)
 
@@ -194,24 +193,14 @@ def test_a_schedule_that_claims_what_is_not_so_gives_other_results(backend):
         return backend.attention(apart.q, apart.kv_layer, plan, scale=0.125, window=None, softcap=None)
 
     right = attend(backend.plan(apart.batch, apart.case.shape))
-    wrong = attend(dataclasses.replace(plan, tables=apart.batch.block_tables))
+    wrong = attend(dataclasses.replace(plan, batch=apart.batch))
     assert torch.equal(right[read], wrong[read]) and not torch.allclose(right[misled], wrong[misled])
 
 
 def make_schedule(native, step, *, worth=1, num_threads=1, shape=None):
     batch, shape = step.batch, shape or step.case.shape
     schedule = Schedule(native.lib, batch.num_decode, batch.max_context_len)
-    schedule.fill(
-        batch.context_lens,
-        batch.block_tables,
-        batch.num_decode,
-        batch.max_context_len,
-        block_size=shape.block_size,
-        group=shape.num_heads // shape.num_kv_heads,
-        num_kv_heads=shape.num_kv_heads,
-        num_threads=num_threads,
-        worth=worth,
-    )
+    schedule.fill(batch, shape, num_threads, worth)
     return schedule
 
 
