@@ -24,8 +24,6 @@ from kvrelay.kvtransfer.protocol.messages import TransferResult, TransferStats, 
 from kvrelay.plane.messages import (
     Manifest,
     Pair,
-    PairReport,
-    PairsSeen,
     Prefill,
     Reserve,
     Reserved,
@@ -34,6 +32,7 @@ from kvrelay.plane.messages import (
     Transferred,
     decode_manifest,
 )
+from kvrelay.plane.reports import PairReport, PairsSeen
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import Role
 

@@ -23,17 +23,8 @@ from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.messages import TransferStats, reason_word, span_attributes
-from kvrelay.plane.messages import (
-    Manifest,
-    Pair,
-    Paired,
-    PairReport,
-    Prefill,
-    Reserve,
-    SequenceRequest,
-    TokenOutput,
-    encode,
-)
+from kvrelay.plane.messages import Manifest, Pair, Prefill, Reserve, SequenceRequest, TokenOutput, encode
+from kvrelay.plane.reports import Paired, PairReport
 from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.prefill.source_link import TargetAddress
 from kvrelay.types import BlockId, Role

@@ -18,6 +18,7 @@ from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput
+from kvrelay.plane.reports import Audited, KvSnapshot, LoadReport, Paired, PairReport, PathReport, Status, WorkerInfo
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable, too_many_sessions
 from kvrelay.serve.text.tokenizer import ByteDetokenizer
 from kvrelay.serve.workers.worker_link import Member
@@ -103,7 +104,7 @@ class FakeWorker:
         self.paused = asyncio.Event()
         self.hold_first_token = asyncio.Event()
         self.hold_first_token.set()
-        self.pairing: Callable[[wire.Pair], wire.PairReport | None] = self.fits  # None: it says nothing
+        self.pairing: Callable[[wire.Pair], PairReport | None] = self.fits  # None: it says nothing
         self.prefetched: wire.Prefetched | None = wire.Prefetched(query_id=0)  # its answer; None: it says nothing
         self.audited: tuple[int, list[int]] | None = None  # its answer; None: it says nothing
         self.cached_tokens = 0
@@ -137,14 +138,14 @@ class FakeWorker:
             connection.abort()
         await self.aclose()
 
-    def info(self) -> wire.WorkerInfo:
+    def info(self) -> WorkerInfo:
         fields: dict[str, object] = {
             "worker_id": self._name, "role": self.role.value, "epoch": "e1", "host": "127.0.0.1",
             "port": self.port, "node_id": "n1", "model": "fake", "fingerprint": FINGERPRINT, "block_size": BLOCK_SIZE,
             "num_blocks": 1024, "max_model_len": 1024, "max_running": 64, "kv_bytes_per_token": 1024,
             "device": "cpu", "transports": ["fake"], "kv_port": 7 if self.role is Role.DECODE else 0,
         }  # fmt: skip
-        return wire.WorkerInfo(**{**fields, **self._info})  # type: ignore[arg-type]
+        return WorkerInfo(**{**fields, **self._info})  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[["FakeWorker"], bool]) -> None:
         """Wait for something that this worker received or let go of."""
@@ -185,41 +186,41 @@ class FakeWorker:
             if self._connections.get(message.request_id) is connection:  # as a real worker: who asked may abort
                 self.end(message.request_id)
         elif isinstance(message, wire.Subscribe):
-            for part in parts_of(wire.KvSnapshot(seq=self.kv_seq, hashes=self.cached), self.part_hashes):
+            for part in parts_of(KvSnapshot(seq=self.kv_seq, hashes=self.cached), self.part_hashes):
                 self._send(connection, part)
-            self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
+            self._send(connection, LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
             self._assigned.join(connection)
             self._tell_others()
         elif isinstance(message, wire.Assigned):
             self._assigned.hear(connection, message)
             self._tell_others()
         elif isinstance(message, wire.StatusQuery | wire.CacheReset):
-            self._send(connection, wire.Status(query_id=message.query_id, json=b"{}"))
+            self._send(connection, Status(query_id=message.query_id, json=b"{}"))
         elif isinstance(message, wire.Prefetch):
             if self.prefetched is not None:
                 self._send(connection, msgspec.structs.replace(self.prefetched, query_id=message.query_id))
         elif isinstance(message, wire.Audit):
             if self.audited is not None:
                 seq, tiers = self.audited
-                self._send(connection, wire.Audited(query_id=message.query_id, seq=seq, tiers=tiers))
+                self._send(connection, Audited(query_id=message.query_id, seq=seq, tiers=tiers))
         elif isinstance(message, wire.EndPins):
             pass  # it pins nothing
         elif isinstance(message, wire.Pair):
             if (report := self.pairing(message)) is not None:
-                self._send(connection, wire.Paired(report=report))
+                self._send(connection, Paired(report=report))
         else:
             self._take(connection, message)
 
-    def fits(self, message: wire.Pair, *, bytes_per_s: float = 1e9) -> wire.PairReport:
+    def fits(self, message: wire.Pair, *, bytes_per_s: float = 1e9) -> PairReport:
         """The report of a pair that works."""
-        path = wire.PathReport(path="fake", why="it is one", is_chosen=True, bytes_per_s=bytes_per_s, latency_s=1e-5)
-        return wire.PairReport(
+        path = PathReport(path="fake", why="it is one", is_chosen=True, bytes_per_s=bytes_per_s, latency_s=1e-5)
+        return PairReport(
             source=self.worker_id, target=message.worker_id, target_epoch=message.epoch, ok=True, paths=[path]
         )
 
-    def incompatible(self, message: wire.Pair, *, reason: str = "fingerprint") -> wire.PairReport:
+    def incompatible(self, message: wire.Pair, *, reason: str = "fingerprint") -> PairReport:
         """The report of a pair that cannot."""
-        return wire.PairReport(
+        return PairReport(
             source=self.worker_id,
             target=message.worker_id,
             target_epoch=message.epoch,

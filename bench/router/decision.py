@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo, decode_from_worker, encode
+from kvrelay.plane.messages import decode_from_worker, encode
+from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, RouteRequest
 from kvrelay.settings.router import RouterSettings

@@ -30,6 +30,7 @@ from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.connection import Server, connect
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.reports import KvSnapshot, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.worker_link import Member
@@ -57,7 +58,7 @@ class FakeWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def welcome(self, port: int) -> wire.Welcome:
-        info = wire.WorkerInfo(
+        info = WorkerInfo(
             worker_id="decode-0",
             role="decode",
             epoch="1",
@@ -80,7 +81,7 @@ class FakeWorker:
         """One message from the ingress."""
         message = wire.decode_to_worker(frame)
         if isinstance(message, wire.Subscribe):
-            send(wire.encode(wire.KvSnapshot(seq=0, hashes=[])))
+            send(wire.encode(KvSnapshot(seq=0, hashes=[])))
         elif isinstance(message, wire.Generate):
             self._requests.append(message.request.request_id)
             if len(self._requests) == self._num_streams:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvrelay.plane.messages import LoadReport, WorkerInfo
+from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.planning.capacity import prompts_of
 from kvrelay.router.planning.types import Interval, PlanningTarget, WorkerModel, Workload
 

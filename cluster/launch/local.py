@@ -25,7 +25,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.errors import KvrelayError, WorkerLost
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.remote import CLUSTER
-from kvrelay.plane.messages import WorkerInfo
+from kvrelay.plane.reports import WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.queries import run_in_slices

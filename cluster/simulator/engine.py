@@ -28,7 +28,8 @@ from kvrelay.engine.step.reports import StepTiming, load_report
 from kvrelay.kvcache.eviction.policies import make_policy
 from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, TokenOutput
+from kvrelay.plane.messages import TokenOutput
+from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport
 from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
 

@@ -18,7 +18,8 @@ from kvrelay.cluster.simulator.steps import Machine, WorkerSteps
 from kvrelay.cluster.simulator.tiers import make_tiers
 from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerReports
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.plane.messages import PREEMPTED, Assigned, KvSnapshot, LoadReport, TokenOutput, WorkerInfo
+from kvrelay.plane.messages import PREEMPTED, Assigned, TokenOutput
+from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.types import Fingerprint, Role
 
 LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/launch.py does

@@ -6,7 +6,8 @@ from typing import Any
 from kvrelay.cluster.simulator.scenario import World
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.pacing import Paced
-from kvrelay.plane.messages import SHARE_LOAD_S, AssignedByOthers, KvEvents, KvSnapshot, LoadReport
+from kvrelay.plane.messages import SHARE_LOAD_S
+from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
 
 

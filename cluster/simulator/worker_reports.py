@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.pacing import Paced
-from kvrelay.plane.messages import SHARE_LOAD_S, Assigned, AssignedByOthers, KvEvents, LoadReport
+from kvrelay.plane.messages import SHARE_LOAD_S, Assigned
+from kvrelay.plane.reports import AssignedByOthers, KvEvents, LoadReport
 
 HEARTBEAT_S = 2.0
 

@@ -18,7 +18,7 @@ from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Scheduled
 from kvrelay.engine.scheduling.sequence import Sequence as EngineSequence
 from kvrelay.engine.step.engine import Engine
-from kvrelay.plane.messages import LoadReport
+from kvrelay.plane.reports import LoadReport
 
 PREEMPT_AFTER = 4  # tokens of output
 Ready = Callable[[Scheduler], bool]

@@ -7,7 +7,8 @@ from kvrelay.kernels.backend import KvOrder
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.plane.messages import KvEvents, LoadReport, TokenOutput
+from kvrelay.plane.messages import TokenOutput
+from kvrelay.plane.reports import KvEvents, LoadReport
 from kvrelay.types import BlockId, Fingerprint, KvMemory
 
 

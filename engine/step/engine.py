@@ -24,7 +24,8 @@ from kvrelay.engine.step.reports import EngineMonitor, StepRecorder
 from kvrelay.engine.step.requests import Batch, Requests, rejection_message
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.plane.messages import KvEvents, LoadReport, SequenceRequest
+from kvrelay.plane.messages import SequenceRequest
+from kvrelay.plane.reports import KvEvents, LoadReport
 from kvrelay.types import BlockId
 
 OnReserved = Callable[[list[Reservation]], object]

@@ -19,7 +19,7 @@ from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport
+from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport
 
 FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
 PREFILL_KEEP = 0.95  # of what was measured, at each further step with prompts

@@ -19,6 +19,7 @@ from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.reports import KvSnapshot, LoadReport
 from kvrelay.tracing import Spans
 from kvrelay.types import Role
 
@@ -212,9 +213,9 @@ class EngineReports:
     def __init__(
         self,
         thread: EngineThread,
-        load: wire.LoadReport,
+        load: LoadReport,
         *,
-        completed: Callable[[wire.LoadReport], wire.LoadReport],
+        completed: Callable[[LoadReport], LoadReport],
         changes: Callable[[], msgspec.Struct | None],
     ) -> None:
         self._thread, self._load, self._completed, self._changes = thread, load, completed, changes
@@ -229,7 +230,7 @@ class EngineReports:
         self._heartbeat.cancel()
         await asyncio.gather(self._heartbeat, return_exceptions=True)
 
-    def load(self) -> wire.LoadReport:
+    def load(self) -> LoadReport:
         """The last load report, completed."""
         return self._completed(self._load)
 
@@ -252,7 +253,7 @@ class EngineReports:
     def subscribe(self, link: IngressLink) -> None:
         """Send the snapshot's first part, then events in the engine's order; the other parts come between them."""
 
-        def begin(snapshot: wire.KvSnapshot) -> None:
+        def begin(snapshot: KvSnapshot) -> None:
             if link in self._links:
                 parts = parts_of(snapshot)
                 link.send(next(parts))

@@ -7,7 +7,8 @@ one. Pure: never imports a socket or a clock.
 
 from typing import Generic, TypeVar
 
-from kvrelay.plane.messages import Assigned, AssignedByOthers
+from kvrelay.plane.messages import Assigned
+from kvrelay.plane.reports import AssignedByOthers
 
 P = TypeVar("P")
 Numbers = tuple[int, int, int, int]

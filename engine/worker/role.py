@@ -7,7 +7,8 @@ import msgspec
 
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.worker.ingresses import IngressLink
-from kvrelay.plane.messages import KvPathLoad, Pair, PairReport, Prefill, Reserve, TokenOutput
+from kvrelay.plane.messages import Pair, Prefill, Reserve, TokenOutput
+from kvrelay.plane.reports import KvPathLoad, PairReport
 
 
 class TransferCounters(Protocol):

@@ -30,6 +30,7 @@ from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.plane import messages as wire
 from kvrelay.plane.connection import Server
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.reports import Audited, LoadReport, PairReport, Status, WorkerInfo
 from kvrelay.plane.tls import ClusterTls, cluster_tls
 from kvrelay.types import Role
 
@@ -43,7 +44,7 @@ class WorkerService:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.options, self.epoch = options, uuid.uuid4().hex
-        self.info: wire.WorkerInfo | None = None
+        self.info: WorkerInfo | None = None
         self.tls = cluster_tls(options.settings.cluster, options.secret)
         self.thread = EngineThread(
             self.build_engine,
@@ -70,7 +71,7 @@ class WorkerService:
 
     # ---- life
 
-    async def start(self) -> wire.WorkerInfo:
+    async def start(self) -> WorkerInfo:
         """Load the model, start the engine and listen. Raises ModelError, ConfigError, BackendUnavailable."""
         options = self.options
         engine = await self.thread.start()
@@ -136,9 +137,9 @@ class WorkerService:
     def healthy(self) -> bool:
         return self.thread.is_alive
 
-    def load(self) -> wire.LoadReport:
+    def load(self) -> LoadReport:
         """The last load report, with the transfers' counters."""
-        return self._reports.load() if self._reports is not None else self._completed(wire.LoadReport(seq=0))
+        return self._reports.load() if self._reports is not None else self._completed(LoadReport(seq=0))
 
     def status(self) -> dict[str, Any]:
         """Everything that `kvrelay status` shows of this worker."""
@@ -174,9 +175,9 @@ class WorkerService:
             facts["weights"] = f"{engine.config.quantization}, relative RMS error {error.relative:.2%}"
         return facts
 
-    def _describe(self, engine: Engine, role: WorkerRole, port: int) -> wire.WorkerInfo:
+    def _describe(self, engine: Engine, role: WorkerRole, port: int) -> WorkerInfo:
         layout, options = engine.cache.memory.layout, self.options
-        return wire.WorkerInfo(
+        return WorkerInfo(
             worker_id=options.worker_id,
             role=str(self.role),
             epoch=self.epoch,
@@ -195,7 +196,7 @@ class WorkerService:
             kv_port=role.kv_port,
         )
 
-    def _completed(self, load: wire.LoadReport) -> wire.LoadReport:
+    def _completed(self, load: LoadReport) -> LoadReport:
         """With what the engine does not know: whether the worker drains, and its transfers' counters."""
         if self.requests.is_draining:
             load = msgspec.structs.replace(load, is_draining=True)
@@ -265,7 +266,7 @@ class WorkerService:
             self.requests.fail(request_id, "engine", str(reason))
 
 
-def _plain(pair: wire.PairReport) -> dict[str, Any]:
+def _plain(pair: PairReport) -> dict[str, Any]:
     """As plain data, zeros and empty fields included."""
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
 
@@ -292,10 +293,10 @@ class WorkerServer:
         self._role, self._thread, self._requests, self._reports = role, thread, requests, reports
         self._status = status
         self._server = Server(self._serve, secret, tls=tls)
-        self._info: wire.WorkerInfo | None = None
+        self._info: WorkerInfo | None = None
         self._loop = asyncio.get_running_loop()
 
-    async def start(self, host: str, describe: Callable[[int], wire.WorkerInfo]) -> wire.WorkerInfo:
+    async def start(self, host: str, describe: Callable[[int], WorkerInfo]) -> WorkerInfo:
         """Listen at a free port of `host`. `describe(port)`: what every ingress is sent first."""
         self._info = describe(await self._server.start(host))
         return self._info
@@ -338,7 +339,7 @@ class WorkerServer:
             case wire.Assigned():
                 self._reports.assign(link, message)
             case wire.StatusQuery(query_id=query_id):
-                link.send(wire.Status(query_id=query_id, json=json.dumps(self._status()).encode()))
+                link.send(Status(query_id=query_id, json=json.dumps(self._status()).encode()))
             case wire.Prefetch():
                 self._prefetch(link, message)
             case wire.Audit():
@@ -347,7 +348,7 @@ class WorkerServer:
                 self._thread.post(lambda engine: engine.requests.end_pins(session))
             case wire.CacheReset(query_id=query_id):
                 self._thread.post(lambda engine: engine.reset_cache())
-                link.send(wire.Status(query_id=query_id, json=b"{}"))
+                link.send(Status(query_id=query_id, json=b"{}"))
 
     def _prefetch(self, link: IngressLink, message: wire.Prefetch) -> None:
         if self._requests.is_draining:
@@ -360,7 +361,7 @@ class WorkerServer:
 
         def look_up(engine: Engine) -> None:
             seq, tiers = engine.reports.audit(hashes)
-            self._send_soon(link, wire.Audited(query_id=message.query_id, seq=seq, tiers=tiers))
+            self._send_soon(link, Audited(query_id=message.query_id, seq=seq, tiers=tiers))
 
         self._thread.post(look_up)
 

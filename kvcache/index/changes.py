@@ -8,7 +8,7 @@ from itertools import chain, groupby, repeat
 from operator import itemgetter
 
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
+from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 from kvrelay.types import BlockHash
 
 _HASH = struct.Struct(f"{HASH_BYTES}s")

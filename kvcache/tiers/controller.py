@@ -19,7 +19,7 @@ from kvrelay.kvcache.tiers.host_copies import HostCopies
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
 from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules, TierStats
-from kvrelay.plane.messages import TierLoad
+from kvrelay.plane.reports import TierLoad
 from kvrelay.types import BlockHash, BlockId
 
 _MAX_JOBS = 1024

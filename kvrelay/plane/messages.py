@@ -1,23 +1,30 @@
-"""Messages of the request and event planes: typed, versioned, msgpack, never pickle.
+"""Requests to workers and their answers: typed, versioned, msgpack, never pickle. What workers report: reports.py.
 
 Every message is a frozen msgspec Struct with a short tag. Durations cross processes,
 timestamps never do. Unknown fields of a newer minor version are ignored by msgspec.
 """
 
+from collections.abc import Callable
 from typing import Literal, Union
 
 import msgspec
 
-from kvrelay.types import Fingerprint
+from kvrelay.plane.reports import (
+    AssignedByOthers,
+    Audited,
+    KvEvents,
+    KvSnapshot,
+    LoadReport,
+    Message,
+    Paired,
+    PairsSeen,
+    Status,
+    WorkerInfo,
+)
 
 PROTOCOL_VERSION = 5
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either sign: each is a class in queues and metrics
-NOWHERE, BELOW_POOL, IN_POOL, CHANGING = range(4)  # of Audited.tiers
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker returns to prefill: no fault
-
-
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of all messages."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -140,149 +147,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's identity and capacity, sent when a peer connects."""
-
-    worker_id: str
-    role: str  # "prefill" | "decode"
-    epoch: str  # new at every start
-    host: str
-    port: int
-    node_id: str
-    model: str  # served model name
-    fingerprint: Fingerprint
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_running: int
-    kv_bytes_per_token: int
-    device: str
-    transports: list[str]
-    kv_port: int = 0  # decode: where prefill workers connect, at `host`
-
-
-class PathReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One transfer path between two workers, as probed and as measured since."""
-
-    path: str
-    why: str  # the reason for its rank
-    is_chosen: bool = False
-    bytes_per_s: float = 0.0  # measured; 0: not yet
-    latency_s: float = 0.0  # of one block; 0: not measured
-    problem: str = ""  # why it cannot be used now
-
-
-class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether KV can travel from one prefill worker to one decode worker, and over which paths."""
-
-    source: str
-    target: str
-    target_epoch: str
-    ok: bool
-    reason: str = ""  # a kvtransfer.tickets.Reason, "lost" or "timeout" when not ok
-    detail: str = ""  # the field that differs, or what went wrong
-    remedy: str = ""  # what to do about it
-    paths: list[PathReport] = []  # best first
-
-
-class KvPathLoad(msgspec.Struct):
-    """What one path has carried since the worker's start, counted where it is read."""
-
-    path: str
-    num_bytes: int = 0  # of reads that ended well
-    seconds: float = 0.0  # reading and verifying, summed over those
-    exposed_s: float = 0.0  # of transfers that mostly used this path
-    check_s: float = 0.0  # of `seconds`, spent on checksums
-    retries: int = 0  # reads that failed here and continued over another path
-
-
-class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tier below a worker's pool: its content now, and counters since the worker's start."""
-
-    tier: str  # "host", "disk", or the remote store's kind
-    num_blocks: int = 0
-    num_bytes: int = 0  # as stored
-    capacity_bytes: int = 0  # 0: not limited here
-    loaded_blocks: int = 0  # towards the pool
-    stored_blocks: int = 0  # from above
-    load_s: float = 0.0
-    store_s: float = 0.0
-    rejected_blocks: int = 0  # not admitted, or no room
-    evicted_blocks: int = 0
-    corrupt_blocks: int = 0  # found wrong and discarded
-    failures: int = 0
-
-
-class LoadReport(_Message, frozen=True, tag="load"):
-    """A worker's load now. Sent after a step when something changed, at most every 50 ms, and each heartbeat."""
-
-    seq: int
-    running: int = 0
-    waiting: int = 0
-    receiving: int = 0
-    queued_tokens: int = 0  # prompt tokens not yet computed
-    overdue: int = 0  # queued prompts past their TTFT target, which yield to prompts that can still meet theirs
-    overdue_tokens: int = 0  # uncached tokens of the overdue prompts
-    output_tokens: float = 0.0  # mean of the outputs that ended here last; 0: not known
-    free_blocks: int = 0  # free, or cached and evictable (not pinned)
-    cached_blocks: int = 0
-    used_blocks: int = 0
-    total_blocks: int = 0
-    leased_blocks: int = 0
-    quarantined_blocks: int = 0
-    probe_blocks: int = 0  # used by a probe of the KV paths
-    step_s: float = 0.0  # moving average of a step
-    prefill_tokens_per_s: float = 0.0  # measured
-    decode_step_s: float = 0.0
-    preemptions: int = 0
-    preempted: dict[str, int] = {}  # of those, by mode: swap, recompute, return-to-prefill
-    swapped: int = 0  # sequences whose KV is in host memory now
-    swapped_blocks: int = 0  # of theirs
-    swapped_bytes: int = 0
-    swap_out_s: float = 0.0  # copying out, since the start
-    swap_in_s: float = 0.0
-    swap_corrupt_blocks: int = 0  # found corrupt at swap-in
-    recomputed_tokens: int = 0  # dropped with pre-empted sequences
-    transport: str = ""
-    kv_bytes: int = 0  # moved so far
-    kv_seconds: float = 0.0
-    kv_refusals: int = 0
-    kv_refused: dict[str, int] = {}  # of those, by reason
-    kv_check_s: float = 0.0  # spent on checksums at this end
-    kv_leases: int = 0  # transfers open now
-    kv_expired_leases: int = 0
-    kv_paths: list[KvPathLoad] = []
-    prefix_hit_tokens: int = 0
-    prefix_query_tokens: int = 0
-    tier_hit_tokens: int = 0  # of the hits, brought up from below the pool
-    fetching: int = 0  # queued sequences that wait for blocks from a store
-    waiting_by_priority: dict[int, int] = {}
-    waiting_tenants: int = 0  # tenants with queued sequences
-    deadline_refusals: int = 0
-    displaced: int = 0  # sequences that a full queue dropped for another tenant's
-    tenant_tokens: dict[str, int] = {}  # computed so far, by tenant; of those without an entry: `other_tenant_tokens`
-    other_tenant_tokens: int = 0
-    tiers: list[TierLoad] = []
-    reserving: int = 0  # of `waiting`, queued for a reservation
-    held: int = 0  # prefilled; their blocks stay until the decode worker has read them
-    pinned_blocks: int = 0  # of `cached` and `used`
-    steps: int = 0  # computed since the start
-    batch_sequences: int = 0  # in the last step
-    batch_tokens: int = 0
-    cascade_saved_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
-    drafted_tokens: int = 0  # verified after sequences' next tokens
-    accepted_tokens: int = 0  # of those, accepted
-    model_drafted_tokens: int = 0  # of the drafted tokens, by the draft model; the others by prompt lookup
-    model_accepted_tokens: int = 0
-    draft_used_blocks: int = 0  # of the draft model's own KV pool
-    draft_total_blocks: int = 0  # 0: there is no draft model
-    is_draining: bool = False  # accepts no new sequences
-
-
 # ---- ingress -> worker
 
 
-class Reserve(_Message, frozen=True, tag="reserve"):
+class Reserve(Message, frozen=True, tag="reserve"):
     """Decode: reserve blocks for this sequence before its prefill starts."""
 
     request: SequenceRequest
@@ -290,7 +158,7 @@ class Reserve(_Message, frozen=True, tag="reserve"):
     prefill_tokens_per_s: float = 0.0  # of its prefill worker, to which it may be returned; 0: it may not be returned
 
 
-class Prefill(_Message, frozen=True, tag="prefill"):
+class Prefill(Message, frozen=True, tag="prefill"):
     """Prefill: compute the prompt, sample one token, announce the KV to the ticket's decode worker.
 
     Without a ticket only the one token is computed.
@@ -300,13 +168,13 @@ class Prefill(_Message, frozen=True, tag="prefill"):
     ticket: bytes | None = None
 
 
-class Generate(_Message, frozen=True, tag="generate"):
+class Generate(Message, frozen=True, tag="generate"):
     """Compute the prompt here and decode it here (local prefill)."""
 
     request: SequenceRequest
 
 
-class Abort(_Message, frozen=True, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     """Free everything that this request holds, or one choice of a group. Idempotent; never answered."""
 
     request_id: str
@@ -314,23 +182,23 @@ class Abort(_Message, frozen=True, tag="abort"):
     choice: int | None = None
 
 
-class Subscribe(_Message, frozen=True, tag="subscribe"):
+class Subscribe(Message, frozen=True, tag="subscribe"):
     """From now on send KvEvents and LoadReport; first a KvSnapshot, or its first part."""
 
 
-class StatusQuery(_Message, frozen=True, tag="status?"):
+class StatusQuery(Message, frozen=True, tag="status?"):
     """Answered by Status."""
 
     query_id: int
 
 
-class CacheReset(_Message, frozen=True, tag="cache-reset"):
+class CacheReset(Message, frozen=True, tag="cache-reset"):
     """Drop every cached block that no sequence uses. Answered by Status."""
 
     query_id: int
 
 
-class Prefetch(_Message, frozen=True, tag="prefetch"):
+class Prefetch(Message, frozen=True, tag="prefetch"):
     """Load this prompt's blocks from stores into host memory and keep them for `hold_s`. Answered by Prefetched."""
 
     query_id: int
@@ -338,14 +206,14 @@ class Prefetch(_Message, frozen=True, tag="prefetch"):
     hold_s: float
 
 
-class Audit(_Message, frozen=True, tag="audit"):
+class Audit(Message, frozen=True, tag="audit"):
     """Report in which tier these blocks are now. Answered by Audited."""
 
     query_id: int
     hashes: list[bytes]
 
 
-class EndPins(_Message, frozen=True, tag="end-pins"):
+class EndPins(Message, frozen=True, tag="end-pins"):
     """Ends the pins of requests with this `KvHints.session`; no more are made for it. Never answered."""
 
     session: str
@@ -355,7 +223,7 @@ SHARE_LOAD_S = 0.002
 """Shortest time between two Assigned, or two AssignedByOthers, of a sender: a decision's time, far below a step's."""
 
 
-class Assigned(_Message, frozen=True, tag="assigned"):
+class Assigned(Message, frozen=True, tag="assigned"):
     """The load that this ingress has assigned to the worker and that has not ended, counted from the routing decision
     on.
 
@@ -369,7 +237,7 @@ class Assigned(_Message, frozen=True, tag="assigned"):
     blocks: int = 0  # of requests without a first token
 
 
-class Pair(_Message, frozen=True, tag="pair"):
+class Pair(Message, frozen=True, tag="pair"):
     """Prefill: check whether KV can travel to this decode worker, and how fast. Answered by Paired.
 
     The address is the one that the decode worker announced, never a client's.
@@ -385,14 +253,14 @@ class Pair(_Message, frozen=True, tag="pair"):
 # ---- worker -> ingress
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """First message on every connection, from the worker."""
 
     protocol: int
     info: WorkerInfo
 
 
-class Reserved(_Message, frozen=True, tag="reserved"):
+class Reserved(Message, frozen=True, tag="reserved"):
     """The blocks are reserved; `ticket` admits one transfer."""
 
     request_id: str
@@ -401,7 +269,7 @@ class Reserved(_Message, frozen=True, tag="reserved"):
     waited_s: float = 0.0
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """The request is refused; nothing is held here for it."""
 
     request_id: str
@@ -410,7 +278,7 @@ class Refused(_Message, frozen=True, tag="refused"):
     retry_after_s: float = 1.0
 
 
-class Prefetched(_Message, frozen=True, tag="prefetched"):
+class Prefetched(Message, frozen=True, tag="prefetched"):
     """In which tier the prompt's tokens are, in whole blocks from its start; the rest is cached nowhere."""
 
     query_id: int
@@ -450,13 +318,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         return self.finish_reason is not None and not self.num_left
 
 
-class Tokens(_Message, frozen=True, tag="tokens"):
+class Tokens(Message, frozen=True, tag="tokens"):
     """All new tokens of one step for one ingress."""
 
     outputs: list[TokenOutput]
 
 
-class Failed(_Message, frozen=True, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     """The sequence failed; nothing is held here for it any more."""
 
     request_id: str
@@ -465,7 +333,7 @@ class Failed(_Message, frozen=True, tag="failed"):
     retryable: bool
 
 
-class Transferred(_Message, frozen=True, tag="transferred"):
+class Transferred(Message, frozen=True, tag="transferred"):
     """Decode committed the prompt's KV. Figures are for explain and for the router."""
 
     request_id: str
@@ -474,64 +342,6 @@ class Transferred(_Message, frozen=True, tag="transferred"):
     num_bytes: int
     seconds: float  # spent reading and verifying
     exposed_s: float  # after the prefill had ended
-
-
-class Paired(_Message, frozen=True, tag="paired"):
-    """Prefill: the answer to Pair."""
-
-    report: PairReport
-
-
-class PairsSeen(_Message, frozen=True, tag="pairs-seen"):
-    """Decode: recent speed of its paths from each connected prefill worker. Sent on change."""
-
-    reports: list[PairReport]
-
-
-class KvEvents(_Message, frozen=True, tag="kv"):
-    """Blocks stored and removed since `seq - 1`, in any tier. After a gap in `seq` the receiver asks for a snapshot."""
-
-    seq: int
-    stored: list[bytes] = []
-    removed: list[bytes] = []
-    lowered: list[bytes] = []  # from now on only below the worker's pool
-    raised: list[bytes] = []  # in its pool again
-
-
-class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
-    """Everything cached as of `seq`, or a part of it. Parts come in order, with other messages in between."""
-
-    seq: int
-    hashes: list[bytes]
-    lowered: list[bytes] = []  # of those, the blocks that are only below the worker's pool
-    part: int = 0  # 0 begins a snapshot, and discards one that is incomplete
-    is_last: bool = True
-
-
-class Audited(_Message, frozen=True, tag="audited"):
-    """Tiers of the blocks of an Audit, as of the event `seq`, which was sent before this."""
-
-    query_id: int
-    seq: int
-    tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it follows
-
-
-class AssignedByOthers(_Message, frozen=True, tag="assigned-by-others", kw_only=False):
-    """The sum of what all other ingresses assigned here; see Assigned."""
-
-    num_others: int  # connected; with none, no Assigned is needed
-    is_complete: bool  # each of them has reported
-    tokens: int = 0
-    prompts: int = 0
-    sequences: int = 0
-    blocks: int = 0
-
-
-class Status(_Message, frozen=True, tag="status"):
-    """A worker's state, for `kvrelay status`."""
-
-    query_id: int
-    json: bytes
 
 
 # ---- prefill worker -> decode worker, with the last block
@@ -568,29 +378,8 @@ FromWorker = Union[
     AssignedByOthers,
 ]
 
-_encoder = msgspec.msgpack.Encoder()
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-_manifest = msgspec.msgpack.Decoder(Manifest)
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """One message as msgpack."""
-    return _encoder.encode(message)
-
-
-def decode_to_worker(frame: bytes) -> ToWorker:
-    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: ToWorker = _to_worker.decode(frame)
-    return message
-
-
-def decode_from_worker(frame: bytes) -> FromWorker:
-    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: FromWorker = _from_worker.decode(frame)
-    return message
-
-
-def decode_manifest(payload: bytes) -> Manifest:
-    """Raises msgspec.DecodeError on anything unexpected."""
-    return _manifest.decode(payload)
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+# these raise msgspec.DecodeError (ValidationError included) on anything unexpected
+decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
+decode_manifest: Callable[[bytes], Manifest] = msgspec.msgpack.Decoder(Manifest).decode

@@ -26,7 +26,7 @@ import enum
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Union
@@ -35,9 +35,9 @@ import msgspec
 
 from kvrelay.errors import TransferError, TransferRefused
 from kvrelay.kvtransfer.transports.topology import Topology
-from kvrelay.plane.messages import KvPathLoad
-from kvrelay.plane.messages import PairReport as PairReport  # these two cross the request plane as well
-from kvrelay.plane.messages import PathReport as PathReport
+from kvrelay.plane.reports import KvPathLoad
+from kvrelay.plane.reports import PairReport as PairReport  # these two cross the request plane as well
+from kvrelay.plane.reports import PathReport as PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
 TRANSFER_PROTOCOL = 3
@@ -101,6 +101,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _to_ticket = msgspec.msgpack.Decoder(Ticket)
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def refusal(request_id: str, reason: Reason, detail: str = "") -> TransferRefused:
@@ -146,7 +147,7 @@ class Transcript:
 
 def seal(ticket: Ticket, secret: bytes) -> bytes:
     """The ticket as bytes that only holders of `secret` can make: MAC, then msgpack."""
-    body = _encoder.encode(ticket)
+    body = encode(ticket)
     return _mac(body, secret) + body
 
 
@@ -323,26 +324,9 @@ class Committed(_OfTransfer, frozen=True, tag="committed"):
 ToTarget = Union[Hello, Probe, Open, Announce, Commit, Renew, Confirmed, Cancel]
 ToSource = Union[HelloReply, Probed, Alive, Progress, Rejected, Refusal, ReadDone, Committed]
 
-_encoder = msgspec.msgpack.Encoder()
-_to_target = msgspec.msgpack.Decoder(ToTarget)
-_to_source = msgspec.msgpack.Decoder(ToSource)
-
-
-def encode(message: ToTarget | ToSource) -> bytes:
-    """One message as msgpack."""
-    return _encoder.encode(message)
-
-
-def decode_to_target(frame: bytes) -> ToTarget:
-    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: ToTarget = _to_target.decode(frame)
-    return message
-
-
-def decode_to_source(frame: bytes) -> ToSource:
-    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: ToSource = _to_source.decode(frame)
-    return message
+# these raise msgspec.DecodeError (ValidationError included) on anything unexpected
+decode_to_target: Callable[[bytes], ToTarget] = msgspec.msgpack.Decoder(ToTarget).decode
+decode_to_source: Callable[[bytes], ToSource] = msgspec.msgpack.Decoder(ToSource).decode
 
 
 # ---- counters

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
+from kvrelay.plane.messages import Assigned, Timings
+from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.deferral import Deferral, OverduePlacement
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
+from kvrelay.plane.messages import Assigned
+from kvrelay.plane.reports import AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.policies.base import CostModel, Floats, Ints, WorkerTable, any_of, only
 from kvrelay.router.types import RouteRequest, WorkerLoad
 from kvrelay.types import Role

@@ -12,7 +12,8 @@ from itertools import islice
 
 import numpy as np
 
-from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
+from kvrelay.plane.messages import Assigned
+from kvrelay.plane.reports import AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.fleet.account import PREFILL_RATE, Columns, WorkerAccount
 from kvrelay.router.policies.base import CostModel
 from kvrelay.router.types import Decision

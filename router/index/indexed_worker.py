@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvrelay.hashing import HASH_BYTES, distinct
-from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
+from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 from kvrelay.router.index.hash_array import anywhere_bit, both_bits
 from kvrelay.router.index.holders import HolderIndex
 from kvrelay.router.types import IndexState

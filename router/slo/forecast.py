@@ -12,7 +12,8 @@ one for each live worker.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
+from kvrelay.plane.messages import Timings
+from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.slo.learning import Bias, DurationFit, Errors, LengthDistribution
 from kvrelay.router.types import Decision, Prediction, RouteRequest

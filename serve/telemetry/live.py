@@ -13,7 +13,7 @@ import msgspec
 
 from kvrelay import __version__
 from kvrelay.errors import Overloaded
-from kvrelay.plane.messages import LoadReport
+from kvrelay.plane.reports import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.telemetry.observer import RequestLog, RequestRecord, ServeStats
 from kvrelay.serve.workers.membership import Membership

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrelay.plane.messages import LoadReport, WorkerInfo
+from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.slo.forecast import Forecast

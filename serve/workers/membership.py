@@ -13,6 +13,7 @@ from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost
 from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Paired, PairsSeen, WorkerInfo
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
@@ -115,7 +116,7 @@ class Placer:
         if self._has_other_ingresses:
             self._sharing.request()
 
-    def apply_others(self, worker_id: str, others: wire.AssignedByOthers) -> None:
+    def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
         """What other ingresses have assigned to a worker."""
         self._has_other_ingresses |= others.num_others > 0
         self._router.apply_others(worker_id, others)
@@ -191,9 +192,9 @@ class Membership:
 
     # ---- workers
 
-    def live_workers(self) -> list[tuple[wire.WorkerInfo, wire.LoadReport]]:
+    def live_workers(self) -> list[tuple[WorkerInfo, LoadReport]]:
         """Every connected member and its last load report."""
-        empty = wire.LoadReport(seq=0)
+        empty = LoadReport(seq=0)
         return [(link.info, link.load or empty) for link in self._links.members() if link.info is not None]
 
     def all_links(self) -> list[tuple[WorkerLink, bool]]:
@@ -229,7 +230,7 @@ class Membership:
 
     # ---- what links report
 
-    def _accept(self, link: WorkerLink, info: wire.WorkerInfo) -> str | None:
+    def _accept(self, link: WorkerLink, info: WorkerInfo) -> str | None:
         """Take a worker, unless it cannot work with this ingress or with the workers that are here."""
         if (why := self._why_not(info)) is not None:
             if self._links.is_member(link):
@@ -242,7 +243,7 @@ class Membership:
         asyncio.get_running_loop().call_soon(self._notify)
         return None
 
-    def _why_not(self, info: wire.WorkerInfo) -> str | None:
+    def _why_not(self, info: WorkerInfo) -> str | None:
         step = self._settings.tokens_per_hash
         if info.block_size % step:
             blocks = f"its blocks have {info.block_size} tokens, but prompts are hashed by {step}"
@@ -279,20 +280,20 @@ class Membership:
             self._deliver_event(link, message)
 
     def _deliver_event(self, link: WorkerLink, message: wire.FromWorker) -> None:
-        if isinstance(message, wire.LoadReport):
+        if isinstance(message, LoadReport):
             link.load = message
             self._router.apply_load(link.worker_id, message, self._clock())
             self._placer.wake_deferred()
-        elif isinstance(message, wire.AssignedByOthers):
+        elif isinstance(message, AssignedByOthers):
             self._placer.apply_others(link.worker_id, message)
-        elif isinstance(message, wire.KvEvents):
+        elif isinstance(message, KvEvents):
             if not self._router.apply_events(link.worker_id, message):
                 link.send(wire.Subscribe())
-        elif isinstance(message, wire.KvSnapshot):
+        elif isinstance(message, KvSnapshot):
             if not self._router.apply_snapshot(link.worker_id, message):
                 link.send(wire.Subscribe())
-        elif isinstance(message, wire.Paired):
+        elif isinstance(message, Paired):
             self.pairs.answered(message.report)
-        elif isinstance(message, wire.PairsSeen):
+        elif isinstance(message, PairsSeen):
             for report in message.reports:
                 self.pairs.book.seen(report)

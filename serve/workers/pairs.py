@@ -16,7 +16,7 @@ import msgspec
 
 from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
-from kvrelay.plane.messages import PairReport, PathReport, WorkerInfo
+from kvrelay.plane.reports import PairReport, PathReport, WorkerInfo
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)

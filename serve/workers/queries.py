@@ -13,16 +13,17 @@ from typing import TypeVar
 
 from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import Audited, Status
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.serve.workers.worker_link import Links, WorkerLink
 
 logger = logging.getLogger(__name__)
 
 Query = wire.StatusQuery | wire.CacheReset | wire.Prefetch | wire.Audit
-QueryAnswer = wire.Status | wire.Prefetched | wire.Audited
+QueryAnswer = Status | wire.Prefetched | Audited
 RETRY_AFTER_FULL_S = 1.0
 
-A = TypeVar("A", wire.Status, wire.Prefetched, wire.Audited)
+A = TypeVar("A", Status, wire.Prefetched, Audited)
 
 
 class Queries:
@@ -36,11 +37,11 @@ class Queries:
 
     async def status(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """A worker's report of its state, JSON."""
-        return (await self._ask(worker_id, wire.StatusQuery(query_id=next(self._ids)), wire.Status, timeout_s)).json
+        return (await self._ask(worker_id, wire.StatusQuery(query_id=next(self._ids)), Status, timeout_s)).json
 
     async def reset_cache(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """Make a worker drop its unused cached blocks; returns its status, JSON."""
-        return (await self._ask(worker_id, wire.CacheReset(query_id=next(self._ids)), wire.Status, timeout_s)).json
+        return (await self._ask(worker_id, wire.CacheReset(query_id=next(self._ids)), Status, timeout_s)).json
 
     async def prefetch(
         self, worker_id: str, request: wire.SequenceRequest, hold_s: float, *, timeout_s: float = 10.0
@@ -49,10 +50,10 @@ class Queries:
         query = wire.Prefetch(query_id=next(self._ids), request=request, hold_s=hold_s)
         return await self._ask(worker_id, query, wire.Prefetched, timeout_s)
 
-    async def audit(self, worker_id: str, hashes: list[bytes], *, timeout_s: float = 5.0) -> wire.Audited:
+    async def audit(self, worker_id: str, hashes: list[bytes], *, timeout_s: float = 5.0) -> Audited:
         """The tiers in which a worker has these blocks."""
         query = wire.Audit(query_id=next(self._ids), hashes=hashes)
-        return await self._ask(worker_id, query, wire.Audited, timeout_s)
+        return await self._ask(worker_id, query, Audited, timeout_s)
 
     def check_room(self) -> None:
         """Raises Overloaded when as many questions are open as may be."""

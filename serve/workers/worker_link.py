@@ -18,6 +18,7 @@ from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError, RequestErr
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Member:
 class LinkEvents:
     """What links call, on the event loop; none of these may block."""
 
-    accept: Callable[["WorkerLink", wire.WorkerInfo], str | None]  # why the worker cannot be used; None: it is up
+    accept: Callable[["WorkerLink", WorkerInfo], str | None]  # why the worker cannot be used; None: it is up
     lost: Callable[["WorkerLink", str], None]  # with the reason
     deliver: Callable[["WorkerLink", wire.FromWorker], None]
     holds: Callable[["WorkerLink"], bool]  # whether a sequence that was sent over the link still runs there
@@ -60,8 +61,8 @@ class WorkerLink:
 
     def __init__(self, member: Member, secret: bytes, events: LinkEvents, *, tls: ClusterTls | None = None) -> None:
         self.member = member
-        self.info: wire.WorkerInfo | None = None  # set while up
-        self.load: wire.LoadReport | None = None
+        self.info: WorkerInfo | None = None  # set while up
+        self.load: LoadReport | None = None
         self._secret, self._events, self._tls = secret, events, tls
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None

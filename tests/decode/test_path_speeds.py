@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.decode.worker import PathSpeeds
-from kvrelay.plane.messages import PairReport, PathReport
+from kvrelay.plane.reports import PairReport, PathReport
 
 pytestmark = pytest.mark.pure
 

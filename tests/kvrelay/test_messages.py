@@ -8,6 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import (
+    CHANGING,
+    IN_POOL,
+    AssignedByOthers,
+    Audited,
+    KvEvents,
+    KvPathLoad,
+    KvSnapshot,
+    LoadReport,
+    Paired,
+    PairReport,
+    PairsSeen,
+    PathReport,
+    Status,
+    WorkerInfo,
+)
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure
@@ -23,7 +39,7 @@ REQUEST = wire.SequenceRequest(
     salt="t",
     hints=wire.KvHints(keep=True, priority=-2, pin_s=60.0, session="/chat#1"),
 )
-INFO = wire.WorkerInfo(
+INFO = WorkerInfo(
     worker_id="w1",
     role="decode",
     epoch="e",
@@ -51,7 +67,7 @@ OUTPUT = wire.TokenOutput(
     timings=wire.Timings(queue_s=0.1, compute_s=0.2, num_chunks=3),
 )
 
-PAIR = wire.PairReport(
+PAIR = PairReport(
     source="p0",
     target="d0",
     target_epoch="e",
@@ -59,7 +75,7 @@ PAIR = wire.PairReport(
     reason="fingerprint",
     detail="dtype",
     remedy="set it alike",
-    paths=[wire.PathReport(path="shm", why="same host", is_chosen=True, bytes_per_s=1e9, latency_s=1e-5)],
+    paths=[PathReport(path="shm", why="same host", is_chosen=True, bytes_per_s=1e9, latency_s=1e-5)],
 )
 TO_WORKER = [
     wire.Reserve(request=REQUEST, timeout_s=1.5),
@@ -83,20 +99,16 @@ FROM_WORKER = [
     wire.Tokens(outputs=[OUTPUT, wire.TokenOutput(request_id="r2", position=9, token_ids=[1, 2])]),
     wire.Failed(request_id="r1", code="transfer", message="x", retryable=True),
     wire.Transferred(request_id="r1", transport="shm", blocks=2, num_bytes=99, seconds=0.1, exposed_s=0.0),
-    wire.AssignedByOthers(2, False, tokens=700, prompts=2, sequences=3, blocks=44),
-    wire.KvEvents(seq=4, stored=[b"a" * 16], removed=[]),
-    wire.KvSnapshot(seq=4, hashes=[b"a" * 16]),
-    wire.LoadReport(
-        seq=1,
-        running=2,
-        transport="shm",
-        kv_refused={"checksum": 1},
-        kv_paths=[wire.KvPathLoad("shm", 9, 0.5, 0.1, 0.2, 1)],
+    AssignedByOthers(2, False, tokens=700, prompts=2, sequences=3, blocks=44),
+    KvEvents(seq=4, stored=[b"a" * 16], removed=[]),
+    KvSnapshot(seq=4, hashes=[b"a" * 16]),
+    LoadReport(
+        seq=1, running=2, transport="shm", kv_refused={"checksum": 1}, kv_paths=[KvPathLoad("shm", 9, 0.5, 0.1, 0.2, 1)]
     ),
-    wire.Status(query_id=3, json=b"{}"),
-    wire.Audited(query_id=6, seq=4, tiers=[wire.IN_POOL, wire.CHANGING]),
-    wire.Paired(report=PAIR),
-    wire.PairsSeen(reports=[PAIR]),
+    Status(query_id=3, json=b"{}"),
+    Audited(query_id=6, seq=4, tiers=[IN_POOL, CHANGING]),
+    Paired(report=PAIR),
+    PairsSeen(reports=[PAIR]),
     wire.Prefetched(query_id=5, pool_tokens=16, host_tokens=32, coming_tokens=48, problem="full", message="m"),
 ]
 

@@ -12,8 +12,8 @@ import uvicorn
 
 from kvrelay.config import Settings, settings_from
 from kvrelay.hashing import block_hashes
-from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
+from kvrelay.plane.reports import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
@@ -154,6 +154,6 @@ def hold_in_line(worker):
 
     def answer(message):
         worker.holding.add(message.request.request_id)
-        return wire.LoadReport(seq=2, waiting=1)
+        return LoadReport(seq=2, waiting=1)
 
     return answer

@@ -23,7 +23,7 @@ from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.cluster.registry.members import TIMEOUT_S, Retirements
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
-from kvrelay.plane.messages import LoadReport, WorkerInfo
+from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.types import PlanningTarget, WorkerModel, Workload

@@ -6,7 +6,8 @@ from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.hashing import block_hashes
-from kvrelay.plane.messages import BELOW_POOL, IN_POOL, NOWHERE, KvEvents, Sampling, SequenceRequest
+from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.plane.reports import BELOW_POOL, IN_POOL, NOWHERE, KvEvents
 from kvrelay.router.types import IndexState
 from tests.router.index import index_cases
 

@@ -6,7 +6,8 @@ import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.plane import messages as wire
-from kvrelay.plane.messages import Assigned, AssignedByOthers
+from kvrelay.plane.messages import Assigned
+from kvrelay.plane.reports import AssignedByOthers
 from tests.cluster.live.one_worker import worker_and_peers
 
 pytestmark = pytest.mark.alone

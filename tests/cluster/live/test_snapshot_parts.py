@@ -10,6 +10,7 @@ from kvrelay.engine.worker import ingresses
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import KvSnapshot, LoadReport
 from tests.cluster.live.one_worker import worker_and_peers
 
 pytestmark = pytest.mark.alone
@@ -34,7 +35,7 @@ async def until(connection, is_wanted):
 
 
 def snapshots(messages):
-    return [one for one in messages if isinstance(one, wire.KvSnapshot)]
+    return [one for one in messages if isinstance(one, KvSnapshot)]
 
 
 async def served(connection, hashes):
@@ -56,12 +57,12 @@ async def test_parts_come_in_order_after_the_first_one_and_add_up(folder, monkey
         hashes = list(block_hashes(PROMPT, BLOCK))
         await served(one, hashes)
         other.send_nowait(wire.encode(wire.Subscribe()))
-        messages = await until(other, lambda message: isinstance(message, wire.KvSnapshot) and message.is_last)
+        messages = await until(other, lambda message: isinstance(message, KvSnapshot) and message.is_last)
         parts = snapshots(messages)
         assert [part.part for part in parts] == list(range(6))
         assert [name for part in parts for name in part.hashes] == hashes
         assert {part.seq for part in parts} == {parts[0].seq} and parts[0].seq > 0
-        assert any(isinstance(message, wire.LoadReport) for message in messages), "a report waits for all parts"
+        assert any(isinstance(message, LoadReport) for message in messages), "a report waits for all parts"
 
 
 async def test_who_asks_twice_hears_the_second_snapshot_whole(folder, monkeypatch):
@@ -73,7 +74,7 @@ async def test_who_asks_twice_hears_the_second_snapshot_whole(folder, monkeypatc
         other.send_nowait(wire.encode(wire.StatusQuery(query_id=1)))
         parts = []
         while [part.part for part in parts].count(0) < 2 or not parts[-1].is_last:
-            parts += snapshots(await until(other, lambda message: isinstance(message, wire.KvSnapshot)))
+            parts += snapshots(await until(other, lambda message: isinstance(message, KvSnapshot)))
         numbers = [part.part for part in parts]
         second = len(numbers) - 1 - numbers[::-1].index(0)
         assert numbers[second:] == list(range(6)) and numbers[:second] == list(range(second))

@@ -22,7 +22,7 @@ from kvrelay.cluster.verify.steering import (
     sharing_unlike_kv,
 )
 from kvrelay.cluster.verify.verifier import ServedAnswer
-from kvrelay.plane.messages import LoadReport
+from kvrelay.plane.reports import LoadReport
 
 
 class FakeEngine:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.pacing import Paced
-from kvrelay.plane.messages import Assigned, AssignedByOthers
+from kvrelay.plane.messages import Assigned
+from kvrelay.plane.reports import AssignedByOthers
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision
 from tests.cluster.simulator.simulator_cases import chats, simulate

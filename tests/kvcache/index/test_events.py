@@ -5,7 +5,7 @@ import pytest
 from kvrelay.hashing import HashChain, pack_tokens
 from kvrelay.kvcache.index.changes import CacheChange, EventLog, parts_of
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
+from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 pytestmark = pytest.mark.pure
 

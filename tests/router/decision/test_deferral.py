@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.plane.messages import KvSnapshot, Timings
+from kvrelay.plane.messages import Timings
+from kvrelay.plane.reports import KvSnapshot
 from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral, OverduePlacement
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Deferred, RoutingRefusal, SloRequirement, SloTarget

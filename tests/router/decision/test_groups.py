@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.plane.messages import LoadReport
+from kvrelay.plane.reports import LoadReport
 from kvrelay.router.types import RoutingRefusal
 from tests.router.decision.test_placement_rules import ask, cluster, decided
 from tests.router.slo.test_slo import Cluster, decoding, verdict, wants

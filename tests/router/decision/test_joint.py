@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
-from kvrelay.plane.messages import KvSnapshot, LoadReport
+from kvrelay.plane.reports import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity, candidate_scores
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
+from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, RouteRequest, RoutingRefusal

@@ -4,7 +4,7 @@ ever.
 
 import pytest
 
-from kvrelay.plane.messages import LoadReport
+from kvrelay.plane.reports import LoadReport
 from tests.router.decision.test_placement_rules import ask, cluster
 
 pytestmark = pytest.mark.pure

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.errors import ConfigError
-from kvrelay.plane.messages import LoadReport
+from kvrelay.plane.reports import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.fleet.ledger import compatible_sets

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
+from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker, SnapshotIngest, Sweep
 from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
 from kvrelay.router.types import IndexState

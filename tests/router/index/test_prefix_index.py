@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo
+from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.indexed_worker import RETRY_EVERY
 from kvrelay.router.index.prefix_index import PrefixIndex

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.plane.messages import KvEvents
+from kvrelay.plane.reports import KvEvents
 from kvrelay.router.policies.base import MAX_CANDIDATES, RoutingContext, WorkerTable
 from kvrelay.router.types import Decision, RouteRequest
 from tests.router.decision.test_placement_rules import chain, cluster

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.plane.messages import KvSnapshot
+from kvrelay.plane.reports import KvSnapshot
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.slo.admission import MAX_TRIED, choose_candidate
 from kvrelay.router.types import Decision, Prediction, RoutingRefusal, SloRequirement, SloTarget

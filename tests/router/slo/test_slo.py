@@ -7,7 +7,8 @@ import pytest
 
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError, InvalidRequest
-from kvrelay.plane.messages import KvSnapshot, LoadReport, Timings, WorkerInfo
+from kvrelay.plane.messages import Timings
+from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.slo.admission import MAX_RETRY_S, judge
 from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import LoadReport
 from tests.fakes import scripted, until
 from tests.serve.conftest import MODEL
 
@@ -511,7 +512,7 @@ async def test_health_and_metrics(make_cluster):
 
 async def test_blocks_by_state_add_up_where_cached_ones_are_pinned(make_cluster):
     cluster = await make_cluster()
-    cluster.decode[0].say_raw(wire.LoadReport(seq=9, free_blocks=10, cached_blocks=30, used_blocks=20, total_blocks=60))
+    cluster.decode[0].say_raw(LoadReport(seq=9, free_blocks=10, cached_blocks=30, used_blocks=20, total_blocks=60))
     await until(lambda: not all(load.seq != 9 for _, load in cluster.dispatcher.workers.live_workers()))
     families = {f.name: f for f in text_string_to_metric_families((await cluster.client.get("/metrics")).text)}
     samples = families["kvrelay_kv_blocks"].samples

@@ -8,6 +8,7 @@ import pytest
 from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import KvHints, Prefetched
+from kvrelay.plane.reports import KvEvents
 from tests.fakes import until
 from tests.serve.api.test_api import chat, complete, post
 from tests.serve.conftest import MODEL, hold_in_line
@@ -215,7 +216,7 @@ async def test_a_chats_prefetch_has_the_chats_hashes(make_cluster):
 async def test_it_asks_the_worker_that_would_compute(make_cluster):
     cluster = await make_cluster(prefill=2)
     tokens = list(b"y" * 64)
-    cluster.prefill[1].say_raw(wire.KvEvents(seq=1, stored=list(block_hashes(tokens, 16))))
+    cluster.prefill[1].say_raw(KvEvents(seq=1, stored=list(block_hashes(tokens, 16))))
     router = cluster.dispatcher.router
     await until(lambda: any(view.worker_id == "p1" and view.indexed_blocks for view in router.workers()))
     assert (await prefetch(cluster, prompt="y" * 64)).json()["workers"] == ["p1"]

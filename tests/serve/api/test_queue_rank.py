@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.hashing import tenant_of
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import LoadReport
 from tests.serve.api.test_api import chat, complete, post
 
 
@@ -147,7 +148,7 @@ async def test_metrics_tell_the_line_by_priority_and_the_service_by_tenant(make_
     cluster = await make_cluster()
     link = cluster.dispatcher.links.get("p0")
     link.load = msgspec.structs.replace(
-        link.load or wire.LoadReport(seq=1),
+        link.load or LoadReport(seq=1),
         waiting_by_priority={-1: 2, 0: 7},
         waiting_tenants=3,
         deadline_refusals=4,

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import LoadReport
 from kvrelay.router.slo.forecast import MIN_EVIDENCE
 from kvrelay.router.slo.learning import DurationFit
 from tests.serve.api.test_api import chat, complete, events
@@ -122,7 +123,7 @@ async def test_verdicts_outcomes_and_errors_are_metrics(make_cluster):
 async def test_a_slow_decode_worker_is_refused_for(make_cluster):
     cluster = await measured(make_cluster)
     for batch in (1, 2, 3, 4):
-        report = wire.LoadReport(
+        report = LoadReport(
             seq=1 + batch, running=batch, decode_step_s=0.1 * batch, total_blocks=1024, free_blocks=1000
         )
         cluster.decode[0].say_raw(report)

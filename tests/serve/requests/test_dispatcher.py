@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import LoadReport
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 from tests.fakes import EOS, FINGERPRINT, FakeWorker, alphabet, expected_tokens, scripted
@@ -265,7 +266,7 @@ async def test_a_prefill_worker_is_aborted_until_its_token_and_its_kv_have_both_
         """It has the request's blocks, and has sent its first token or not."""
         prefill.holding.add(request.request_id)
         if is_first == "transfer":
-            return wire.LoadReport(seq=2)
+            return LoadReport(seq=2)
         token = wire.TokenOutput(request_id=request.request_id, position=0, token_ids=[97], timings=wire.Timings())
         return wire.Tokens(outputs=[token])
 

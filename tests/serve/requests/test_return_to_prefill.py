@@ -3,6 +3,7 @@
 import asyncio
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import LoadReport
 from tests.fakes import alphabet, expected_tokens
 from tests.serve.conftest import collect, sequence
 
@@ -65,7 +66,7 @@ async def test_without_a_prefill_worker_left_it_is_computed_where_it_can_be(make
 async def test_metrics_tell_what_became_of_pre_empted_sequences(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].say_raw(
-        wire.LoadReport(
+        LoadReport(
             seq=2,
             preempted={"swap": 3, "return-to-prefill": 1},
             swapped=2,

@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.errors import Overloaded
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import LoadReport, TierLoad
 from kvrelay.serve.api.endpoint import INGRESS
 from kvrelay.serve.telemetry.live import LiveFeed
 from tests.fakes import until
@@ -49,8 +50,8 @@ async def test_a_snapshot_has_every_worker_with_every_figure_of_its_load(make_cl
         "preemptions": 7,
         "kv_refused": {"checksum": 1},
     }
-    tier = wire.TierLoad(tier="host", num_blocks=4)
-    cluster.decode[0].say_raw(wire.LoadReport(seq=9, total_blocks=64, tiers=[tier], **load))
+    tier = TierLoad(tier="host", num_blocks=4)
+    cluster.decode[0].say_raw(LoadReport(seq=9, total_blocks=64, tiers=[tier], **load))
     await until_seen(cluster, lambda workers: workers["d0"]["load"]["seq"] == 9)
     workers = {worker["worker_id"]: worker for worker in (await snapshot(cluster))["workers"]}
     assert {name: (one["role"], one["health"]) for name, one in workers.items()} == {
@@ -59,7 +60,7 @@ async def test_a_snapshot_has_every_worker_with_every_figure_of_its_load(make_cl
         "d0": ("decode", "up"),
     }
     shown = workers["d0"]["load"]
-    assert set(shown) == set(wire.LoadReport.__struct_fields__)
+    assert set(shown) == set(LoadReport.__struct_fields__)
     assert {name: shown[name] for name in load} == load
     assert (shown["tiers"][0]["tier"], shown["tiers"][0]["failures"]) == ("host", 0)
 
@@ -73,7 +74,7 @@ async def until_seen(cluster, condition):
 async def test_a_worker_that_has_gone_or_is_leaving_is_told_as_such(make_cluster):
     cluster = await make_cluster(prefill=1, decode=2)
     await cluster.decode[1].kill()
-    cluster.prefill[0].say_raw(wire.LoadReport(seq=9, is_draining=True))
+    cluster.prefill[0].say_raw(LoadReport(seq=9, is_draining=True))
     await until_seen(
         cluster, lambda workers: workers["d1"]["health"] == "down" and workers["p0"]["health"] == "leaving"
     )

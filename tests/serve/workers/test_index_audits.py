@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.errors import WorkerLost
 from kvrelay.plane import messages as wire
-from kvrelay.plane.messages import IN_POOL, NOWHERE, KvEvents
+from kvrelay.plane.reports import IN_POOL, NOWHERE, KvEvents
 from kvrelay.router.index.indexed_worker import AuditCounts
 from kvrelay.router.types import IndexState
 from tests.fakes import until

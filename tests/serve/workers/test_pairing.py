@@ -5,6 +5,7 @@ import asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import KvPathLoad, LoadReport, PairsSeen
 from kvrelay.serve.workers.pairs import Verdict
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, until
@@ -139,7 +140,7 @@ async def test_the_table_needs_the_api_key(make_cluster):
 async def test_the_decode_workers_own_figures_keep_the_table_fresh(make_cluster):
     cluster = await make_cluster()
     report = cluster.prefill[0].fits(wire.Pair(worker_id="d0", epoch="e1", host="h", kv_port=7), bytes_per_s=5e9)
-    cluster.decode[0].say_raw(wire.PairsSeen(reports=[report]))
+    cluster.decode[0].say_raw(PairsSeen(reports=[report]))
     async with asyncio.timeout(10):
         while (await cluster.client.get("/kvrelay/pairs")).json()["pairs"][0]["paths"][0]["bytes_per_s"] != 5e9:
             await asyncio.sleep(0)
@@ -161,10 +162,10 @@ async def test_metrics_of_transfers_are_told_by_worker_and_path_and_refusals_by_
     cluster = await make_cluster()
     report = {
         "kv_leases": 3, "kv_expired_leases": 2, "kv_refused": {"checksum": 4, "expired": 1}, "kv_check_s": 0.75,
-        "kv_paths": [wire.KvPathLoad("shm", 1000, 0.5, 0.125, 0.25, 0), wire.KvPathLoad("tcp", 10, 0.25, 0.0, 0.5, 7)],
+        "kv_paths": [KvPathLoad("shm", 1000, 0.5, 0.125, 0.25, 0), KvPathLoad("tcp", 10, 0.25, 0.0, 0.5, 7)],
     }  # fmt: skip
     for worker in (cluster.prefill[0], cluster.decode[0]):
-        worker.say_raw(wire.LoadReport(seq=2, total_blocks=9, **report))
+        worker.say_raw(LoadReport(seq=2, total_blocks=9, **report))
     await until(lambda: not any(load.seq != 2 for _, load in cluster.dispatcher.workers.live_workers()))
     found = await metrics(cluster)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.plane.messages import PairReport, PathReport, WorkerInfo
+from kvrelay.plane.reports import PairReport, PathReport, WorkerInfo
 from kvrelay.serve.workers.pairs import ANSWER_S, LAST_BACKOFF_S, PairBook, Verdict
 
 pytestmark = pytest.mark.pure

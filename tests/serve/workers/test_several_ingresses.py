@@ -9,6 +9,7 @@ import time
 import pytest
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import KvEvents, LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.serve.requests.dispatcher import Dispatcher
@@ -73,7 +74,7 @@ async def test_an_ingress_counts_what_another_has_sent_before_any_report_shows_i
         cluster.prefill[0].hold_first_token.set()
         await reading
         await becomes_true(lambda: seen(other, "p0") == (0, 0) == seen(other, "d0"))
-    assert all(worker.count(wire.LoadReport) == 0 for worker in cluster.workers)
+    assert all(worker.count(LoadReport) == 0 for worker in cluster.workers)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -143,8 +144,8 @@ async def test_a_restarted_ingress_decides_as_one_that_never_restarted(make_clus
         for start in range(0, 20, 5):
             worker.kv_seq += 1
             worker.cached += prompts[name][start : start + 5]
-            worker.say_raw(wire.KvEvents(seq=worker.kv_seq, stored=prompts[name][start : start + 5]))
-        worker.say_raw(wire.LoadReport(seq=seq, free_blocks=1024, total_blocks=1024, prefill_tokens_per_s=1000.0 * seq))
+            worker.say_raw(KvEvents(seq=worker.kv_seq, stored=prompts[name][start : start + 5]))
+        worker.say_raw(LoadReport(seq=seq, free_blocks=1024, total_blocks=1024, prefill_tokens_per_s=1000.0 * seq))
     old = cluster.dispatcher.router
     await becomes_true(lambda: sum(view.indexed_blocks for view in old.workers()) == 120)
     for worker in cluster.workers:  # the newcomer hears the same reports
@@ -154,9 +155,7 @@ async def test_a_restarted_ingress_decides_as_one_that_never_restarted(make_clus
         assert took_s < 1.0
         assert {view.index_state for view in restarted.router.workers()} == {IndexState.EXACT}
         for number, worker in enumerate(cluster.workers, start=1):
-            worker.say_raw(
-                wire.LoadReport(seq=9, free_blocks=1024, total_blocks=1024, prefill_tokens_per_s=1000.0 * number)
-            )
+            worker.say_raw(LoadReport(seq=9, free_blocks=1024, total_blocks=1024, prefill_tokens_per_s=1000.0 * number))
             for dispatcher in (cluster.dispatcher, restarted):
                 await dispatcher.queries.status(worker.worker_id)  # the report has arrived
         for name, blocks in prompts.items():

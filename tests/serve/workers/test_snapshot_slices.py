@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from kvrelay.plane import messages as wire
+from kvrelay.plane.reports import KvEvents
 from kvrelay.router.index.indexed_worker import SLICE
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
@@ -70,8 +71,8 @@ async def test_an_ingress_serves_while_a_snapshot_in_parts_goes_in_and_events_co
     async with another_ingress(cluster) as ingress:
         index = ingress.router.index
         await worker.until(lambda one: one.count(wire.Subscribe) == 2)  # its snapshot is on its way
-        worker.say_raw(wire.KvEvents(seq=5, removed=[CHAIN[5000]]))
-        worker.say_raw(wire.KvEvents(seq=6, stored=chain("d", 3)))
+        worker.say_raw(KvEvents(seq=5, removed=[CHAIN[5000]]))
+        worker.say_raw(KvEvents(seq=6, stored=chain("d", 3)))
         tokens = await collect(ingress.generate(sequence("x" * 200)))
         assert tokens
         await becomes_true(lambda: index.num_blocks("p0") == len(CHAIN) + 2)
