@@ -96,11 +96,8 @@ class FakeWorker:
             next_s += self._step_s
             await asyncio.sleep(max(next_s - time.monotonic(), 0))
             reason = "length" if position == self._tokens - 1 else None
-            stamp = [now_us()]
-            outputs = [
-                wire.TokenOutput(request_id=request_id, position=position, token_ids=stamp, finish_reason=reason)
-                for request_id in requests
-            ]
+            new = {"position": position, "token_ids": [now_us()], "finish_reason": reason}
+            outputs = [wire.TokenOutput(request_id=request_id, **new) for request_id in requests]
             send(wire.encode(wire.Tokens(outputs=outputs)))
         self._report.send(time.process_time() - cpu_s)
 
