@@ -15,10 +15,10 @@ from kvrelay.plane.reports import (
     KvEvents,
     KvSnapshot,
     LoadReport,
-    Message,
     Paired,
     PairsSeen,
     Status,
+    WireMessage,
     WorkerInfo,
 )
 
@@ -150,7 +150,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 # ---- ingress -> worker
 
 
-class Reserve(Message, frozen=True, tag="reserve"):
+class Reserve(WireMessage, frozen=True, tag="reserve"):
     """Decode: reserve blocks for this sequence before its prefill starts."""
 
     request: SequenceRequest
@@ -158,7 +158,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
     prefill_tokens_per_s: float = 0.0  # of its prefill worker, to which it may be returned; 0: it may not be returned
 
 
-class Prefill(Message, frozen=True, tag="prefill"):
+class Prefill(WireMessage, frozen=True, tag="prefill"):
     """Prefill: compute the prompt, sample one token, announce the KV to the ticket's decode worker.
 
     Without a ticket only the one token is computed.
@@ -168,13 +168,13 @@ class Prefill(Message, frozen=True, tag="prefill"):
     ticket: bytes | None = None
 
 
-class Generate(Message, frozen=True, tag="generate"):
+class Generate(WireMessage, frozen=True, tag="generate"):
     """Compute the prompt here and decode it here (local prefill)."""
 
     request: SequenceRequest
 
 
-class Abort(Message, frozen=True, tag="abort"):
+class Abort(WireMessage, frozen=True, tag="abort"):
     """Free everything that this request holds, or one choice of a group. Idempotent; never answered."""
 
     request_id: str
@@ -182,23 +182,23 @@ class Abort(Message, frozen=True, tag="abort"):
     choice: int | None = None
 
 
-class Subscribe(Message, frozen=True, tag="subscribe"):
+class Subscribe(WireMessage, frozen=True, tag="subscribe"):
     """From now on send KvEvents and LoadReport; first a KvSnapshot, or its first part."""
 
 
-class StatusQuery(Message, frozen=True, tag="status?"):
+class StatusQuery(WireMessage, frozen=True, tag="status?"):
     """Answered by Status."""
 
     query_id: int
 
 
-class CacheReset(Message, frozen=True, tag="cache-reset"):
+class CacheReset(WireMessage, frozen=True, tag="cache-reset"):
     """Drop every cached block that no sequence uses. Answered by Status."""
 
     query_id: int
 
 
-class Prefetch(Message, frozen=True, tag="prefetch"):
+class Prefetch(WireMessage, frozen=True, tag="prefetch"):
     """Load this prompt's blocks from stores into host memory and keep them for `hold_s`. Answered by Prefetched."""
 
     query_id: int
@@ -206,14 +206,14 @@ class Prefetch(Message, frozen=True, tag="prefetch"):
     hold_s: float
 
 
-class Audit(Message, frozen=True, tag="audit"):
+class Audit(WireMessage, frozen=True, tag="audit"):
     """Report in which tier these blocks are now. Answered by Audited."""
 
     query_id: int
     hashes: list[bytes]
 
 
-class EndPins(Message, frozen=True, tag="end-pins"):
+class EndPins(WireMessage, frozen=True, tag="end-pins"):
     """Ends the pins of requests with this `KvHints.session`; no more are made for it. Never answered."""
 
     session: str
@@ -223,7 +223,7 @@ SHARE_LOAD_S = 0.002
 """Shortest time between two Assigned, or two AssignedByOthers, of a sender: a decision's time, far below a step's."""
 
 
-class Assigned(Message, frozen=True, tag="assigned"):
+class Assigned(WireMessage, frozen=True, tag="assigned"):
     """The load that this ingress has assigned to the worker and that has not ended, counted from the routing decision
     on.
 
@@ -237,7 +237,7 @@ class Assigned(Message, frozen=True, tag="assigned"):
     blocks: int = 0  # of requests without a first token
 
 
-class Pair(Message, frozen=True, tag="pair"):
+class Pair(WireMessage, frozen=True, tag="pair"):
     """Prefill: check whether KV can travel to this decode worker, and how fast. Answered by Paired.
 
     The address is the one that the decode worker announced, never a client's.
@@ -253,14 +253,14 @@ class Pair(Message, frozen=True, tag="pair"):
 # ---- worker -> ingress
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(WireMessage, frozen=True, tag="welcome"):
     """First message on every connection, from the worker."""
 
     protocol: int
     info: WorkerInfo
 
 
-class Reserved(Message, frozen=True, tag="reserved"):
+class Reserved(WireMessage, frozen=True, tag="reserved"):
     """The blocks are reserved; `ticket` admits one transfer."""
 
     request_id: str
@@ -269,7 +269,7 @@ class Reserved(Message, frozen=True, tag="reserved"):
     waited_s: float = 0.0
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class Refused(WireMessage, frozen=True, tag="refused"):
     """The request is refused; nothing is held here for it."""
 
     request_id: str
@@ -278,7 +278,7 @@ class Refused(Message, frozen=True, tag="refused"):
     retry_after_s: float = 1.0
 
 
-class Prefetched(Message, frozen=True, tag="prefetched"):
+class Prefetched(WireMessage, frozen=True, tag="prefetched"):
     """In which tier the prompt's tokens are, in whole blocks from its start; the rest is cached nowhere."""
 
     query_id: int
@@ -318,13 +318,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         return self.finish_reason is not None and not self.num_left
 
 
-class Tokens(Message, frozen=True, tag="tokens"):
+class Tokens(WireMessage, frozen=True, tag="tokens"):
     """All new tokens of one step for one ingress."""
 
     outputs: list[TokenOutput]
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class Failed(WireMessage, frozen=True, tag="failed"):
     """The sequence failed; nothing is held here for it any more."""
 
     request_id: str
@@ -333,7 +333,7 @@ class Failed(Message, frozen=True, tag="failed"):
     retryable: bool
 
 
-class Transferred(Message, frozen=True, tag="transferred"):
+class Transferred(WireMessage, frozen=True, tag="transferred"):
     """Decode committed the prompt's KV. Figures are for explain and for the router."""
 
     request_id: str

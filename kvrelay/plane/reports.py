@@ -10,7 +10,7 @@ from kvrelay.types import Fingerprint
 NOWHERE, BELOW_POOL, IN_POOL, CHANGING = range(4)  # of Audited.tiers
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Base of all messages of the request and event planes."""
 
 
@@ -59,13 +59,13 @@ class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paths: list[PathReport] = []  # best first
 
 
-class Paired(Message, frozen=True, tag="paired"):
+class Paired(WireMessage, frozen=True, tag="paired"):
     """Prefill: the answer to Pair."""
 
     report: PairReport
 
 
-class PairsSeen(Message, frozen=True, tag="pairs-seen"):
+class PairsSeen(WireMessage, frozen=True, tag="pairs-seen"):
     """Decode: recent speed of its paths from each connected prefill worker. Sent on change."""
 
     reports: list[PairReport]
@@ -99,7 +99,7 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failures: int = 0
 
 
-class LoadReport(Message, frozen=True, tag="load"):
+class LoadReport(WireMessage, frozen=True, tag="load"):
     """A worker's load now. Sent after a step when something changed, at most every 50 ms, and each heartbeat."""
 
     seq: int
@@ -165,7 +165,7 @@ class LoadReport(Message, frozen=True, tag="load"):
     is_draining: bool = False  # accepts no new sequences
 
 
-class KvEvents(Message, frozen=True, tag="kv"):
+class KvEvents(WireMessage, frozen=True, tag="kv"):
     """Blocks stored and removed since `seq - 1`, in any tier. After a gap in `seq` the receiver asks for a snapshot."""
 
     seq: int
@@ -175,7 +175,7 @@ class KvEvents(Message, frozen=True, tag="kv"):
     raised: list[bytes] = []  # in its pool again
 
 
-class KvSnapshot(Message, frozen=True, tag="kv-snapshot"):
+class KvSnapshot(WireMessage, frozen=True, tag="kv-snapshot"):
     """Everything cached as of `seq`, or a part of it. Parts come in order, with other messages in between."""
 
     seq: int
@@ -185,7 +185,7 @@ class KvSnapshot(Message, frozen=True, tag="kv-snapshot"):
     is_last: bool = True
 
 
-class Audited(Message, frozen=True, tag="audited"):
+class Audited(WireMessage, frozen=True, tag="audited"):
     """Tiers of the blocks of an Audit, as of the event `seq`, which was sent before this."""
 
     query_id: int
@@ -193,7 +193,7 @@ class Audited(Message, frozen=True, tag="audited"):
     tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it follows
 
 
-class AssignedByOthers(Message, frozen=True, tag="assigned-by-others", kw_only=False):
+class AssignedByOthers(WireMessage, frozen=True, tag="assigned-by-others", kw_only=False):
     """The sum of what all other ingresses assigned here; see Assigned."""
 
     num_others: int  # connected; with none, no Assigned is needed
@@ -204,7 +204,7 @@ class AssignedByOthers(Message, frozen=True, tag="assigned-by-others", kw_only=F
     blocks: int = 0
 
 
-class Status(Message, frozen=True, tag="status"):
+class Status(WireMessage, frozen=True, tag="status"):
     """A worker's state, for `kvrelay status`."""
 
     query_id: int
