@@ -20,10 +20,9 @@ from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionMode
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.step.reports import StepTiming, load_report
 from kvrelay.kvcache.eviction.policies import make_policy
 from kvrelay.kvcache.index.changes import EventLog
@@ -124,9 +123,10 @@ class SimulatedEngine:
         parked = ParkedSequences(WORD_TOKEN)
         fair_share = FairShareWithParked(queue_rules(settings.scheduler))
         headroom = RefreshedHeadroom(HEADROOM_SHARE, profile.block_size, parked)
-        self._lengths, self._speeds = headroom.lengths, MeasuredSpeeds()
+        self._speeds = MeasuredSpeeds()
+        tiers = None if self.tiers is None else self.tiers.lower
         self.scheduler = Scheduler(
-            self.pool, config, fair_share=fair_share, headroom=headroom, speeds=self._speeds, tiers=self._lower_tiers
+            self.pool, config, fair_share=fair_share, headroom=headroom, speeds=self._speeds, tiers=tiers
         )
         self._output_processor = OutputProcessor(
             self.scheduler.finish, clock.time, eos_ids=(END_TOKEN,), max_model_len=self.max_model_len
@@ -137,10 +137,6 @@ class SimulatedEngine:
         self.num_steps = 0
         self.busy_s = 0.0
         self.output_tokens = 0
-
-    @property
-    def _lower_tiers(self) -> LowerTiers | None:
-        return None if self.tiers is None else self.tiers.lower
 
     # ---- requests
 
@@ -233,7 +229,7 @@ class SimulatedEngine:
 
     def take_left(self) -> StepEvents | None:
         """Take what left without an end: rejected from the queue, or returned to prefill."""
-        rejected, returned = self.scheduler.arrivals.take_rejected(), self.scheduler.preemption.take_returned()
+        rejected, returned = self.scheduler.take_rejected(), self.scheduler.preemption.take_returned()
         if not rejected and not returned:
             return None
         events = StepEvents()
@@ -285,14 +281,7 @@ class SimulatedEngine:
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         self._load_seq += 1
-        return load_report(
-            self._load_seq,
-            self.scheduler,
-            self.speed,
-            own,
-            tiers=self._lower_tiers,
-            output_tokens=self._lengths.mean_tokens,
-        )
+        return load_report(self._load_seq, self.scheduler, self.speed, own)
 
     def tier_tokens(self, request_id: str) -> int:
         """Tokens of a request's prompt that were loaded from a lower tier."""

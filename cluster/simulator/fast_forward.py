@@ -167,7 +167,7 @@ class FastForward:
         return (
             len(queues.running) > scheduler.config.token_budget
             or num_active * _BLOCKS_EACH > scheduler.pool.num_available
-            or bool(queues.swapped or scheduler.groups.by_id)
+            or bool(queues.swapped or scheduler.groups)
         )
 
     def _parks(self, seq: Sequence) -> bool:

@@ -16,7 +16,7 @@ from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRo
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import LatentSpec
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.preempt import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import LayoutMismatch

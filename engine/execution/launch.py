@@ -13,11 +13,10 @@ from torch import Tensor
 
 from kvrelay.engine.execution.runner import InFlightStep, Runner, sampled
 from kvrelay.engine.execution.sampler import OutputProcessor, Sampler, likeliest, token_logprobs, with_first_token_facts
-from kvrelay.engine.scheduling.groups import GroupSteps
+from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
-from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.memory.swap import SwapLoad
@@ -87,8 +86,8 @@ def _block_ids(seq: Sequence, first: int, end: int) -> list[BlockId]:
 class StepLoads:
     """What a step waits for. may_load: whether sequences' blocks can be on their way at all."""
 
-    def __init__(self, scheduler: Scheduler, tiers: LowerTiers | None, *, num_layers: int, may_load: bool) -> None:
-        self._scheduler, self._tiers = scheduler, tiers
+    def __init__(self, scheduler: Scheduler, *, num_layers: int, may_load: bool) -> None:
+        self._scheduler = scheduler
         self._last_layer, self._may_load = num_layers - 1, may_load
 
     def verified(self, plan: StepPlan) -> StepPlan:
@@ -113,8 +112,8 @@ class StepLoads:
         load = seq.load
         self._scheduler.rewind(seq)
         if load is not None and not isinstance(load, SwapLoad):
-            assert self._tiers is not None
-            self._tiers.controller.discard_load(load)
+            assert self._scheduler.tiers is not None
+            self._scheduler.tiers.controller.discard_load(load)
 
     def wait_for(self, seq: Sequence) -> bool:
         """Wait until all blocks of `seq` are loaded. False: they are corrupt, and `seq` is computed again."""
@@ -166,7 +165,7 @@ class StepExecutor:
         loads: StepLoads,
         sampler: Sampler,
         outputs: OutputProcessor,
-        groups: GroupSteps,
+        groups: Groups,
         note_draft: Callable[[Scheduled, int], None],
         layer_events: LayerEvents | None,
         device: AsyncDevice | None,
@@ -188,7 +187,7 @@ class StepExecutor:
                 seq.scheduled_s = now_s
                 if self._layer_events is not None:
                     self._layer_events.announce_cached(item)
-        step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.aside)
+        step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.blocks)
         try:
             self._copy_blocks(step)
             drawn = before.drawn() if before is not None else None
@@ -212,7 +211,7 @@ class StepExecutor:
 
     def _draw_or_keep(self, step: InFlightStep, hidden: Tensor) -> None:
         """Draw the step's tokens now if they follow from its logits alone; else keep `hidden` until it is collected."""
-        must_wait = step.wants_prompt_logprobs or step.plan.num_drafted or self._scheduler.groups.by_id
+        must_wait = step.wants_prompt_logprobs or step.plan.num_drafted or self._scheduler.groups
         if self._device is None or must_wait or not self.sampler.wants_tokens_alone(step.seqs):
             step.hidden = hidden
         elif step.rows:
@@ -257,7 +256,7 @@ class StepExecutor:
         logits = self._runner.logits(hidden, rows)
         if plan.num_drafted:
             self._sample_drafted(plan, seqs, logits, outputs)
-        elif self._scheduler.groups.by_id:
+        elif self._scheduler.groups:
             self._sample_groups(seqs, logits, outputs)
         else:
             tokens, logprobs = self.sampler.sample(logits, seqs)

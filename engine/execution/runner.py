@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.scheduling.blocks import BlocksAside
+from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.kernels.async_backend import PendingTokens, TokenFeed
@@ -48,11 +48,11 @@ class InFlightStep:
     rows: list[int]
     seqs: list[Sequence]
     launched_s: float
-    aside: BlocksAside
+    aside: SequenceBlocks
     hidden: Tensor | None = None
     pending: PendingTokens | None = None
     wants_prompt_logprobs: bool = False
-    _kept: list[int] = field(default_factory=list)  # keys for BlocksAside.unquarantine
+    _kept: list[int] = field(default_factory=list)  # keys for SequenceBlocks.unquarantine
     _placeholders: dict[int, int] = field(default_factory=dict)  # row by id(), of sequences with a placeholder token
 
     @property

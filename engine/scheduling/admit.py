@@ -11,10 +11,9 @@ managers/schedule_policy.py); vLLM names blocks when they are planned instead, s
 from array import array
 from collections.abc import Iterable
 
-from kvrelay.engine.scheduling.blocks import BlocksAside, Headroom
-from kvrelay.engine.scheduling.fair_share import FairShare
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
-from kvrelay.engine.scheduling.sequence import GroupTable, Scheduled, Sequence, State
+from kvrelay.engine.scheduling.blocks import Headroom, SequenceBlocks
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, ranks_before
 from kvrelay.hashing import HASH_BYTES, pack_tokens
@@ -23,22 +22,75 @@ from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.kvcache.pool.radix import Match
 
 
-class Turns:
-    """Whose turn it is in each of the two queues of an engine."""
+class Admission:
+    """Admits queued sequences, the head of each of an engine's two queues first, and gives them their blocks."""
 
     def __init__(
         self,
         queues: Queues,
         pool: BlockPool,
-        fair_share: FairShare,
+        blocks: SequenceBlocks,
+        headroom: Headroom,
         speeds: MeasuredSpeeds,
         tiers: LowerTiers | None,
         *,
         token_budget: int,
+        max_running: int,
     ) -> None:
-        self._queues, self._pool, self._fair_share = queues, pool, fair_share
-        self._speeds, self._tiers, self._token_budget = speeds, tiers, token_budget
+        self._queues, self._pool, self._blocks, self._headroom = queues, pool, blocks, headroom
+        self._speeds, self._tiers = speeds, tiers
+        self._token_budget, self._max_running = token_budget, max_running
         self._now_s = 0.0  # as of the last `past_deadline`
+        self.hit_tokens = self.query_tokens = 0
+
+    def grant_reservations(self) -> list[Sequence]:
+        """Reserve blocks for queued reservations, in order, while there is room; returns them, now RECEIVING."""
+        queues, granted = self._queues, list[Sequence]()
+        self.return_ready()
+        while not queues.swapped and (seq := self.head(queues.reserving)) is not None:
+            if not self._admit(seq, queues.reserving, leave_one=False):
+                break
+            seq.num_held_blocks = seq.num_cached // seq.block_size
+            seq.move_to(State.RECEIVING)
+            queues.receiving[seq.request_id] = seq
+            granted.append(seq)
+        return granted
+
+    def admit_waiting(self, chunks: Iterable[Scheduled], before: Sequence | None = None) -> Sequence | None:
+        """Admit the head of the waiting queue, which has its blocks then; None: there is none, or no room for it.
+
+        Args:
+            chunks: prompts that this step computes. A sequence that finds much of one cached in the next step waits
+                for it.
+            before: only a sequence that goes before this one, whose prompt has begun.
+        """
+        waiting = self._queues.waiting
+        seq = self.head(waiting)
+        if seq is None or (before is not None and not waiting.passes(seq, before)):
+            return None
+        return seq if self._admit(seq, waiting, leave_one=True, chunks=chunks) else None
+
+    def _admit(self, seq: Sequence, queue: WaitingQueue, *, leave_one: bool, chunks: Iterable[Scheduled] = ()) -> bool:
+        num_sequences, num_blocks = self._reserved_for_other(seq, queue)
+        if chunks and finds_more_next_step(seq, chunks, self._pool, self._token_budget):
+            return False
+        if not self.fits_running(seq, num_sequences) or not self._give(seq, num_blocks, leave_one=leave_one):
+            return False
+        seq.queue_rank = queue.rank(seq)
+        queue.take(seq)
+        self._other(queue).count_admission()
+        seq.has_begun = True
+        self._queues.fair_share.admit(seq)
+        return True
+
+    def fits_running(self, seq: Sequence, num_reserved: int = 0) -> bool:
+        """Whether `seq`, with its group, may run too, when so many running sequences are reserved for others."""
+        taken = len(self._queues.running) + len(self._queues.receiving)
+        if self._queues.groups:
+            taken += self._queues.num_reserved
+        return taken + num_sequences_of(seq) + num_reserved <= self._max_running
+
+    # ---- whose turn it is
 
     def past_deadline(self, now_s: float) -> list[Sequence]:
         """Queued sequences that were never begun and should have their first token by now."""
@@ -90,41 +142,22 @@ class Turns:
             for queue in (self._queues.waiting, self._queues.reserving):
                 queue.return_ready(self._tiers.is_waiting)
 
-    def admitted(self, seq: Sequence, queue: WaitingQueue) -> None:
-        """`seq` leaves its queue, and its tenant pays."""
-        seq.queue_rank = queue.rank(seq)
-        queue.take(seq)
-        self._other(queue).count_admission()
-        seq.has_begun = True
-        self._fair_share.admit(seq)
-
-    def reserved_for_other(self, seq: Sequence, queue: WaitingQueue) -> tuple[int, int]:
+    def _reserved_for_other(self, seq: Sequence, queue: WaitingQueue) -> tuple[int, int]:
         """(running sequences, blocks) to leave for the head of the other queue, if that goes before `seq`."""
         other_queue = self._other(queue)
         other = self.head(other_queue)
         if other is None or not ranks_before(other_queue, other, queue, seq):
             return 0, 0
         for_members = other.group.blocks_to_fork() if other.group is not None and will_fork(other) else 0
-        return num_sequences_of(other), prompt_blocks(
-            other
-        ) + for_members + 1  # `seq` itself needs one spare block more
+        # `seq` itself needs one spare block more
+        return num_sequences_of(other), prompt_blocks(other) + for_members + 1
 
     def _other(self, queue: WaitingQueue) -> WaitingQueue:
         return self._queues.reserving if queue is self._queues.waiting else self._queues.waiting
 
+    # ---- blocks
 
-class PromptBlocks:
-    """Gives sequences their blocks: cached ones of their prefix, and fresh ones."""
-
-    def __init__(
-        self, pool: BlockPool, queues: Queues, headroom: Headroom, aside: BlocksAside, tiers: LowerTiers | None
-    ) -> None:
-        self._pool, self._queues, self._headroom = pool, queues, headroom
-        self._aside, self._tiers = aside, tiers
-        self.hit_tokens = 0
-        self.query_tokens = 0
-
-    def give(self, seq: Sequence, num_reserved: int, *, leave_one: bool) -> bool:
+    def _give(self, seq: Sequence, num_reserved: int, *, leave_one: bool) -> bool:
         """Give `seq` the cached blocks of its prefix and fresh ones for the rest of its tokens. False: no room.
 
         Args:
@@ -180,7 +213,7 @@ class PromptBlocks:
         if seq.group is not None and will_fork(seq):
             spare = max(spare, min(spare + seq.group.blocks_to_fork(), pool.num_blocks - need - len(cached)))
         is_short = need + spare > pool.num_available
-        if is_short and not (num_reserved or queues.running or queues.receiving or queues.held or self._aside):
+        if is_short and not (num_reserved or queues.running or queues.receiving or queues.held or self._blocks.aside()):
             # only pins are in the way: end them early
             is_short = not pool.unpin_for(need + spare)
         fresh = None if is_short else pool.allocate(need)
@@ -188,68 +221,6 @@ class PromptBlocks:
             pool.release(cached)
             return None
         return cached + fresh
-
-
-class Admission:
-    """Admits queued sequences, the head of each queue first."""
-
-    def __init__(
-        self,
-        queues: Queues,
-        pool: BlockPool,
-        turns: Turns,
-        blocks: PromptBlocks,
-        groups: GroupTable,
-        *,
-        token_budget: int,
-        max_running: int,
-    ) -> None:
-        self._queues, self._pool, self._groups = queues, pool, groups
-        self._token_budget, self._max_running = token_budget, max_running
-        self.turns, self.blocks = turns, blocks
-
-    def grant_reservations(self) -> list[Sequence]:
-        """Reserve blocks for queued reservations, in order, while there is room; returns them, now RECEIVING."""
-        queues, granted = self._queues, list[Sequence]()
-        self.turns.return_ready()
-        while not queues.swapped and (seq := self.turns.head(queues.reserving)) is not None:
-            if not self._admit(seq, queues.reserving, leave_one=False):
-                break
-            seq.num_held_blocks = seq.num_cached // seq.block_size
-            seq.move_to(State.RECEIVING)
-            queues.receiving[seq.request_id] = seq
-            granted.append(seq)
-        return granted
-
-    def admit_waiting(self, chunks: Iterable[Scheduled], before: Sequence | None = None) -> Sequence | None:
-        """Admit the head of the waiting queue, which has its blocks then; None: there is none, or no room for it.
-
-        Args:
-            chunks: prompts that this step computes. A sequence that finds much of one cached in the next step waits
-                for it.
-            before: only a sequence that goes before this one, whose prompt has begun.
-        """
-        waiting = self._queues.waiting
-        seq = self.turns.head(waiting)
-        if seq is None or (before is not None and not waiting.passes(seq, before)):
-            return None
-        return seq if self._admit(seq, waiting, leave_one=True, chunks=chunks) else None
-
-    def _admit(self, seq: Sequence, queue: WaitingQueue, *, leave_one: bool, chunks: Iterable[Scheduled] = ()) -> bool:
-        num_sequences, num_blocks = self.turns.reserved_for_other(seq, queue)
-        if chunks and finds_more_next_step(seq, chunks, self._pool, self._token_budget):
-            return False
-        if not self.fits_running(seq, num_sequences) or not self.blocks.give(seq, num_blocks, leave_one=leave_one):
-            return False
-        self.turns.admitted(seq, queue)
-        return True
-
-    def fits_running(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Whether `seq`, with its group, may run too, when so many running sequences are reserved for others."""
-        taken = len(self._queues.running) + len(self._queues.receiving)
-        if self._groups.by_id:
-            taken += self._groups.num_reserved
-        return taken + num_sequences_of(seq) + num_reserved <= self._max_running
 
 
 def num_sequences_of(seq: Sequence) -> int:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.scheduling.fair_share import FairShare
-from kvrelay.engine.scheduling.sequence import GroupTable, Sequence, State
+from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers, Pinning
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.hashing import pack_tokens
@@ -38,119 +37,6 @@ class BlockCopy:
     seq: Sequence
     source: BlockId
     target: BlockId
-
-
-class CopyOnWrite:
-    """The block copies of the step that is being planned."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self.pending: list[BlockCopy] = []
-        self.sources: list[BlockId] = []  # held until their copies are made
-
-    def try_own(self, seq: Sequence) -> bool:
-        """Make the partial block that `seq` writes next its own, by a copy if others hold it.
-
-        False: no block is free.
-        """
-        index, offset = divmod(seq.num_computed, seq.block_size)
-        if not offset or self._pool.is_own(source := BlockId(seq.blocks[index])):
-            return True
-        target = self._pool.writable(source)
-        if target is None:
-            return False
-        seq.blocks[index] = target
-        self.pending.append(BlockCopy(seq, source, target))
-        self._pool.acquire(
-            (source,)
-        )  # else it could go to a sequence whose blocks are written at once: from a lower tier
-        self.sources.append(source)
-        return True
-
-    def copied(self) -> None:
-        """The pending copies are made: their sources may be reused."""
-        self.pending = []
-        while self.sources:
-            self._pool.release((self.sources.pop(),))
-
-
-class BlocksAside:
-    """Used blocks that no sequence holds: in quarantine, read by a step in flight, used by a probe, or being saved."""
-
-    def __init__(self, pool: BlockPool, queues: Queues, tiers: LowerTiers | None) -> None:
-        self._pool, self._queues, self._tiers = pool, queues, tiers
-        self.quarantined: dict[int, BlockIds] = {}  # by arrival, or below zero
-        self.probe_blocks: set[BlockId] = set()
-        self._num_kept = 0
-
-    def quarantine(self, seq: Sequence) -> int:
-        """Take a sequence's blocks, which a transfer may still write; returns the key for `unquarantine`."""
-        self.quarantined[seq.arrival] = seq.blocks
-        seq.blocks = array("i")
-        return seq.arrival
-
-    def keep(self, blocks: Iterable[int]) -> int:
-        """Hold blocks that a step in flight uses; returns the key for `unquarantine`."""
-        kept = array("i", blocks)
-        self._pool.acquire(kept)
-        self._num_kept += 1
-        self.quarantined[-self._num_kept] = kept
-        return -self._num_kept
-
-    def unquarantine(self, key: int) -> None:
-        """Nothing writes or reads these blocks any more: release them."""
-        self._pool.release(self.quarantined.pop(key))
-
-    def take_probe_blocks(self, count: int) -> list[BlockId]:
-        """Up to `count` free blocks for a probe of the KV paths; none while a sequence is queued for blocks.
-
-        Leaves one for each running sequence, so that a probe preempts none.
-        """
-        queues = self._queues
-        spare = self._pool.counts().free - len(queues.running) - len(queues.receiving)
-        count = max(0, min(count, spare))
-        blocks = None if queues.has_demand else self._pool.allocate(count)
-        taken = [BlockId(block) for block in blocks or ()]
-        self.probe_blocks.update(taken)
-        return taken
-
-    def return_probe_blocks(self, blocks: Iterable[BlockId]) -> None:
-        """The probe is done with these."""
-        returned = list(blocks)
-        self.probe_blocks.difference_update(returned)
-        self._pool.release(returned)
-
-    def holders(self) -> Counter[int]:
-        """How often each of these blocks is held."""
-        holders: Counter[int] = Counter(self.probe_blocks)
-        for blocks in self.quarantined.values():
-            holders.update(blocks)
-        if self._tiers is not None:
-            holders.update(self._tiers.controller.held_blocks())
-        return holders
-
-    def __bool__(self) -> bool:
-        return bool(self.holders())
-
-
-class PrefixRegistration:
-    """Registers the full blocks of sequences in the prefix cache, and pins prompts."""
-
-    def __init__(self, pool: BlockPool, pinning: Pinning, tiers: LowerTiers | None) -> None:
-        self._pool, self._pinning, self._tiers = pool, pinning, tiers
-
-    def register(self, seq: Sequence) -> None:
-        """Others may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked to."""
-        hints, size, first = seq.request.hints, seq.block_size, seq.num_hashed_blocks
-        full = seq.num_computed // size
-        if full > first and hints.keep:
-            tokens = pack_tokens(seq.token_ids, first * size, full * size)
-            self._pool.insert(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
-            if self._tiers is not None:
-                self._tiers.filled(seq, first, full)
-        seq.num_hashed_blocks = max(first, full)
-        if not seq.is_pinned and seq.num_computed >= seq.request.num_prompt_tokens:
-            self._pinning.pin_prompt(seq)
 
 
 class OutputLengths:
@@ -242,53 +128,159 @@ class Headroom:
         return growth_blocks(self.lengths.remaining(so_far, most), np.maximum(own, 0.0), self._block_size)
 
 
-class Release:
-    """The one way by which a sequence ends and gives back what it holds."""
+class SequenceBlocks:
+    """What sequences hold, and how they give it back; and used blocks that no sequence holds.
+
+    Those are set aside: in quarantine, read by a step in flight, used by a probe, or being saved.
+
+    Args:
+        lengths: observes outputs that end by themselves.
+        area: where preempted sequences' KV may be.
+    """
 
     def __init__(
         self,
         pool: BlockPool,
         queues: Queues,
-        fair_share: FairShare,
-        groups: GroupTable,
-        area: SwapArea | None,
         lengths: OutputLengths,
-        tiers: LowerTiers | None,
+        area: SwapArea | None = None,
+        tiers: LowerTiers | None = None,
     ) -> None:
-        self._pool, self._queues, self._fair_share, self._groups = pool, queues, fair_share, groups
-        self._area, self._lengths, self._tiers = area, lengths, tiers
+        self._pool, self._queues, self._lengths = pool, queues, lengths
+        self._area, self._tiers, self.pinning = area, tiers, Pinning(pool, tiers)
+        self.copies: list[BlockCopy] = []  # of the step that is being planned
+        self.copy_sources: list[BlockId] = []  # held until their copies are made
+        self.quarantined: dict[int, BlockIds] = {}  # by arrival, or below zero
+        self.probe_blocks: set[BlockId] = set()
+        self._num_kept = 0
+
+    # ---- copy on write
+
+    def try_own(self, seq: Sequence) -> bool:
+        """Make the partial block that `seq` writes next its own, by a copy if others hold it.
+
+        False: no block is free.
+        """
+        index, offset = divmod(seq.num_computed, seq.block_size)
+        if not offset or self._pool.is_own(source := BlockId(seq.blocks[index])):
+            return True
+        target = self._pool.writable(source)
+        if target is None:
+            return False
+        seq.blocks[index] = target
+        self.copies.append(BlockCopy(seq, source, target))
+        # else it could go to a sequence whose blocks are written at once: from a lower tier
+        self._pool.acquire((source,))
+        self.copy_sources.append(source)
+        return True
+
+    def copied(self) -> None:
+        """The pending copies are made: their sources may be reused."""
+        self.copies = []
+        while self.copy_sources:
+            self._pool.release((self.copy_sources.pop(),))
+
+    # ---- blocks set aside
+
+    def quarantine(self, seq: Sequence) -> int:
+        """Take a sequence's blocks, which a transfer may still write; returns the key for `unquarantine`."""
+        self.quarantined[seq.arrival] = seq.blocks
+        seq.blocks = array("i")
+        return seq.arrival
+
+    def keep(self, blocks: Iterable[int]) -> int:
+        """Hold blocks that a step in flight uses; returns the key for `unquarantine`."""
+        kept = array("i", blocks)
+        self._pool.acquire(kept)
+        self._num_kept += 1
+        self.quarantined[-self._num_kept] = kept
+        return -self._num_kept
+
+    def unquarantine(self, key: int) -> None:
+        """Nothing writes or reads these blocks any more: release them."""
+        self._pool.release(self.quarantined.pop(key))
+
+    def take_probe_blocks(self, count: int) -> list[BlockId]:
+        """Up to `count` free blocks for a probe of the KV paths; none while a sequence is queued for blocks.
+
+        Leaves one for each running sequence, so that a probe preempts none.
+        """
+        queues = self._queues
+        spare = self._pool.counts().free - len(queues.running) - len(queues.receiving)
+        count = max(0, min(count, spare))
+        blocks = None if queues.has_demand else self._pool.allocate(count)
+        taken = [BlockId(block) for block in blocks or ()]
+        self.probe_blocks.update(taken)
+        return taken
+
+    def return_probe_blocks(self, blocks: Iterable[BlockId]) -> None:
+        """The probe is done with these."""
+        returned = list(blocks)
+        self.probe_blocks.difference_update(returned)
+        self._pool.release(returned)
+
+    def aside(self) -> Counter[int]:
+        """How often each block is held by something else than a sequence or a pending copy."""
+        holders: Counter[int] = Counter(self.probe_blocks)
+        for blocks in self.quarantined.values():
+            holders.update(blocks)
+        if self._tiers is not None:
+            holders.update(self._tiers.controller.held_blocks())
+        return holders
+
+    # ---- the prefix cache
+
+    def register(self, seq: Sequence) -> None:
+        """Others may use the full blocks of `seq` from now on; once its prompt is computed, pin it if asked to."""
+        hints, size, first = seq.request.hints, seq.block_size, seq.num_hashed_blocks
+        full = seq.num_computed // size
+        if full > first and hints.keep:
+            tokens = pack_tokens(seq.token_ids, first * size, full * size)
+            self._pool.insert(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
+            if self._tiers is not None:
+                self._tiers.filled(seq, first, full)
+        seq.num_hashed_blocks = max(first, full)
+        if not seq.is_pinned and seq.num_computed >= seq.request.num_prompt_tokens:
+            self.pinning.pin_prompt(seq)
+
+    # ---- release
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence: whatever it holds is released, or HELD for its transfer."""
+        """End a sequence, the one way for it: whatever it holds is released, or HELD for its transfer."""
         if seq.state is State.FINISHED:
             return
+        queues = self._queues
         if seq.state is State.RUNNING:
-            self._queues.running.remove(seq)
+            queues.running.remove(seq)
             seq.finish_reason = reason
             if seq.hold and reason in (FinishReason.LENGTH, FinishReason.STOP):
                 seq.move_to(State.HELD)
-                self._queues.held[seq.request_id] = seq
+                queues.held[seq.request_id] = seq
                 return
-        self._queues.remove_parked(seq)
+        queues.remove_parked(seq)
         self.stop_loading(seq)
-        self._fair_share.give_back(seq)
+        queues.fair_share.give_back(seq)
         self.drop_swapped(seq)
         if seq.num_output and reason in (FinishReason.LENGTH, FinishReason.STOP):
             self._lengths.observe(seq.num_output)
         if seq.group is not None:
-            self._groups.ended(seq)
+            queues.end_in_group(seq)
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
-        self.release_blocks(seq)
-        del self._queues.sequences[seq.request_id]
+        self._release(seq)
+        del queues.sequences[seq.request_id]
 
     def leave_batch(self, seq: Sequence) -> None:
         """Take a running sequence off the batch, without its blocks."""
         self._queues.running.remove(seq)
         self.stop_loading(seq)
-        self.release_blocks(seq)
+        self._release(seq)
         seq.writable_until = seq.plain_until = 0
-        self._fair_share.give_back(seq)
+        self._queues.fair_share.give_back(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self._pool.release(seq.blocks)
+        seq.blocks = array("i")
 
     def stop_loading(self, seq: Sequence) -> None:
         """On return nothing is written into the blocks of `seq` any more, and nothing is fetched for it."""
@@ -303,20 +295,17 @@ class Release:
             self._area.drop(seq.swapped)
             seq.swapped = None
 
-    def release_blocks(self, seq: Sequence) -> None:
-        self._pool.release(seq.blocks)
-        seq.blocks = array("i")
-
-
-def check_holders(pool: BlockPool, queues: Queues, aside: BlocksAside, copies: CopyOnWrite) -> None:
-    """Raise AssertionError unless each reference to a block in the pool has a holder."""
-    pool.check()
-    holders = Counter(pool.pinned) + aside.holders()
-    for seq in queues.sequences.values():
-        holders.update(seq.blocks)
-    holders.update(copies.sources)
-    for block, count in holders.items():
-        assert count == pool.num_holders(block), f"block {block}: {count} holders, {pool.num_holders(block)} references"
-    used = pool.counts().used
-    held = sum(count > (block in pool.pinned) for block, count in holders.items())
-    assert used == held, f"{used} blocks are used, but sequences and others hold {held}: {used - held} leaked"
+    def check(self) -> None:
+        """Raise AssertionError unless each reference to a block in the pool has a holder."""
+        pool = self._pool
+        pool.check()
+        holders = Counter(pool.pinned) + self.aside()
+        for seq in self._queues.sequences.values():
+            holders.update(seq.blocks)
+        holders.update(self.copy_sources)
+        for block, count in holders.items():
+            found = pool.num_holders(block)
+            assert count == found, f"block {block}: {count} holders, {found} references"
+        used = pool.counts().used
+        held = sum(count > (block in pool.pinned) for block, count in holders.items())
+        assert used == held, f"{used} blocks are used, but sequences and others hold {held}: {used - held} leaked"

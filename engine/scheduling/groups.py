@@ -10,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.engine.scheduling.beam import BeamCandidates, Hypothesis
-from kvrelay.engine.scheduling.blocks import Release
-from kvrelay.engine.scheduling.sequence import GroupTable, Sequence, SequenceGroup, State
+from kvrelay.engine.scheduling.blocks import SequenceBlocks
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import TokenOutput
@@ -43,18 +43,100 @@ def member_of(group: SequenceGroup, like: Sequence, choice: int) -> Sequence:
     return member
 
 
+def merge_group(group: SequenceGroup, queues: Queues, blocks: SequenceBlocks) -> tuple[Sequence, list[Sequence]]:
+    """(a leader that is to be queued, the members, which have ended): all blocks are released."""
+    members, like = list(group.members), group.members[0]
+    prompt = group.request.num_prompt_tokens
+    outputs = {member.choice: member.token_ids[prompt:] for member in members}
+    sampling = msgspec.structs.replace(group.request.sampling, prompt_logprobs=None)  # those have been sent
+    group.request = msgspec.structs.replace(group.request, sampling=sampling)
+    leader = Sequence(group.request, like.block_size, like.arrival, arrived_s=like.arrived_s)
+    leader.scheduled_s, leader.num_cached, leader.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
+    leader.has_begun, leader.num_paid = True, prompt
+    leader.group, group.leader = group, leader
+    for member in members:
+        blocks.finish(member, FinishReason.ABORT)
+    group.outputs, group.num_paid = outputs, {member.choice: member.num_paid for member in members}
+    group.candidates.clear()
+    queues.sequences[leader.request_id] = leader
+    return leader, members
+
+
 class Groups:
-    """The groups of one engine, and what is done to queues and blocks for them."""
+    """Forks groups and moves them on, one step at a time. end, forget: of a sequence that the engine computes."""
 
-    def __init__(self, table: GroupTable, pool: BlockPool, queues: Queues, release: Release) -> None:
-        self._pool, self.queues, self.release = pool, queues, release
-        self.table = table
-        self.by_id = table.by_id
+    def __init__(
+        self,
+        queues: Queues,
+        blocks: SequenceBlocks,
+        pool: BlockPool,
+        end: EndSequence,
+        forget: Callable[[Sequence], None],
+    ) -> None:
+        self._queues, self._blocks, self._pool, self._end, self._forget = queues, blocks, pool, end, forget
 
-    def fork(self, group: SequenceGroup, members: list[Sequence]) -> None:
+    # ---- samples
+
+    def rows_of(self, seqs: list[Sequence]) -> list[tuple[int, Sequence]]:
+        """(row, sequence) of every token that is to be drawn: a leader's row serves each of its choices.
+
+        Beams draw none.
+        """
+        draws: list[tuple[int, Sequence]] = []
+        for row, seq in enumerate(seqs):
+            group = seq.group
+            if group is None or (seq is not group.leader and group.search is None):
+                draws.append((row, seq))
+            elif group.search is None:  # a prefill worker's members draw it again when a group is continued
+                is_prefill, outputs = seq.output_limit is not None, group.outputs
+                members = self._members(group, seq)
+                draws += [(row, member) for member in members if is_prefill or not outputs[member.choice]]
+        return draws
+
+    def _members(self, group: SequenceGroup, leader: Sequence) -> list[Sequence]:
+        members = [member_of(group, leader, choice) for choice in sorted(group.outputs)]
+        for member in members:
+            member.num_chunks, member.prompt_logprobs = leader.num_chunks, leader.prompt_logprobs
+            if leader.output_limit is None:
+                member.token_ids += group.outputs[member.choice]
+            self._queues.sequences[member.request_id] = member
+        group.members = members
+        return list(members)
+
+    def settle(self, leaders: list[Sequence]) -> None:
+        """The tokens are drawn and appended: these leaders fork, or wait for their transfer."""
+        for leader in leaders:
+            group = leader.group
+            if group is None or group.search is not None or leader is not group.leader:
+                continue
+            members, group.members = group.members, []
+            if leader.output_limit is None:
+                self._fork_members(group, leader, members)
+                continue
+            for member in members:
+                self._blocks.finish(member, FinishReason.LENGTH)
+            leader.hold = leader.hold and bool(members)
+            self._end(leader, FinishReason.LENGTH)
+
+    def take_over(self, leader: Sequence, token_ids: list[int]) -> list[Sequence]:
+        """A prefill worker has computed the prompt and drawn each live choice's first token; returns the members."""
+        group = leader.group
+        assert group is not None
+        members = self._members(group, leader)
+        for member, token in zip(members, token_ids, strict=True):
+            if member.num_output == 0:
+                member.token_ids.append(token)
+        group.members = []
+        self._fork_members(group, leader, members)
+        return list(members)
+
+    def _fork_members(self, group: SequenceGroup, leader: Sequence, members: list[Sequence]) -> None:
         """The leader's prompt is computed: these continue from its blocks, each with at least one token of output."""
-        leader = group.leader
-        assert leader is not None and leader.num_computed == group.request.num_prompt_tokens
+        assert leader is group.leader and leader.num_computed == group.request.num_prompt_tokens
+        self._forget(leader)
+        for member in [member for member in members if member.choice in group.unwanted]:
+            members.remove(member)
+            self._blocks.finish(member, FinishReason.ABORT)
         for member in members:
             member.blocks = leader.blocks[: leader.blocks_for(leader.num_computed)]
             self._pool.acquire(member.blocks)
@@ -66,9 +148,9 @@ class Groups:
             self._enter(member)
         group.members, group.leader, group.outputs, group.num_paid = members, None, {}, {}
         leader.group = None
-        self.release.finish(leader, FinishReason.LENGTH)
+        self._blocks.finish(leader, FinishReason.LENGTH)
         if not members:
-            del self.by_id[group.request.request_id]
+            del self._queues.groups[group.request.request_id]
 
     def _use_cached(self, member: Sequence) -> None:
         """What it had computed before a preemption may still be cached."""
@@ -85,135 +167,8 @@ class Groups:
 
     def _enter(self, member: Sequence) -> None:
         member.move_to(State.RUNNING)
-        self.queues.sequences[member.request_id] = member
-        self.queues.join_batch(member)
-
-    def merge(self, group: SequenceGroup) -> tuple[Sequence, list[Sequence]]:
-        """(a leader that is to be queued, the members, which have ended): all blocks are released."""
-        members, like = list(group.members), group.members[0]
-        prompt = group.request.num_prompt_tokens
-        outputs = {member.choice: member.token_ids[prompt:] for member in members}
-        sampling = msgspec.structs.replace(group.request.sampling, prompt_logprobs=None)  # those have been sent
-        group.request = msgspec.structs.replace(group.request, sampling=sampling)
-        leader = Sequence(group.request, like.block_size, like.arrival, arrived_s=like.arrived_s)
-        leader.scheduled_s, leader.num_cached, leader.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
-        leader.has_begun, leader.num_paid = True, prompt
-        leader.group, group.leader = group, leader
-        for member in members:
-            self.release.finish(member, FinishReason.ABORT)
-        group.outputs, group.num_paid = outputs, {member.choice: member.num_paid for member in members}
-        group.candidates.clear()
-        self.queues.sequences[leader.request_id] = leader
-        return leader, members
-
-    # ---- beams
-
-    def go_on(self, group: SequenceGroup, parents: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Sequence]:
-        """Beam i continues beam parents[i] with token_ids[i]; returns the beams that are dropped."""
-        before, after = list(group.members), []
-        group.candidates.clear()
-        free = dict(enumerate(before))  # whose own sequence has not been taken over by its first child
-        for rank in range(len(parents) - 1, -1, -1):
-            parent = before[parents[rank]]
-            is_first = parents.index(parents[rank]) == rank
-            child = free.pop(parents[rank]) if is_first else self._fork(group, parent, rank)
-            after.append((rank, child))
-        after.reverse()
-        for (rank, child), token in zip(after, token_ids, strict=True):
-            child.choice = rank
-            child.token_ids.append(token)
-        dropped = list(free.values())
-        group.members = [child for _, child in after]
-        for beam in dropped:
-            beam.group = None
-            self.release.finish(beam, FinishReason.ABORT)
-        return dropped
-
-    def _fork(self, group: SequenceGroup, parent: Sequence, rank: int) -> Sequence:
-        child = member_of(group, parent, rank)
-        child.token_ids[:] = parent.token_ids
-        child.num_computed, child.num_hashed_blocks = parent.num_computed, parent.num_hashed_blocks
-        child.has_begun, child.num_paid, child.num_charged = True, parent.num_computed, parent.num_computed
-        child.blocks = parent.blocks[: parent.blocks_for(parent.num_computed)]
-        parent.writable_until = 0
-        self._pool.acquire(child.blocks)
-        self._enter(child)
-        return child
-
-
-class GroupSteps:
-    """Moves groups on, one step at a time."""
-
-    def __init__(self, groups: Groups, end: EndSequence, forget: Callable[[Sequence], None]) -> None:
-        self._groups, self._end, self._forget = groups, end, forget
-
-    # ---- samples
-
-    def rows_of(self, seqs: list[Sequence]) -> list[tuple[int, Sequence]]:
-        """(row, sequence) of every token that is to be drawn: a leader's row serves each of its choices.
-
-        Beams draw none.
-        """
-        draws: list[tuple[int, Sequence]] = []
-        for row, seq in enumerate(seqs):
-            group = seq.group
-            if group is None or (seq is not group.leader and group.search is None):
-                draws.append((row, seq))
-            elif group.search is None:
-                draws += [(row, member) for member in self._first_tokens(group, seq)]
-        return draws
-
-    def _first_tokens(self, group: SequenceGroup, leader: Sequence) -> list[Sequence]:
-        """The members without a first token. A prefill worker's draw it again when a group is continued."""
-        members = self._members(group, leader)
-        if leader.output_limit is None:
-            members = [member for member in members if not group.outputs[member.choice]]
-        return members
-
-    def _members(self, group: SequenceGroup, leader: Sequence) -> list[Sequence]:
-        members = [member_of(group, leader, choice) for choice in sorted(group.outputs)]
-        for member in members:
-            member.num_chunks, member.prompt_logprobs = leader.num_chunks, leader.prompt_logprobs
-            if leader.output_limit is None:
-                member.token_ids += group.outputs[member.choice]
-            self._groups.queues.sequences[member.request_id] = member
-        group.members = members
-        return list(members)
-
-    def settle(self, seqs: list[Sequence]) -> None:
-        """The tokens are drawn and appended: leaders fork, or wait for their transfer."""
-        for seq in seqs:
-            if seq.group is not None and seq is seq.group.leader and seq.group.search is None:
-                self._settle(seq.group, seq)
-
-    def _settle(self, group: SequenceGroup, leader: Sequence) -> None:
-        members, group.members = list(group.members), []
-        if leader.output_limit is None:
-            self._fork_members(group, leader, members)
-            return
-        for member in members:
-            self._groups.release.finish(member, FinishReason.LENGTH)
-        leader.hold = leader.hold and bool(members)
-        self._end(leader, FinishReason.LENGTH)
-
-    def _fork_members(self, group: SequenceGroup, leader: Sequence, members: list[Sequence]) -> None:
-        self._forget(leader)
-        for member in [member for member in members if member.choice in group.unwanted]:
-            members.remove(member)
-            self._groups.release.finish(member, FinishReason.ABORT)
-        self._groups.fork(group, members)
-
-    def take_over(self, leader: Sequence, token_ids: list[int]) -> list[Sequence]:
-        """A prefill worker has computed the prompt and drawn each live choice's first token; returns the members."""
-        group = leader.group
-        assert group is not None
-        members = self._members(group, leader)
-        for member, token in zip(members, token_ids, strict=True):
-            if member.num_output == 0:
-                member.token_ids.append(token)
-        group.members = []
-        self._fork_members(group, leader, members)
-        return list(members)
+        self._queues.sequences[member.request_id] = member
+        self._queues.join_batch(member)
 
     # ---- beams
 
@@ -244,7 +199,7 @@ class GroupSteps:
         assert search is not None
         search.step([candidates])
         if search.is_done:
-            outputs = self._results(group)
+            outputs = _results(group)
             leader.hold = False
             self._end(leader, FinishReason.LENGTH)
             return outputs
@@ -261,30 +216,59 @@ class GroupSteps:
         assert search is not None
         step = search.step([group.candidates[rank] for rank in range(len(group.members))])
         if step.is_done:
-            outputs = self._results(group)
+            outputs = _results(group)
             for beam in list(group.members):
                 self._end(beam, FinishReason.LENGTH)
             return outputs
-        for beam in self._groups.go_on(group, step.parents, step.token_ids):
+        for beam in self.go_on(group, step.parents, step.token_ids):
             self._forget(beam)
         return []
 
-    @staticmethod
-    def _results(group: SequenceGroup) -> list[TokenOutput]:
-        request, search = group.request, group.search
-        assert request.group is not None and search is not None
-        count = request.group.num_choices
-        best = search.best(count)
-        best += [Hypothesis((), 0.0, is_ended=False)] * (count - len(best))  # nothing may follow: every choice must end
-        return [
-            TokenOutput(
-                request_id=request.request_id,
-                position=0,
-                token_ids=list(one.token_ids),
-                choice=choice,
-                finish_reason=FinishReason.STOP if one.is_ended else FinishReason.LENGTH,
-                stop_token=one.token_ids[-1] if one.is_ended else None,
-                num_left=len(best) - choice - 1,
-            )
-            for choice, one in enumerate(best)
-        ]
+    def go_on(self, group: SequenceGroup, parents: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Sequence]:
+        """Beam i continues beam parents[i] with token_ids[i]; returns the beams that are dropped."""
+        before, after = list(group.members), list[Sequence]()
+        group.candidates.clear()
+        free = dict(enumerate(before))  # whose own sequence has not been taken over by its first child
+        for rank, parent in reversed(list(enumerate(parents))):
+            is_first = parents.index(parent) == rank
+            after.insert(0, free.pop(parent) if is_first else self._fork(group, before[parent], rank))
+        for rank, (child, token) in enumerate(zip(after, token_ids, strict=True)):
+            child.choice = rank
+            child.token_ids.append(token)
+        dropped = list(free.values())
+        group.members = after
+        for beam in dropped:
+            beam.group = None
+            self._blocks.finish(beam, FinishReason.ABORT)
+        return dropped
+
+    def _fork(self, group: SequenceGroup, parent: Sequence, rank: int) -> Sequence:
+        child = member_of(group, parent, rank)
+        child.token_ids[:] = parent.token_ids
+        child.num_computed, child.num_hashed_blocks = parent.num_computed, parent.num_hashed_blocks
+        child.has_begun, child.num_paid, child.num_charged = True, parent.num_computed, parent.num_computed
+        child.blocks = parent.blocks[: parent.blocks_for(parent.num_computed)]
+        parent.writable_until = 0
+        self._pool.acquire(child.blocks)
+        self._enter(child)
+        return child
+
+
+def _results(group: SequenceGroup) -> list[TokenOutput]:
+    request, search = group.request, group.search
+    assert request.group is not None and search is not None
+    count = request.group.num_choices
+    best = search.best(count)
+    best += [Hypothesis((), 0.0, is_ended=False)] * (count - len(best))  # nothing may follow: every choice must end
+    return [
+        TokenOutput(
+            request_id=request.request_id,
+            position=0,
+            token_ids=list(one.token_ids),
+            choice=choice,
+            finish_reason=FinishReason.STOP if one.is_ended else FinishReason.LENGTH,
+            stop_token=one.token_ids[-1] if one.is_ended else None,
+            num_left=len(best) - choice - 1,
+        )
+        for choice, one in enumerate(best)
+    ]

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.engine.scheduling.admit import Admission
-from kvrelay.engine.scheduling.blocks import BlockCopy, CopyOnWrite
-from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.blocks import BlockCopy, SequenceBlocks
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, Preemption
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -71,13 +70,13 @@ class StepPlanner:
         pool: BlockPool,
         admission: Admission,
         preemption: Preemption,
-        copies: CopyOnWrite,
+        blocks: SequenceBlocks,
         speeds: MeasuredSpeeds,
         *,
         token_budget: int,
     ) -> None:
         self._queues, self._pool, self._admission, self._preemption = queues, pool, admission, preemption
-        self.copies, self._speeds, self._token_budget = copies, speeds, token_budget
+        self._blocks, self._speeds, self._token_budget = blocks, speeds, token_budget
 
     def plan(self) -> StepPlan:
         """Plan the next step of all sequences."""
@@ -90,8 +89,8 @@ class StepPlanner:
         """
         num_others = len(self._queues.running) - len(running)
         draft = _Draft(self._token_budget - num_others)
-        self.copies.copied()
-        self._admission.turns.return_ready()
+        self._blocks.copied()
+        self._admission.return_ready()
         prompts = self._schedule_decodes(running, draft)
         if prompts or self._queues.waiting:
             draft.budget = min(draft.budget, self._itl_capped_tokens(num_others + len(draft.singles)))
@@ -103,7 +102,7 @@ class StepPlanner:
         return self._finished(draft)
 
     def _finished(self, draft: _Draft) -> StepPlan:
-        singles, chunks, copies = draft.singles, draft.chunks, self.copies.pending
+        singles, chunks, copies = draft.singles, draft.chunks, self._blocks.copies
         if draft.preempted:
             gone = set(map(id, draft.preempted))
             singles = [item for item in singles if id(item.seq) not in gone]
@@ -179,7 +178,7 @@ class StepPlanner:
         return self._own_next(seq, preempted)
 
     def _own_next(self, seq: Sequence, preempted: list[Sequence]) -> bool:
-        while not self.copies.try_own(seq):
+        while not self._blocks.try_own(seq):
             if not self._preemption.make_room(seq, preempted):
                 return False
         return True
@@ -195,7 +194,7 @@ class StepPlanner:
                 swapped.popleft()
                 preemption.recompute(seq)
                 continue
-            blocks = self._admission.blocks.take(seq, cached)
+            blocks = self._admission.take(seq, cached)
             if blocks is None:
                 break
             swapped.popleft()

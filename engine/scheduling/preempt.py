@@ -1,35 +1,131 @@
-"""Preemption: which running sequences lose their blocks when there are none left, and the swap area. Pure."""
+"""Preemption: which running sequences lose their blocks when there are none left, and what becomes of them: swapped,
+recomputed, or returned to prefill. Pure.
 
+Costs are seconds that all sequences of the worker lose together: the group's own delay, and what of it keeps the
+engine from all other sequences. All speeds are measured ones and arguments; no clock.
+"""
+
+import enum
+import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from kvrelay.engine.scheduling.blocks import CopyOnWrite, Release
-from kvrelay.engine.scheduling.groups import Groups
-from kvrelay.engine.scheduling.preemption_policy import PreemptionChoice, PreemptionMode, num_shared
+from kvrelay.engine.scheduling.blocks import SequenceBlocks
+from kvrelay.engine.scheduling.groups import merge_group
 from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.scheduling.waiting_queue import Queues, victim
 from kvrelay.kvcache.memory.swap import SwapArea, SwappedBlocks
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.types import BlockId, FinishReason
 
+MAX_RETURNS = 2  # of one request to prefill: each costs a whole prefill elsewhere
+
+
+class PreemptionMode(enum.StrEnum):
+    """What happens to a pre-empted sequence's KV."""
+
+    SWAP = "swap"  # to host memory, and back later
+    RECOMPUTE = "recompute"  # dropped; what no cache holds is computed again
+    RETURN_TO_PREFILL = "return-to-prefill"  # dropped; a prefill worker computes it and sends it again
+
+
+@dataclass(frozen=True, slots=True)
+class VictimGroup:
+    """What one group would lose or move, summed over its sequences.
+
+    num_tokens: with KV here. shared_tokens: of those, in blocks that others hold, too, so that they are found again.
+    tier_tokens: of the rest, in the host tier. swap_bytes: of the blocks that a swap copies, each way.
+    transfer_bytes: of the KV that a prefill worker would send. num_others: sequences that run meanwhile.
+    """
+
+    num_tokens: int
+    shared_tokens: int = 0
+    tier_tokens: int = 0
+    tier_bytes: int = 0
+    swap_bytes: int = 0
+    transfer_bytes: int = 0
+    num_others: int = 0
+    can_swap: bool = False
+    can_return: bool = False
+
+
+@dataclass(slots=True)
+class MeasuredSpeeds:
+    """Speeds that the engine, its swap area and its transfers have measured; 0: not yet.
+
+    Latencies: of a swap or a KV transfer, however little it moves.
+    """
+
+    compute_tokens_per_s: float = 0.0
+    transfer_bytes_per_s: float = 0.0
+    transfer_latency_s: float = 0.0
+    remote_tokens_per_s: float = 0.0
+    save_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+    swap_latency_s: float = 0.0
+
+
+def _over(amount: float, speed: float) -> float:
+    """Seconds; infinite when the speed was not measured."""
+    if amount <= 0:
+        return 0.0
+    return amount / speed if speed > 0 else math.inf
+
+
+def costs(victims: VictimGroup, speeds: MeasuredSpeeds) -> dict[PreemptionMode, float]:
+    """Seconds of each possible mode; recomputing always is."""
+    num_lost = victims.num_tokens - victims.shared_tokens - victims.tier_tokens
+    recompute_s = _over(num_lost, speeds.compute_tokens_per_s)
+    recompute_s += _over(victims.tier_bytes, speeds.load_bytes_per_s or speeds.save_bytes_per_s)
+    num_delayed = 1 + victims.num_others  # the engine computes, or waits for copies, for all of them
+    found = {PreemptionMode.RECOMPUTE: num_delayed * recompute_s}
+    if victims.can_swap:  # out and back again
+        swap_s = _over(victims.swap_bytes, speeds.save_bytes_per_s) + _over(victims.swap_bytes, speeds.load_bytes_per_s)
+        found[PreemptionMode.SWAP] = num_delayed * (swap_s + speeds.swap_latency_s)
+    if victims.can_return:  # another worker computes, and the KV is read beside this one's steps
+        transfer_s = speeds.transfer_latency_s + _over(victims.transfer_bytes, speeds.transfer_bytes_per_s)
+        found[PreemptionMode.RETURN_TO_PREFILL] = _over(victims.num_tokens, speeds.remote_tokens_per_s) + transfer_s
+    return found
+
+
+def choose(victims: VictimGroup, speeds: MeasuredSpeeds, *, only: PreemptionMode | None = None) -> PreemptionMode:
+    """The mode that costs all sequences the least. only: that one, where it is possible.
+
+    Of equal costs, and where nothing was measured, swap comes first, then recompute: neither asks anything of another
+    worker.
+    """
+    found = costs(victims, speeds)
+    if only is not None:
+        return only if only in found else PreemptionMode.RECOMPUTE
+    return min((mode for mode in PreemptionMode if mode in found), key=lambda mode: found[mode])
+
 
 class Preemption:
-    """Takes running sequences off the batch, and brings swapped ones back."""
+    """Takes running sequences off the batch, and brings swapped ones back.
+
+    Args:
+        token_bytes: KV bytes of one token.
+        only: always this mode, where it is possible; None: the cheapest.
+    """
 
     def __init__(
         self,
         queues: Queues,
-        release: Release,
-        copies: CopyOnWrite,
-        choice: PreemptionChoice,
-        groups: Groups,
+        blocks: SequenceBlocks,
         pool: BlockPool,
-        area: SwapArea | None,
+        speeds: MeasuredSpeeds,
+        area: SwapArea | None = None,
+        tiers: LowerTiers | None = None,
+        *,
+        token_bytes: float,
+        only: PreemptionMode | None,
     ) -> None:
-        self._queues, self._release, self._copies, self._groups = queues, release, copies, groups
-        self.choice, self._pool, self.area = choice, pool, area
+        self._queues, self._blocks, self._pool, self._speeds = queues, blocks, pool, speeds
+        self.area, self._tiers, self._token_bytes, self.only = area, tiers, token_bytes, only
         self.num_preemptions = 0
         self.num_by_mode: Counter[PreemptionMode] = Counter()  # sequences
         self.recomputed_tokens = 0  # of sequences whose KV was dropped, or found corrupt
@@ -56,9 +152,9 @@ class Preemption:
             self.preempt_group((chosen,))
             return [chosen]
         members = tuple(one for one in group.members if one.state is State.RUNNING)
-        if group.search is None and self._mode_for(members) is PreemptionMode.SWAP and self._swap_out(members):
+        if group.search is None and self.mode_for(members) is PreemptionMode.SWAP and self._swap_out(members):
             return list(members)
-        leader, gone = self._groups.merge(group)
+        leader, gone = merge_group(group, self._queues, self._blocks)
         self._queues.waiting.push(leader)
         self._count(PreemptionMode.RECOMPUTE, len(gone))
         return gone
@@ -70,30 +166,70 @@ class Preemption:
 
     def preempt_group(self, group: tuple[Sequence, ...]) -> PreemptionMode:
         """Preempt these running sequences, all in the mode that costs the least; returns it."""
-        mode = self._mode_for(group)
+        mode = self.mode_for(group)
         if mode is PreemptionMode.SWAP:
             if self._swap_out(group):
                 return mode
             mode = PreemptionMode.RECOMPUTE
         for seq in group:
             if mode is PreemptionMode.RETURN_TO_PREFILL:
-                self._release.finish(seq, FinishReason.ABORT)
+                self._blocks.finish(seq, FinishReason.ABORT)
                 self.returned.append(seq)
             else:
-                self._release.leave_batch(seq)
+                self._blocks.leave_batch(seq)
                 self.recompute(seq)
         self._count(mode, len(group))
         return mode
 
-    def _mode_for(self, group: tuple[Sequence, ...]) -> PreemptionMode:
-        return self.choice.mode_for(group, num_others=len(self._queues.running) - len(group))
+    # ---- the choice of a mode
+
+    def mode_for(self, group: tuple[Sequence, ...]) -> PreemptionMode:
+        """The mode for running sequences that are preempted together."""
+        remote = min((seq.prefill_tokens_per_s for seq in group), default=0.0)
+        rates, area = replace(self._speeds, remote_tokens_per_s=remote), self.area
+        if area is not None:
+            rates.save_bytes_per_s, rates.load_bytes_per_s = area.save_bytes_per_s, area.load_bytes_per_s
+            rates.swap_latency_s = area.latency_s
+        return choose(self._victims(group), rates, only=self.only)
+
+    def _victims(self, group: tuple[Sequence, ...]) -> VictimGroup:
+        block_size, tiers = self._pool.block_size, self._tiers
+        tokens = shared = lower = copied = 0
+        for seq in group:
+            num_shared_blocks = num_shared(self._pool, seq)
+            num_computed = seq.blocks_for(seq.num_computed)
+            num_full = seq.num_computed // block_size
+            is_kept = tiers is not None and seq.request.sampling.prompt_logprobs is None
+            num_lower = tiers.num_below(seq, num_shared_blocks, num_full) if tiers is not None and is_kept else 0
+            tokens += seq.num_computed
+            shared += num_shared_blocks * block_size
+            lower += num_lower
+            copied += num_computed - num_shared_blocks
+        # not while blocks are being loaded, nor once a transfer knows which ones hold the KV
+        is_bound = any(seq.load is not None or seq.hold for seq in group)
+        may_return = all(
+            seq.prefill_tokens_per_s > 0 and seq.request.num_prefill_returns < MAX_RETURNS and not seq.hold
+            for seq in group
+        )
+        block_bytes, area = self._token_bytes * block_size, self.area
+        return VictimGroup(
+            num_tokens=tokens,
+            shared_tokens=shared,
+            tier_tokens=lower * block_size,
+            tier_bytes=int(lower * block_bytes),
+            swap_bytes=int(copied * block_bytes),
+            transfer_bytes=int(tokens * self._token_bytes),
+            num_others=len(self._queues.running) - len(group),
+            can_swap=area is not None and copied <= area.num_free and not is_bound,
+            can_return=may_return,
+        )
 
     def _swap_out(self, group: tuple[Sequence, ...]) -> bool:
         """Save their KV and take them off the batch. False, and nothing changed: the swap area has no room."""
-        if not self._save(group, {copy.target: copy.source for copy in self._copies.pending}):
+        if not self._save(group, {copy.target: copy.source for copy in self._blocks.copies}):
             return False
         for seq in group:
-            self._release.leave_batch(seq)
+            self._blocks.leave_batch(seq)
             seq.num_hashed_blocks = 0
             seq.move_to(State.SWAPPED)
             self._queues.push_swapped(seq)
@@ -107,7 +243,7 @@ class Preemption:
     def recompute(self, seq: Sequence) -> None:
         """Queue `seq`, which holds no blocks, to be computed again, at the front. Cached blocks shorten that."""
         self.recomputed_tokens += seq.num_computed
-        self._release.drop_swapped(seq)
+        self._blocks.drop_swapped(seq)
         seq.num_computed = seq.num_hashed_blocks = 0
         seq.prompt_logprobs.clear()  # they are computed again with the prompt
         seq.move_to(State.WAITING)
@@ -115,7 +251,7 @@ class Preemption:
 
     def rewind(self, seq: Sequence) -> None:
         """What is being loaded for `seq` is corrupt: compute it again, without that."""
-        self._release.leave_batch(seq)
+        self._blocks.leave_batch(seq)
         self.recompute(seq)
         self.num_preemptions += 1
 
@@ -146,10 +282,7 @@ class Preemption:
         return True
 
     def match_swapped(self, seq: Sequence) -> "BlockIds | None":
-        """Cached blocks that need not be copied back;
-
-        None: blocks that it shared are gone, so it must be recomputed.
-        """
+        """Cached blocks that need not be copied back; None: blocks that it shared are gone, so recompute it."""
         swapped = seq.swapped
         assert swapped is not None
         cached = self._pool.match(seq.block_chain(), min(seq.num_computed // seq.block_size, swapped.end_block))
@@ -171,3 +304,14 @@ class Preemption:
         if self.area is not None:
             seqs = self._queues.sequences.values()
             self.area.check([seq.swapped for seq in seqs if seq.swapped is not None])
+
+
+def num_shared(pool: BlockPool, seq: Sequence) -> int:
+    """How many of the first blocks of `seq` are cached and held by another sequence, too."""
+    cached = pool.match(seq.block_chain(), seq.num_computed // seq.block_size).blocks
+    count = 0
+    for own, other in zip(seq.blocks, cached, strict=False):
+        if own != other or pool.num_holders(own) < 2:
+            break
+        count += 1
+    return count

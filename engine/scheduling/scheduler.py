@@ -1,30 +1,21 @@
 """The scheduler: the life of every sequence of one engine, from its arrival to its end. Pure: no torch, no clock.
 
-Its parts, each a class of its own: waiting_queue.py (where sequences are), admit.py (which sequence may begin), plan.py
-(what a step computes), preempt.py (what happens when blocks run out), blocks.py (what sequences hold, and their
-release).
+It takes new sequences. Its parts, each a class of its own: waiting_queue.py (where sequences are), admit.py (which
+sequence may begin), plan.py (what a step computes), preempt.py (what happens when blocks run out), blocks.py (what
+sequences hold, and their release).
 """
 
 from collections import defaultdict
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from kvrelay.engine.scheduling.admit import Admission, PromptBlocks, Turns
-from kvrelay.engine.scheduling.blocks import (
-    BlocksAside,
-    CopyOnWrite,
-    Headroom,
-    PrefixRegistration,
-    Release,
-    check_holders,
-)
+from kvrelay.engine.scheduling.admit import Admission
+from kvrelay.engine.scheduling.blocks import Headroom, SequenceBlocks
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.plan import StepPlan, StepPlanner
-from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionChoice, PreemptionMode
-from kvrelay.engine.scheduling.sequence import GroupTable, Scheduled, Sequence, State, fault_of
-from kvrelay.engine.scheduling.tier_requests import LowerTiers, Pinning
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, Preemption, PreemptionMode
+from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State, begin_group, fault_of
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, last_of
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -48,92 +39,10 @@ class SchedulerConfig:
     token_bytes: float = 0.0
 
 
-class Arrivals:
-    """Takes new sequences, and rejects queued ones that are past their deadline or displaced by another tenant's."""
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        queues: Queues,
-        groups: GroupTable,
-        release: Release,
-        fair_share: FairShare,
-        headroom: Headroom,
-        tiers: LowerTiers | None,
-        config: SchedulerConfig,
-    ) -> None:
-        self._pool, self._queues, self._groups, self._release = pool, queues, groups, release
-        self._fair_share, self._headroom, self._tiers, self._config = fair_share, headroom, tiers, config
-        self.num_overdue = self.num_displaced = 0
-        self._num_arrivals = 0
-        self.rejected: list[tuple[Sequence, str]] = []
-
-    def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
-        """Why this request cannot be taken, as (reason, message), or None."""
-        num_tokens, pool = len(request.token_ids), self._pool
-        if request.request_id in self._queues.sequences or request.request_id in self._groups.by_id:
-            return "duplicate", f"{request.request_id} is already here"
-        if not 0 < request.num_prompt_tokens <= num_tokens:
-            return "invalid", "no prompt tokens, or more of them than tokens"
-        if num_tokens + (request.sampling.max_tokens > 1) > pool.num_blocks * pool.block_size:
-            return "too_long", f"{num_tokens} tokens do not fit {pool.num_blocks} blocks of {pool.block_size}"
-        if self._is_full and self._displaceable(request.tenant) is None:
-            return "full", f"{self._config.max_waiting} sequences are queued already"
-        if request.group is None:
-            return None
-        return fault_of(
-            request, block_size=pool.block_size, num_blocks=pool.num_blocks, max_running=self._config.max_running
-        )
-
-    @property
-    def _is_full(self) -> bool:
-        return self._queues.num_queued >= self._config.max_waiting
-
-    def _displaceable(self, tenant: str) -> Sequence | None:
-        """The last one of the tenant that takes the most places, if those are far more than the newcomer's tenant's."""
-        largest = self._fair_share.most_waiting(tenant)
-        return None if largest is None else last_of(largest, self._queues.waiting, self._queues.reserving)
-
-    def queue(
-        self, request: SequenceRequest, now_s: float, queue: WaitingQueue, *, hold: bool, output_limit: int | None
-    ) -> Sequence:
-        """Put a new sequence into a queue; meanwhile lower tiers fetch what the pool lacks of it."""
-        if self._is_full and (displaced := self._displaceable(request.tenant)) is not None:
-            self._reject(displaced, "full")
-            self.num_displaced += 1
-        self._num_arrivals += 1
-        seq = Sequence(
-            request, self._pool.block_size, self._num_arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s
-        )
-        self._headroom.observe_request(request.sampling.max_tokens)
-        self._queues.sequences[request.request_id] = seq
-        if request.group is not None:
-            self._groups.begin(seq)
-        queue.push(seq)
-        if self._tiers is not None:
-            self._tiers.arrived(seq, len(self._pool.match(seq.block_chain())))
-        return seq
-
-    def reject_overdue(self, overdue: list[Sequence]) -> None:
-        """Reject queued sequences past their deadline: no prefill is wasted on them."""
-        for seq in overdue:
-            self._reject(seq, "deadline")
-        self.num_overdue += len(overdue)
-
-    def _reject(self, seq: Sequence, reason: str) -> None:
-        self._release.finish(seq, FinishReason.ABORT)
-        self.rejected.append((seq, reason))
-
-    def take_rejected(self) -> list[tuple[Sequence, str]]:
-        """(sequence, reason) of those rejected since the last call: "deadline" or "full"."""
-        rejected, self.rejected = self.rejected, []
-        return rejected
-
-
 class Scheduler:
     """Queues and transitions of all sequences of one engine: the face of the parts that it is made of.
 
-    Its 20 attributes are those parts, and what is queued where.
+    Its 22 attributes are those parts, what is queued where, and what became of arrivals.
 
     Args:
         fair_share: tenants' counters; default: with QueueRules' defaults.
@@ -157,51 +66,105 @@ class Scheduler:
         tiers: LowerTiers | None = None,
         eos_ids: tuple[int, ...] = (),
     ) -> None:
-        speeds, fair_share = speeds or MeasuredSpeeds(), fair_share or FairShare(QueueRules())
-        headroom = headroom or Headroom(config.headroom, pool.block_size)
-        self.pool, self.config, self.fair_share = pool, config, fair_share
-        queues, table, copies = Queues(fair_share), GroupTable(eos_ids), CopyOnWrite(pool)
-        self.queues, self.sequences, self.running = queues, queues.sequences, queues.running
+        speeds, budget = speeds or MeasuredSpeeds(), config.token_budget
+        self.pool, self.config, self.tiers, self._eos_ids = pool, config, tiers, eos_ids
+        self.fair_share = fair_share = fair_share or FairShare(QueueRules())
+        self.headroom = headroom = headroom or Headroom(config.headroom, pool.block_size)
+        self.queues = queues = Queues(fair_share)
+        self.sequences, self.running, self.groups = queues.sequences, queues.running, queues.groups
         self.waiting, self.reserving = queues.waiting, queues.reserving
         self.receiving, self.held, self.swapped = queues.receiving, queues.held, queues.swapped
-        self.aside = BlocksAside(pool, queues, tiers)
-        self.pinning = Pinning(pool, tiers)
-        self.registration = PrefixRegistration(pool, self.pinning, tiers)
-        self.release = Release(pool, queues, fair_share, table, area, headroom.lengths, tiers)
-        self.groups = Groups(table, pool, queues, self.release)
-        choice = PreemptionChoice(
-            pool, speeds, token_bytes=config.token_bytes, only=config.preemption, area=area, tiers=tiers
+        self.blocks = blocks = SequenceBlocks(pool, queues, headroom.lengths, area, tiers)
+        self.preemption = Preemption(
+            queues, blocks, pool, speeds, area, tiers, token_bytes=config.token_bytes, only=config.preemption
         )
-        self.preemption = Preemption(queues, self.release, copies, choice, self.groups, pool, area)
-        turns = Turns(queues, pool, fair_share, speeds, tiers, token_budget=config.token_budget)
-        blocks = PromptBlocks(pool, queues, headroom, self.aside, tiers)
         self.admission = Admission(
-            queues, pool, turns, blocks, table, token_budget=config.token_budget, max_running=config.max_running
+            queues, pool, blocks, headroom, speeds, tiers, token_budget=budget, max_running=config.max_running
         )
-        self.planner = StepPlanner(
-            queues, pool, self.admission, self.preemption, copies, speeds, token_budget=config.token_budget
-        )
-        self.arrivals = Arrivals(pool, queues, table, self.release, fair_share, headroom, tiers, config)
+        self.planner = StepPlanner(queues, pool, self.admission, self.preemption, blocks, speeds, token_budget=budget)
+        self.num_overdue = self.num_displaced = self._num_arrivals = 0
+        self.rejected: list[tuple[Sequence, str]] = []
 
     # ---- arrival
 
     def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
         """Why this request cannot be taken, as (reason, message), or None."""
-        return self.arrivals.refusal(request)
+        num_tokens, pool, config = len(request.token_ids), self.pool, self.config
+        if request.request_id in self.sequences or request.request_id in self.groups:
+            return "duplicate", f"{request.request_id} is already here"
+        if not 0 < request.num_prompt_tokens <= num_tokens:
+            return "invalid", "no prompt tokens, or more of them than tokens"
+        if num_tokens + (request.sampling.max_tokens > 1) > pool.num_blocks * pool.block_size:
+            return "too_long", f"{num_tokens} tokens do not fit {pool.num_blocks} blocks of {pool.block_size}"
+        if self._is_full and self._displaceable(request.tenant) is None:
+            return "full", f"{config.max_waiting} sequences are queued already"
+        if request.group is None:
+            return None
+        return fault_of(request, block_size=pool.block_size, num_blocks=pool.num_blocks, max_running=config.max_running)
+
+    @property
+    def _is_full(self) -> bool:
+        return self.queues.num_queued >= self.config.max_waiting
+
+    def _displaceable(self, tenant: str) -> Sequence | None:
+        """The last one of the tenant that takes the most places, if those are far more than the newcomer's tenant's."""
+        largest = self.fair_share.most_waiting(tenant)
+        return None if largest is None else last_of(largest, self.waiting, self.reserving)
 
     def add(
         self, request: SequenceRequest, now_s: float, *, hold: bool = False, output_limit: int | None = None
     ) -> Sequence:
         """Queue a sequence to be computed here. The caller has checked `refusal`."""
-        return self.arrivals.queue(request, now_s, self.queues.waiting, hold=hold, output_limit=output_limit)
+        return self._queue(request, now_s, self.waiting, hold=hold, output_limit=output_limit)
 
     def add_reservation(self, request: SequenceRequest, now_s: float) -> Sequence:
         """Queue a sequence for blocks that a prefill worker will fill. The caller has checked `refusal`."""
-        return self.arrivals.queue(request, now_s, self.queues.reserving, hold=False, output_limit=None)
+        return self._queue(request, now_s, self.reserving)
+
+    def _queue(
+        self,
+        request: SequenceRequest,
+        now_s: float,
+        queue: WaitingQueue,
+        *,
+        hold: bool = False,
+        output_limit: int | None = None,
+    ) -> Sequence:
+        """Put a new sequence into a queue; meanwhile lower tiers fetch what the pool lacks of it."""
+        if self._is_full and (displaced := self._displaceable(request.tenant)) is not None:
+            self._reject(displaced, "full")
+            self.num_displaced += 1
+        self._num_arrivals += 1
+        seq = Sequence(
+            request, self.pool.block_size, self._num_arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s
+        )
+        self.headroom.observe_request(request.sampling.max_tokens)
+        self.sequences[request.request_id] = seq
+        if request.group is not None:
+            self.groups[request.request_id] = begin_group(seq, self._eos_ids)
+        queue.push(seq)
+        if self.tiers is not None:
+            self.tiers.arrived(seq, len(self.pool.match(seq.block_chain())))
+        return seq
 
     def reject_overdue(self, now_s: float) -> None:
-        """Reject queued sequences that should have had their first token by now and were never begun."""
-        self.arrivals.reject_overdue(self.admission.turns.past_deadline(now_s))
+        """Reject queued sequences that should have had their first token by now and were never begun.
+
+        No prefill is wasted on them.
+        """
+        overdue = self.admission.past_deadline(now_s)
+        for seq in overdue:
+            self._reject(seq, "deadline")
+        self.num_overdue += len(overdue)
+
+    def _reject(self, seq: Sequence, reason: str) -> None:
+        self.blocks.finish(seq, FinishReason.ABORT)
+        self.rejected.append((seq, reason))
+
+    def take_rejected(self) -> list[tuple[Sequence, str]]:
+        """(sequence, reason) of those rejected since the last call: "deadline" or "full"."""
+        rejected, self.rejected = self.rejected, []
+        return rejected
 
     # ---- reservations (decode)
 
@@ -221,7 +184,7 @@ class Scheduler:
         seq.num_computed = seq.num_tokens
         seq.move_to(State.RUNNING)
         if seq.load is None:
-            self.registration.register(seq)
+            self.blocks.register(seq)
         seq.token_ids.extend(token_ids)
         self.queues.join_batch(seq)
         return seq
@@ -242,15 +205,15 @@ class Scheduler:
         """
         queues = self.queues
         is_roomy = self.pool.num_available >= 2 * len(queues.running)
-        return is_roomy and not (queues.swapped or self.groups.by_id)
+        return is_roomy and not (queues.swapped or self.groups)
 
     def copied(self) -> None:
         """The last plan's copies are made: their sources may be reused."""
-        self.planner.copies.copied()
+        self.blocks.copied()
 
     def advance(self, *work: Scheduled) -> None:
         """The KV of this work is in its blocks now. Pass a whole step's: its tenants then pay once each."""
-        fair_share, registration, size = self.fair_share, self.registration, self.pool.block_size
+        fair_share, blocks, size = self.fair_share, self.blocks, self.pool.block_size
         outputs: defaultdict[str, int] = defaultdict(int)  # nearly all of the work is single tokens of output
         for item in work:
             seq = item.seq
@@ -263,7 +226,7 @@ class Scheduler:
                 fair_share.advance(seq)
                 fair_share.computed(seq.request.tenant, count)
             if computed // size > seq.num_hashed_blocks or not seq.is_pinned:
-                registration.register(seq)
+                blocks.register(seq)
         fair_share.serve(outputs)
 
     def preempt_group(self, group: tuple[Sequence, ...]) -> PreemptionMode:
@@ -278,12 +241,12 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence: whatever it holds is released, or HELD for its transfer."""
-        self.release.finish(seq, reason)
+        self.blocks.finish(seq, reason)
 
     def quarantine(self, seq: Sequence, reason: FinishReason) -> int:
         """End a receiving sequence whose blocks may still be written; returns its BlocksAside key."""
-        self.release.stop_loading(seq)
-        key = self.aside.quarantine(seq)
+        self.blocks.stop_loading(seq)
+        key = self.blocks.quarantine(seq)
         self.finish(seq, reason)
         return key
 
@@ -301,13 +264,13 @@ class Scheduler:
         """
         queues = self.queues
         if not (queues.running or queues.receiving or queues.held):
-            used, aside = self.pool.counts().used, len(self.aside.holders().keys() | set(self.planner.copies.sources))
+            used, aside = self.pool.counts().used, len(self.blocks.aside().keys() | set(self.blocks.copy_sources))
             assert used == aside, (
                 f"{used - aside} blocks leaked: no sequence holds any, {used} are used, {aside} set aside"
             )
 
     def check(self) -> None:
         """Raise AssertionError unless queues, sequences and the pool's references agree."""
-        check_holders(self.pool, self.queues, self.aside, self.planner.copies)
+        self.blocks.check()
         self.queues.check()
         self.preemption.check()

@@ -12,7 +12,7 @@ from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.memory.swap import SwappedBlocks
 from kvrelay.kvcache.pool.ledger import BlockIds
-from kvrelay.plane.messages import Beams, Sampling, SequenceRequest, TokenLogprob
+from kvrelay.plane.messages import SequenceRequest, TokenLogprob
 from kvrelay.types import BlockHash, FinishReason
 
 
@@ -212,49 +212,20 @@ class SequenceGroup:
         )
 
 
-def search_of(params: Sampling, beams: Beams, eos_ids: tuple[int, ...]) -> BeamSearch:
-    """A new beam search. eos_ids: end its hypotheses, too, unless they are to be ignored."""
-    end_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
-    return BeamSearch(BeamRules(beams.width, params.max_tokens, end_ids, beams.length_penalty, beams.early_stopping))
-
-
-class GroupTable:
-    """Groups, from their arrival until their last members have ended. eos_ids: end a beam search's hypotheses."""
-
-    def __init__(self, eos_ids: tuple[int, ...] = ()) -> None:
-        self._eos_ids = eos_ids
-        self.by_id: dict[str, SequenceGroup] = {}
-
-    @property
-    def num_reserved(self) -> int:
-        """Running sequences that members will be when their leaders fork, beside the leaders."""
-        return sum(
-            group.num_sequences - 1
-            for group in self.by_id.values()
-            if group.leader is not None and group.leader.state in (State.RUNNING, State.RECEIVING)
-        )
-
-    def begin(self, leader: Sequence) -> None:
-        """The leader of a new group has arrived."""
-        request, asked = leader.request, leader.request.group
-        assert asked is not None
-        group = leader.group = self.by_id[request.request_id] = SequenceGroup(request, leader)
+def begin_group(leader: Sequence, eos_ids: tuple[int, ...]) -> SequenceGroup:
+    """The group whose leader has arrived. eos_ids: end a beam search's hypotheses, too, unless they are ignored."""
+    request, asked, params = leader.request, leader.request.group, leader.request.sampling
+    assert asked is not None
+    group = leader.group = SequenceGroup(request, leader)
+    if (beams := asked.beams) is None:
         emitted = asked.emitted or [[] for _ in asked.seeds]
-        group.outputs = {k: list(tokens) for k, tokens in enumerate(emitted) if k not in asked.ended}
-        if (beams := asked.beams) is not None:
-            group.search = search_of(request.sampling, beams, self._eos_ids)
-            group.outputs = {rank: [] for rank in range(beams.width)}  # for the count of blocks
-
-    def ended(self, seq: Sequence) -> None:
-        """A leader or a member has ended."""
-        group = seq.group
-        assert group is not None
-        if seq is group.leader:
-            group.leader = None
-        elif seq in group.members:
-            group.members.remove(seq)
-        if group.leader is None and not group.members:
-            self.by_id.pop(group.request.request_id, None)
+        group.outputs = {choice: list(tokens) for choice, tokens in enumerate(emitted) if choice not in asked.ended}
+        return group
+    end_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
+    rules = BeamRules(beams.width, params.max_tokens, end_ids, beams.length_penalty, beams.early_stopping)
+    group.search = BeamSearch(rules)
+    group.outputs = {rank: [] for rank in range(beams.width)}  # for the count of blocks
+    return group
 
 
 def fault_of(request: SequenceRequest, *, block_size: int, num_blocks: int, max_running: int) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from kvrelay.engine.scheduling.fair_share import TURNS_IN_CREDIT, FairShare
-from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 
 IsSkipped = Callable[[Sequence], bool]
 MAX_PENALTY = 15.0
@@ -311,9 +311,10 @@ _arrival = attrgetter("arrival")
 
 
 class Queues:
-    """The sequences of one engine. Each is in exactly one queue, the one of its state."""
+    """The sequences of one engine, each in exactly one queue, the one of its state; and its groups."""
 
     def __init__(self, fair_share: FairShare) -> None:
+        self.fair_share = fair_share
         self.waiting = WaitingQueue(fair_share)
         self.reserving = WaitingQueue(fair_share)  # decode: queued for a reservation
         self.running: list[Sequence] = []  # in order of arrival
@@ -321,6 +322,7 @@ class Queues:
         self.held: dict[str, Sequence] = {}
         self.swapped: deque[Sequence] = deque()  # in order of arrival
         self.sequences: dict[str, Sequence] = {}  # all of the above
+        self.groups: dict[str, SequenceGroup] = {}  # until their last members have ended
 
     def join_batch(self, seq: Sequence) -> None:
         """Add a sequence to the running ones."""
@@ -337,6 +339,24 @@ class Queues:
         for queue in (self.waiting, self.reserving, self.swapped):
             if seq in queue:
                 queue.remove(seq)
+
+    @property
+    def num_reserved(self) -> int:
+        """Running sequences that members will be when their leaders fork, beside the leaders."""
+        leaders = ((group, group.leader) for group in self.groups.values())
+        begun = (State.RUNNING, State.RECEIVING)
+        return sum(group.num_sequences - 1 for group, leader in leaders if leader is not None and leader.state in begun)
+
+    def end_in_group(self, seq: Sequence) -> None:
+        """The leader or a member of a group has ended."""
+        group = seq.group
+        assert group is not None
+        if seq is group.leader:
+            group.leader = None
+        elif seq in group.members:
+            group.members.remove(seq)
+        if group.leader is None and not group.members:
+            self.groups.pop(group.request.request_id, None)
 
     @property
     def num_queued(self) -> int:

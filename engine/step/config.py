@@ -1,11 +1,16 @@
-"""What an engine is configured with, its KV cache, and what its steps return."""
+"""What an engine is configured with and made of, its KV cache, and what its steps return."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.scheduling.fair_share import QueueRules
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.kernels.backend import KvOrder
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kvcache.memory.storage import KvStorage
+from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.plane.reports import KvEvents, LoadReport
@@ -78,3 +83,20 @@ class KvCache:
     @property
     def memory(self) -> KvMemory:
         return self.storage.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Extensions:
+    """What an engine may have beside its model and its pool.
+
+    Args:
+        tiers: makes the lower tiers of a KV cache; started.
+        swap_area: makes the area to which preempted sequences are swapped; started.
+        draft_model: drafts tokens.
+        layer_hook: called as layers of held sequences become final.
+    """
+
+    tiers: Callable[[KvCache], LowerTiers | None] = lambda cache: None
+    swap_area: Callable[[KvCache], SwapArea | None] = lambda cache: None
+    draft_model: DraftModel | None = None
+    layer_hook: LayerHook | None = None

@@ -8,19 +8,21 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
-from kvrelay.engine.execution.launch import StepExecutor, StepLoads
+from kvrelay.engine.execution.launch import LayerEvents, StepExecutor, StepLoads
 from kvrelay.engine.execution.runner import InFlightStep, Runner
-from kvrelay.engine.execution.sampler import OutputProcessor
+from kvrelay.engine.execution.sampler import OutputProcessor, Sampler
 from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.scheduling.fair_share import FairShare
+from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, PreemptionMode
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation import DraftSteps
-from kvrelay.engine.step.config import EngineConfig, KvCache, Reservation, StepResult
-from kvrelay.engine.step.reports import EngineMonitor, StepRecorder
+from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache, Reservation, StepResult
+from kvrelay.engine.step.reports import EngineMonitor
 from kvrelay.engine.step.requests import Batch, Requests, rejection_message
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -36,32 +38,85 @@ class Engine:
     """Owns the model, the pool and all sequences of one worker: see build.py.
 
     Of its attributes nine are what its owner reads (config to reports); the others are what a step goes through.
+    config: as the pool and the model allow it. extensions.swap_area is probed.
     """
 
     def __init__(
         self,
-        *,
-        config: EngineConfig,
         model: DecoderModel,
         backend: Backend,
         cache: KvCache,
-        scheduler: Scheduler,
-        tiers: LowerTiers | None,
-        runner: Runner,
-        drafts: DraftSteps,
-        requests: Requests,
-        reports: EngineMonitor,
-        batch: Batch,
-        loads: StepLoads,
-        executor: StepExecutor,
-        outputs: OutputProcessor,
-        recorder: StepRecorder,
+        config: EngineConfig,
+        extensions: Extensions,
         clock: Callable[[], float],
     ) -> None:
-        self.config, self.model, self.backend, self.cache = config, model, backend, cache
-        self.scheduler, self.tiers, self.runner, self.drafts = scheduler, tiers, runner, drafts
-        self.requests, self.reports, self.executor = requests, reports, executor
-        self.batch, self._loads, self._outputs, self._recorder, self._clock = batch, loads, outputs, recorder, clock
+        spec, pool, block_size, budget = model.spec, cache.pool, config.block_size, config.token_budget
+        self.tiers, area = extensions.tiers(cache), extensions.swap_area(cache)
+        if area is not None:
+            area.probe(range(pool.num_blocks))
+        max_len = min(spec.max_position, pool.num_blocks * block_size, config.max_model_len or 1 << 62)
+        max_running = min(config.max_running, budget)  # each gets a token in every step
+        self.config = replace(config, max_running=max_running, max_model_len=max_len)
+        self.model, self.backend, self.cache, self._clock = model, backend, cache, clock
+        limits = SchedulerConfig(
+            budget,
+            max_running,
+            config.max_waiting,
+            config.headroom,
+            preemption=None if config.preemption == "auto" else PreemptionMode(config.preemption),
+            token_bytes=cache.memory.layout.block_bytes / block_size,
+        )
+        speeds, eos_ids = MeasuredSpeeds(), tuple(spec.eos_ids)
+        self.scheduler = scheduler = Scheduler(
+            pool,
+            limits,
+            fair_share=FairShare(config.rules),
+            speeds=speeds,
+            area=area,
+            tiers=self.tiers,
+            eos_ids=eos_ids,
+        )
+        self.runner = runner = Runner(
+            model,
+            backend,
+            cache.storage.layers,
+            block_size=block_size,
+            max_running=max_running,
+            max_blocks=-(-max_len // block_size) + 1,
+            max_tokens=budget,
+        )
+        self.drafts = drafts = DraftSteps(
+            pool,
+            most=config.draft_tokens,
+            token_budget=budget,
+            max_model_len=max_len,
+            lookup=config.prompt_lookup,
+            model=extensions.draft_model,
+            lengths=scheduler.headroom.lengths,
+        )
+        self.batch = batch = Batch(scheduler, runner, drafts)
+        may_load = self.tiers is not None or area is not None
+        self._loads = loads = StepLoads(scheduler, num_layers=spec.num_layers, may_load=may_load)
+        self._outputs = outputs = OutputProcessor(batch.end, clock, eos_ids=eos_ids, max_model_len=max_len)
+        groups = Groups(scheduler.queues, scheduler.blocks, pool, batch.end, runner.forget)
+        hook = extensions.layer_hook
+        self.executor = StepExecutor(
+            scheduler,
+            runner,
+            cache.storage,
+            loads,
+            Sampler(backend, eos_ids),
+            outputs,
+            groups,
+            drafts.note,
+            None if hook is None else LayerEvents(hook, num_layers=spec.num_layers),
+            backend.asynchronous,
+            clock,
+        )
+        self.requests = Requests(
+            scheduler, batch, groups, loads, outputs, speeds, clock, vocab_size=spec.vocab_size, max_model_len=max_len
+        )
+        self.reports = EngineMonitor(scheduler, speeds, drafts, backend, clock)
 
     @property
     def pool(self) -> BlockPool:
@@ -164,7 +219,7 @@ class Engine:
 
     def _may_look_ahead(self) -> bool:
         scheduler, drafts = self.scheduler, self.drafts
-        has_drafts = drafts.is_enabled and not scheduler.groups.by_id and drafts.comes_next(scheduler.running)
+        has_drafts = drafts.is_enabled and not scheduler.groups and drafts.comes_next(scheduler.running)
         return not has_drafts and scheduler.may_look_ahead()
 
     def _begin(self, result: StepResult, now_s: float, on_reserved: OnReserved | None) -> None:
@@ -174,8 +229,7 @@ class Engine:
             self.tiers.controller.poll()
         scheduler.reject_overdue(now_s)
         result.refused = [
-            (seq.request_id, reason, rejection_message(seq, reason, now_s))
-            for seq, reason in scheduler.arrivals.take_rejected()
+            (seq.request_id, reason, rejection_message(seq, reason, now_s)) for seq, reason in scheduler.take_rejected()
         ]
         if (area := scheduler.preemption.area) is not None and area.loading:
             area.poll()
@@ -192,7 +246,7 @@ class Engine:
             self.batch.forget(seq)
         if scheduler.preemption.returned:
             result.returned_to_prefill = [seq.request_id for seq in scheduler.preemption.take_returned()]
-        if plan.work and self.drafts.is_enabled and in_flight is None and not scheduler.groups.by_id:
+        if plan.work and self.drafts.is_enabled and in_flight is None and not scheduler.groups:
             plan = self.drafts.widen(plan)
             self.drafts.note_plan(plan)
         return plan
@@ -215,7 +269,7 @@ class Engine:
         assert step is not None
         outputs = self.executor.collect(step)
         result.outputs += outputs
-        self._recorder.record(step, len(outputs), result)
+        self.reports.record(step, len(outputs), result)
 
     def preempt(self, group: tuple[Sequence, ...]) -> PreemptionMode:
         """Preempt these running sequences between two steps, but for those that end with the last one."""
@@ -234,8 +288,8 @@ class Engine:
         return self.reports.load()
 
     def take_probe_blocks(self, count: int) -> list[BlockId]:
-        """Up to `count` free blocks for a probe, filled with noise; see BlocksAside.take_probe_blocks."""
-        blocks = self.scheduler.aside.take_probe_blocks(count)
+        """Up to `count` free blocks for a probe, filled with noise; see SequenceBlocks.take_probe_blocks."""
+        blocks = self.scheduler.blocks.take_probe_blocks(count)
         try:
             self.cache.storage.fill_with_noise(blocks)
         except BaseException:
@@ -245,7 +299,7 @@ class Engine:
 
     def return_probe_blocks(self, blocks: Iterable[BlockId]) -> None:
         """The probe is done with these blocks."""
-        self.scheduler.aside.return_probe_blocks(blocks)
+        self.scheduler.blocks.return_probe_blocks(blocks)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.engine.execution.runner import InFlightStep
-from kvrelay.engine.scheduling.blocks import OutputLengths
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation import DraftSteps
 from kvrelay.engine.step.config import StepResult
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.memory.swap import SwapArea
-from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport
 
 FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
@@ -99,23 +96,14 @@ def _blend(old: float, new: float, count: int = 1) -> float:
 
 
 def load_report(
-    seq: int,
-    scheduler: Scheduler,
-    timing: StepTiming,
-    others: Mapping[str, Any],
-    *,
-    tiers: LowerTiers | None = None,
-    output_tokens: float = 0.0,
-    cascade_saved_tokens: int = 0,
+    seq: int, scheduler: Scheduler, timing: StepTiming, others: Mapping[str, Any], *, cascade_saved_tokens: int = 0
 ) -> LoadReport:
     """The load now, as report number `seq`; the transfer fields are the worker's to fill.
 
-    Args:
-        others: fields that the caller knows, such as those of `DraftSteps.load`.
-        output_tokens: mean length of the last outputs; 0: not known.
+    others: fields that the caller knows, such as those of `DraftSteps.load`.
     """
-    queues, aside, preemption = scheduler.queues, scheduler.aside, scheduler.preemption
-    blocks, counts, area = scheduler.admission.blocks, scheduler.pool.counts(), preemption.area
+    queues, blocks, preemption, tiers = scheduler.queues, scheduler.blocks, scheduler.preemption, scheduler.tiers
+    counts, area = scheduler.pool.counts(), preemption.area
     num_overdue, overdue_tokens = queues.overdue()
     return LoadReport(
         seq=seq,
@@ -130,24 +118,24 @@ def load_report(
         used_blocks=counts.used,
         total_blocks=scheduler.pool.num_blocks,
         leased_blocks=sum([len(seq.blocks) for seq in queues.held.values()]),
-        quarantined_blocks=sum(map(len, aside.quarantined.values())),
-        probe_blocks=len(aside.probe_blocks),
+        quarantined_blocks=sum(map(len, blocks.quarantined.values())),
+        probe_blocks=len(blocks.probe_blocks),
         step_s=timing.step_s,
         prefill_tokens_per_s=timing.prefill_tokens_per_s,
         decode_step_s=timing.decode_step_s,
-        output_tokens=output_tokens,
+        output_tokens=scheduler.headroom.lengths.mean_tokens,
         preemptions=preemption.num_preemptions,
         preempted={str(mode): count for mode, count in preemption.num_by_mode.items()},
         swapped=len(queues.swapped),
         recomputed_tokens=preemption.recomputed_tokens,
-        prefix_hit_tokens=blocks.hit_tokens,
-        prefix_query_tokens=blocks.query_tokens,
+        prefix_hit_tokens=scheduler.admission.hit_tokens,
+        prefix_query_tokens=scheduler.admission.query_tokens,
         tier_hit_tokens=tiers.hit_tokens if tiers is not None else 0,
         fetching=tiers.controller.num_fetching if tiers is not None else 0,
         waiting_by_priority=dict(queues.waiting.num_by_priority + queues.reserving.num_by_priority),
         waiting_tenants=len(scheduler.fair_share.num_waiting),
-        deadline_refusals=scheduler.arrivals.num_overdue,
-        displaced=scheduler.arrivals.num_displaced,
+        deadline_refusals=scheduler.num_overdue,
+        displaced=scheduler.num_displaced,
         tenant_tokens=dict(scheduler.fair_share.computed_tokens),
         other_tenant_tokens=scheduler.fair_share.other_tokens,
         tiers=tiers.controller.tier_loads() if tiers is not None else [],
@@ -174,25 +162,26 @@ def _swap_load(area: SwapArea) -> dict[str, Any]:
     }
 
 
-class StepRecorder:
-    """Measures collected steps, for the predictions of the router, the scheduler, drafts and lower tiers."""
+class EngineMonitor:
+    """One engine's reports, and what it measures of collected steps, for the predictions of the router, the scheduler,
+    drafts and lower tiers.
+    """
 
     def __init__(
         self,
-        timing: StepTiming,
+        scheduler: Scheduler,
         speeds: MeasuredSpeeds,
         drafts: DraftSteps,
-        pool: BlockPool,
-        tiers: LowerTiers | None,
+        backend: Backend,
         clock: Callable[[], float],
     ) -> None:
-        self._timing, self._speeds, self._drafts, self._pool = timing, speeds, drafts, pool
-        self._tiers, self._clock = tiers, clock
-        self._collected_s = -math.inf
+        self._scheduler, self._speeds, self._drafts, self._backend = scheduler, speeds, drafts, backend
+        self.timing, self._clock, self._collected_s = StepTiming(), clock, -math.inf
+        self._events, self._load_seq = EventLog(), 0
 
     def record(self, step: InFlightStep, num_outputs: int, result: StepResult) -> None:
         """A step was collected and brought so many outputs."""
-        plan, timing, now_s = step.plan, self._timing, self._clock()
+        plan, timing, now_s = step.plan, self.timing, self._clock()
         seconds = now_s - max(step.launched_s, self._collected_s)
         self._collected_s = now_s
         num_tokens, num_decode = plan.num_tokens, plan.num_decode
@@ -207,30 +196,13 @@ class StepRecorder:
         if self._drafts.is_enabled:
             self._drafts.note_step(plan, seconds)
         self._speeds.compute_tokens_per_s = timing.compute_tokens_per_s
-        if self._tiers is not None:
-            self._tiers.end_step(self._pool, timing.prefill_tokens_per_s)
-
-
-class EngineMonitor:
-    """One engine's reports. Reads; changes nothing."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        timing: StepTiming,
-        lengths: OutputLengths,
-        drafts: DraftSteps,
-        backend: Backend,
-        tiers: LowerTiers | None,
-    ) -> None:
-        self._scheduler, self.timing, self._lengths, self._drafts = scheduler, timing, lengths, drafts
-        self._backend, self._tiers = backend, tiers
-        self._events = EventLog()
-        self._load_seq = 0
+        if (tiers := self._scheduler.tiers) is not None:
+            tiers.end_step(self._scheduler.pool, timing.prefill_tokens_per_s)
 
     def drain_events(self) -> KvEvents | None:
         """What changed in the prefix cache since the last call."""
-        changes = self._tiers.controller.drain_changes() if self._tiers is not None else ()
+        tiers = self._scheduler.tiers
+        changes = tiers.controller.drain_changes() if tiers is not None else ()
         return self._events.number(self._scheduler.pool.drain_changes(), changes)
 
     def snapshot(self) -> KvSnapshot:
@@ -239,19 +211,15 @@ class EngineMonitor:
 
     def audit(self, hashes: list[bytes]) -> tuple[int, list[int]]:
         """(the last drained event, where each of these blocks really is); see `Audited`."""
-        pool, index = self._scheduler.pool, None if self._tiers is None else self._tiers.host.index
+        pool, tiers = self._scheduler.pool, self._scheduler.tiers
+        index = None if tiers is None else tiers.host.index
         is_changing = pool.has_changes or (index is not None and index.has_changes)
         return self._events.audit(hashes, pool.cached_hashes(), index or (), is_changing=is_changing)
 
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""
         self._load_seq += 1
+        saved = self._backend.cascade_saved_tokens
         return load_report(
-            self._load_seq,
-            self._scheduler,
-            self.timing,
-            self._drafts.load(),
-            tiers=self._tiers,
-            output_tokens=self._lengths.mean_tokens,
-            cascade_saved_tokens=self._backend.cascade_saved_tokens,
+            self._load_seq, self._scheduler, self.timing, self._drafts.load(), cascade_saved_tokens=saved
         )

@@ -10,8 +10,8 @@ from kvrelay.engine.execution.launch import StepLoads
 from kvrelay.engine.execution.runner import InFlightStep, Runner
 from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.scheduling.beam import BeamCandidates
-from kvrelay.engine.scheduling.groups import GroupSteps
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.groups import Groups
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.speculation.speculation import DraftSteps
@@ -130,7 +130,7 @@ class Requests:
         self,
         scheduler: Scheduler,
         batch: Batch,
-        groups: GroupSteps,
+        groups: Groups,
         loads: StepLoads,
         outputs: OutputProcessor,
         speeds: MeasuredSpeeds,
@@ -162,7 +162,7 @@ class Requests:
             token_ids: the first token; of a group, each live choice's.
             candidates: of a beam search, what may follow the prompt.
         """
-        is_group = request_id in self._scheduler.groups.by_id
+        is_group = request_id in self._scheduler.groups
         seq = self._scheduler.activate(request_id, [] if is_group else token_ids)
         if seq is None:
             return False
@@ -179,7 +179,7 @@ class Requests:
         if not self._loads.wait_for(leader):
             return
         if is_loading:
-            self._scheduler.registration.register(leader)
+            self._scheduler.blocks.register(leader)
         if group.search is None:
             self._outputs.end_too_long(self._groups.take_over(leader, token_ids))
         else:
@@ -194,14 +194,14 @@ class Requests:
         return bool(seqs)
 
     def _sequences_of(self, request_id: str) -> list[Sequence]:
-        if (group := self._scheduler.groups.by_id.get(request_id)) is not None and group.leader is None:
+        if (group := self._scheduler.groups.get(request_id)) is not None and group.leader is None:
             return list(group.members)
         seq = self._scheduler.sequences.get(request_id)
         return [] if seq is None else [seq]
 
     def abort_choice(self, request_id: str, choice: int) -> None:
         """This choice of a group is no longer wanted."""
-        group = self._scheduler.groups.by_id.get(request_id)
+        group = self._scheduler.groups.get(request_id)
         if group is None or group.search is not None:
             return
         if group.leader is not None:
@@ -216,7 +216,7 @@ class Requests:
 
     def unquarantine(self, key: int) -> None:
         """Nothing writes those blocks any more."""
-        self._scheduler.aside.unquarantine(key)
+        self._scheduler.blocks.unquarantine(key)
 
     def note_transfer_speed(self, bytes_per_s: float, latency_s: float) -> None:
         """How fast KV comes from prefill workers: for the choice of a preemption mode."""
@@ -225,9 +225,9 @@ class Requests:
     def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
         """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
         self._scheduler.pool.tick(self._clock())
-        self._scheduler.pinning.pin_ahead(seq, num_in_pool, ttl_s)
+        self._scheduler.blocks.pinning.pin_ahead(seq, num_in_pool, ttl_s)
 
     def end_pins(self, session: str) -> None:
         """End the pins made for this session, and make none for it any more."""
         self._scheduler.pool.tick(self._clock())
-        self._scheduler.pinning.end(session)
+        self._scheduler.blocks.pinning.end(session)

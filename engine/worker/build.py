@@ -15,8 +15,8 @@ from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.draft_model import make_draft_model
-from kvrelay.engine.step.build import Extensions, load_engine
-from kvrelay.engine.step.config import EngineConfig, KvCache
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.sizing import EngineSizes, engine_sizes
 from kvrelay.kernels.common.quant_scheme import scheme_of

@@ -121,8 +121,8 @@ def candidate(worker: SimulatedWorker) -> RetirementCandidate:
         sequences=float(len(scheduler.sequences)),
         context_tokens=float(counts.used * pool.block_size),
         cached_tokens=float(counts.cached * pool.block_size),
-        hit_share=scheduler.admission.blocks.hit_tokens / scheduler.admission.blocks.query_tokens
-        if scheduler.admission.blocks.query_tokens
+        hit_share=scheduler.admission.hit_tokens / scheduler.admission.query_tokens
+        if scheduler.admission.query_tokens
         else 0.0,
     )
 

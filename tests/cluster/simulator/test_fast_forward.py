@@ -118,7 +118,7 @@ class Bench:
             sched.pool.cached_hashes(),
             self.ended,
             sched.preemption.num_preemptions,
-            sched.admission.blocks.hit_tokens,
+            sched.admission.hit_tokens,
         )
 
 

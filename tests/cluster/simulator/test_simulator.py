@@ -95,7 +95,7 @@ def test_a_conversation_goes_on_where_it_was_decoded_with_what_was_said_there():
     goes_on = replace(entry(10.0, 400, 4, ids[:25]), session="s")
     another = replace(goes_on, session="t")
     held = [
-        simulate([first, later], prefill=1, decode=1).workers[1].engine.scheduler.admission.blocks.hit_tokens
+        simulate([first, later], prefill=1, decode=1).workers[1].engine.scheduler.admission.hit_tokens
         for later in (goes_on, another)
     ]
     assert held == [20 * BLOCK, 12 * BLOCK]

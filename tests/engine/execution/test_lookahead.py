@@ -108,7 +108,7 @@ def drain(
 
 
 def assert_clean(engine: Engine) -> None:
-    assert not engine.scheduler.sequences and not engine.scheduler.aside.quarantined and engine.batch.in_flight is None
+    assert not engine.scheduler.sequences and not engine.scheduler.blocks.quarantined and engine.batch.in_flight is None
     assert engine.pool.counts().used == 0 and len(engine.runner._free_rows) == engine.config.max_running
 
 
@@ -184,7 +184,7 @@ def test_cached_prefixes_and_copied_tails(make):
     for blocks in (60, 16):
         engine = make(True, blocks=blocks)
         assert serve(engine, asked, 2) == serve(make(False, blocks=blocks), asked, 2)
-        assert engine.scheduler.admission.blocks.hit_tokens > 0
+        assert engine.scheduler.admission.hit_tokens > 0
         assert_clean(engine)
 
 
@@ -296,7 +296,7 @@ def test_a_copied_block_is_kept_until_it_was_copied(make):
     engine.step()
     [flight] = [engine.batch.in_flight]
     [copy] = flight.plan.copies
-    assert [list(blocks) for blocks in engine.scheduler.aside.quarantined.values()] == [[copy.source]]
+    assert [list(blocks) for blocks in engine.scheduler.blocks.quarantined.values()] == [[copy.source]]
     drain(engine)
     assert_clean(engine)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.step.reports import StepTiming, load_report
@@ -174,7 +174,7 @@ def test_what_an_aborted_or_failed_sequence_did_not_use_is_not_charged_to_its_te
     seq = run.reserve("a", tokens=12)
     run.sched.grant_reservations()
     assert run.sched.fair_share.counter("a") == 12
-    run.sched.aside.unquarantine(run.sched.quarantine(seq, FinishReason.ERROR))
+    run.sched.blocks.unquarantine(run.sched.quarantine(seq, FinishReason.ERROR))
     again = run.reserve("a", tokens=12)
     run.sched.grant_reservations()
     run.sched.activate(again.request_id, [99])
@@ -200,8 +200,8 @@ def test_who_is_overdue_and_was_never_begun_is_turned_away():
     late, fine, late_too = run.add(deadline_s=2.0), run.add(deadline_s=9.0), run.reserve(deadline_s=0.5, now_s=1.0)
     assert run.sched.queues.next_deadline_s() == 1.5
     run.sched.reject_overdue(5.0)
-    assert [reason for _, reason in run.sched.arrivals.rejected] == ["deadline", "deadline"]
-    assert {seq for seq, _ in run.sched.arrivals.rejected} == {late, late_too} and run.sched.arrivals.num_overdue == 2
+    assert [reason for _, reason in run.sched.rejected] == ["deadline", "deadline"]
+    assert {seq for seq, _ in run.sched.rejected} == {late, late_too} and run.sched.num_overdue == 2
     assert begun.state is State.RUNNING and fine.state is State.WAITING and late.state is State.FINISHED
     run.sched.check()
 
@@ -212,7 +212,7 @@ def test_what_was_preempted_is_never_overdue():
     run.step()
     run.sched.rewind(seq)
     run.sched.reject_overdue(100.0)
-    assert not run.sched.arrivals.rejected and seq.state is State.WAITING
+    assert not run.sched.rejected and seq.state is State.WAITING
 
 
 # ---- a full line
@@ -225,7 +225,7 @@ def test_a_tenant_with_few_places_displaces_one_with_many_from_a_full_queue():
     wanted = run.request("modest")
     assert run.sched.refusal(wanted) is None
     modest = run.sched.add(wanted, 0.0)
-    assert run.sched.arrivals.rejected == [(greedy[-1], "full")] and run.sched.arrivals.num_displaced == 1
+    assert run.sched.rejected == [(greedy[-1], "full")] and run.sched.num_displaced == 1
     assert len(run.sched.waiting) == 4 and modest in run.sched.waiting
     run.sched.add(run.request("modest"), 0.0)  # three places against one: one more
     assert run.sched.refusal(run.request("modest"))[0] == "full"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.engine.scheduling.blocks import Release
+from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest
@@ -38,14 +38,14 @@ def test_a_block_that_is_not_given_back_is_an_assertion_at_once(monkeypatch):
         self._pool.release(seq.blocks[:-1])
         seq.blocks = seq.blocks[:0]
 
-    monkeypatch.setattr(Release, "release_blocks", forget_one)
+    monkeypatch.setattr(SequenceBlocks, "_release", forget_one)
     with pytest.raises(AssertionError, match="1 blocks leaked"):
         served(1)
 
 
 def test_blocks_of_a_probe_are_set_aside_and_no_leak():
     sched = served(1)
-    blocks = sched.aside.take_probe_blocks(3)
+    blocks = sched.blocks.take_probe_blocks(3)
     sched.check_idle()
-    sched.aside.return_probe_blocks(blocks)
+    sched.blocks.return_probe_blocks(blocks)
     sched.check_idle()

@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvrelay.engine.scheduling.admit import PromptBlocks
-from kvrelay.engine.scheduling.blocks import BlocksAside, CopyOnWrite, Headroom
+from kvrelay.engine.scheduling.admit import Admission
+from kvrelay.engine.scheduling.blocks import Headroom, OutputLengths, SequenceBlocks
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -55,48 +56,51 @@ def test_swapped_and_running_sequences_are_in_order_of_arrival(queues):
 
 
 def test_admission_leaves_headroom_for_what_runs(queues, pool):
-    aside = BlocksAside(pool, queues, None)
-    blocks = PromptBlocks(pool, queues, Headroom(0.0, BLOCK), aside, None)
+    headroom, speeds = Headroom(0.0, BLOCK), MeasuredSpeeds()
+    own = SequenceBlocks(pool, queues, headroom.lengths)
+    admission = Admission(queues, pool, own, headroom, speeds, None, token_budget=8, max_running=8)
     for arrival in range(4):
         running = sequence(str(arrival), 1, arrival)
         running.blocks = pool.allocate(1)
         queues.join_batch(running)
     seq = sequence("new", 3)
-    assert not blocks.give(seq, 1, leave_one=True) and not len(seq.blocks)  # 4 free: 1 reserved, 1 each for 4 that run
+    assert not admission._give(seq, 1, leave_one=True) and not len(
+        seq.blocks
+    )  # 4 free: 1 reserved, 4 for those that run
     queues.running.pop()
-    assert blocks.give(seq, 0, leave_one=True) and len(seq.blocks) == 1
-    assert blocks.query_tokens == 3 and blocks.hit_tokens == 0
+    assert admission._give(seq, 0, leave_one=True) and len(seq.blocks) == 1
+    assert admission.query_tokens == 3 and admission.hit_tokens == 0
 
 
-def test_a_shared_block_is_copied_before_it_is_written(pool):
-    copies, seq = CopyOnWrite(pool), sequence("a", 6)
+def test_a_shared_block_is_copied_before_it_is_written(queues, pool):
+    copies, seq = SequenceBlocks(pool, queues, OutputLengths()), sequence("a", 6)
     seq.blocks, seq.num_computed = pool.allocate(2), 6
     shared = seq.blocks[1]
-    assert copies.try_own(seq) and not copies.pending  # its own already
+    assert copies.try_own(seq) and not copies.copies  # its own already
     pool.acquire((shared,))
     assert copies.try_own(seq)
-    [copy] = copies.pending
+    [copy] = copies.copies
     assert (copy.source, copy.target) == (shared, seq.blocks[1])
     assert pool.num_holders(shared) == 2  # the other sequence, and the copy that is to be made
     copies.copied()
-    assert pool.num_holders(shared) == 1 and not copies.pending
+    assert pool.num_holders(shared) == 1 and not copies.copies
 
 
 def test_a_probe_gets_no_blocks_while_a_sequence_is_queued(queues, pool):
-    aside = BlocksAside(pool, queues, None)
+    aside = SequenceBlocks(pool, queues, OutputLengths())
     queues.waiting.push(sequence("a", 5))
-    assert aside.take_probe_blocks(3) == [] and not aside
+    assert aside.take_probe_blocks(3) == [] and not aside.aside()
     queues.waiting.remove(next(iter(queues.waiting)))
-    assert len(aside.take_probe_blocks(3)) == 3 and aside
+    assert len(aside.take_probe_blocks(3)) == 3 and aside.aside()
 
 
 def test_kept_blocks_stay_taken_until_they_are_unquarantined(queues, pool):
-    aside, blocks = BlocksAside(pool, queues, None), pool.allocate(2)
+    aside, blocks = SequenceBlocks(pool, queues, OutputLengths()), pool.allocate(2)
     key = aside.keep(blocks)
     pool.release(blocks)
-    assert pool.counts().used == 2 and set(aside.holders()) == set(blocks)
+    assert pool.counts().used == 2 and set(aside.aside()) == set(blocks)
     aside.unquarantine(key)
-    assert pool.counts().used == 0 and not aside
+    assert pool.counts().used == 0 and not aside.aside()
 
 
 def test_states_change_only_as_they_may():

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from kvrelay.engine.step.build import Extensions, load_engine
-from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import make_swap_area
 from kvrelay.hashing import block_hashes
@@ -220,7 +220,7 @@ def test_a_group_that_is_preempted_comes_back_with_the_same_tokens(make, mode):
     assert choices(engine) == expected
     assert set(ways(engine)) == {mode} and ways(engine)[mode] >= 3
     assert (engine.load().used_blocks, engine.load().swapped_blocks) == (0, 0)
-    assert not engine.scheduler.groups.by_id
+    assert not engine.scheduler.groups
 
 
 def test_a_group_that_is_aborted_while_swapped_leaves_nothing(make):
@@ -233,4 +233,4 @@ def test_a_group_that_is_aborted_while_swapped_leaves_nothing(make):
 
     tokens = choices(engine, abort_once_swapped)
     assert aborted == [1] and len(tokens["old", 0]) == 24
-    assert (engine.load().used_blocks, engine.load().swapped_blocks, engine.scheduler.groups.by_id) == (0, 0, {})
+    assert (engine.load().used_blocks, engine.load().swapped_blocks, engine.scheduler.groups) == (0, 0, {})

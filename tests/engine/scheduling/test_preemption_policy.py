@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.blocks import OutputLengths, growth_blocks
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds, PreemptionMode, VictimGroup, choose, costs
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, PreemptionMode, VictimGroup, choose, costs
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.hashing import block_hashes
@@ -521,7 +521,7 @@ def test_nothing_is_taken_for_probes_while_a_sequence_is_swapped():
     world.until_swapped(young)
     world.sched.preempt_group((old,))
     world.sched.pool.reset_cache()
-    assert world.sched.pool.counts().free > 2 and world.sched.aside.take_probe_blocks(1) == []
+    assert world.sched.pool.counts().free > 2 and world.sched.blocks.take_probe_blocks(1) == []
 
 
 def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is():
@@ -530,7 +530,7 @@ def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is()
     world.step()
     world.sched.pool.acquire(shared := list(seq.blocks))  # as a second sample would
     before = world.content(seq)
-    assert world.sched.planner.copies.try_own(seq) and seq.blocks[1] != shared[1]
+    assert world.sched.blocks.try_own(seq) and seq.blocks[1] != shared[1]
     world.sched.preempt_group((seq,))
     assert seq.swapped is not None and [world.slab.content[slot] for slot in seq.swapped.rows] == before[-1:]
     world.sched.copied()

@@ -203,7 +203,7 @@ def test_blocks_in_quarantine_are_not_handed_out():
     key = sched.quarantine(seq, FinishReason.ERROR)
     assert sched.pool.num_available == 0 and "a" not in sched.sequences
     sched.check()
-    sched.aside.unquarantine(key)
+    sched.blocks.unquarantine(key)
     assert sched.pool.num_available == 4
     sched.check()
 
@@ -217,31 +217,31 @@ def test_only_free_blocks_are_taken_for_probes_and_one_is_left_for_each_running_
     run(sched)
     before = sched.pool.counts()
     assert (before.cached, before.free) == (2, 4)
-    lent = sched.aside.take_probe_blocks(100)
+    lent = sched.blocks.take_probe_blocks(100)
     assert len(lent) == 3 and sched.pool.counts().cached == 2
     sched.check()
     for _ in range(5):
         run(sched)  # "a" grows into the block that was left
     assert sched.preemption.num_preemptions == 0
-    sched.aside.return_probe_blocks(lent)
+    sched.blocks.return_probe_blocks(lent)
     assert sched.pool.counts().free == 3
     sched.check()
 
 
 def test_nothing_is_taken_for_probes_while_a_sequence_is_queued_and_what_is_back_admits_it():
     sched = scheduler(blocks=4)
-    lent = sched.aside.take_probe_blocks(2)
+    lent = sched.blocks.take_probe_blocks(2)
     sched.add_reservation(request("a", 12), 0.0)
-    assert sched.grant_reservations() == [] and sched.aside.take_probe_blocks(1) == []
-    sched.aside.return_probe_blocks(lent)
+    assert sched.grant_reservations() == [] and sched.blocks.take_probe_blocks(1) == []
+    sched.blocks.return_probe_blocks(lent)
     assert [seq.request_id for seq in sched.grant_reservations()] == ["a"]
 
 
 def test_a_probe_block_that_is_lost_is_noticed():
     sched = scheduler(blocks=4)
-    sched.aside.take_probe_blocks(2)
+    sched.blocks.take_probe_blocks(2)
     sched.check()
-    sched.aside.probe_blocks.pop()
+    sched.blocks.probe_blocks.pop()
     with pytest.raises(AssertionError):
         sched.check()
 
@@ -293,18 +293,18 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule()
     def transport_lets_go(self):
-        self.sched.aside.unquarantine(self.keys.pop())
+        self.sched.blocks.unquarantine(self.keys.pop())
 
     @rule(count=st.integers(1, 4))
     def lend(self, count):
         before = self.sched.pool.counts()
-        self.lent.append(self.sched.aside.take_probe_blocks(count))
+        self.lent.append(self.sched.blocks.take_probe_blocks(count))
         assert self.sched.pool.counts().cached == before.cached
 
     @precondition(lambda self: self.lent)
     @rule()
     def take_back(self):
-        self.sched.aside.return_probe_blocks(self.lent.pop())
+        self.sched.blocks.return_probe_blocks(self.lent.pop())
 
     @precondition(lambda self: self.sched.sequences)
     @rule(data=st.data())
@@ -318,9 +318,9 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self):
         for key in self.keys:
-            self.sched.aside.unquarantine(key)
+            self.sched.blocks.unquarantine(key)
         for blocks in self.lent:
-            self.sched.aside.return_probe_blocks(blocks)
+            self.sched.blocks.return_probe_blocks(blocks)
         for _ in range(400):
             if not self.sched.sequences:
                 break

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.groups import GroupSteps
+from kvrelay.engine.scheduling.groups import Groups, merge_group
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import State
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -24,7 +24,7 @@ class Run:
         self.sched = Scheduler(
             BlockPool(blocks, block_size=BLOCK), limits, fair_share=FairShare(QueueRules(output_weight=3.0))
         )
-        self.groups = GroupSteps(self.sched.groups, self.sched.finish, lambda seq: None)
+        self.groups = Groups(self.sched.queues, self.sched.blocks, self.sched.pool, self.sched.finish, lambda seq: None)
         self.count = 0
 
     def request(self, group: Group | None = None, *, tokens=5, max_tokens=8, **facts) -> SequenceRequest:
@@ -92,7 +92,7 @@ def test_what_a_group_said_is_not_charged_again_when_it_comes_back():
     for _ in range(4):
         run.step()
     members = list(run.sched.running)
-    leader, _ = run.sched.groups.merge(members[0].group)
+    leader, _ = merge_group(members[0].group, run.sched.queues, run.sched.blocks)
     run.sched.waiting.push(leader)
     run.sched.pool.reset_cache()
     paid = run.sched.fair_share.counter("a")

@@ -54,7 +54,7 @@ class TokenByToken(Scheduler):
             seq.num_computed += item.num_tokens
             self.fair_share.advance(seq)
             self.fair_share.computed(seq.request.tenant, item.num_tokens)
-            self.registration.register(seq)
+            self.blocks.register(seq)
 
 
 class PaysNothing(FairShare):
@@ -155,11 +155,12 @@ def test_the_pool_is_asked_once_for_each_block(monkeypatch):
 def test_a_fork_takes_back_what_was_known_of_the_parents_block(monkeypatch, forgets):
     sched, [seq] = decoding(1)
     asked = request("7", group=Group(beams=Beams(width=2, num_returned=1)))
-    group = seq.group = sched.groups.by_id["7"] = _group(asked, seq)
+    group = seq.group = sched.groups["7"] = _group(asked, seq)
     if not forgets:  # the control: both write into one block
         monkeypatch.setattr(Groups, "_fork", _fork_that_keeps(Groups._fork))
     seq.token_ids.pop()
-    sched.groups.go_on(group, (0, 0), (98, 99))
+    groups = Groups(sched.queues, sched.blocks, sched.pool, sched.finish, lambda seq: None)
+    groups.go_on(group, (0, 0), (98, 99))
     plan = sched.schedule()
     assert len(plan.work) == 2
     first, second = (member.blocks[1] for member in group.members)

@@ -12,8 +12,8 @@ from kvrelay.engine.execution.launch import StepExecutor
 from kvrelay.engine.speculation.draft_choice import DraftModelChoice
 from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
 from kvrelay.engine.speculation.speculation import Speculation
-from kvrelay.engine.step.build import Extensions, load_engine
-from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import make_swap_area
 from kvrelay.hashing import block_hashes

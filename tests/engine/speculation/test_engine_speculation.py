@@ -7,8 +7,8 @@ import torch
 
 from kvrelay.engine.execution.launch import StepExecutor
 from kvrelay.engine.speculation.speculation import PromptLookup, Speculation
-from kvrelay.engine.step.build import Extensions, load_engine
-from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import make_swap_area
 from kvrelay.hashing import block_hashes

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from kvrelay.engine.step.build import Extensions, load_engine
-from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.worker.build import make_lower_tiers
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend

@@ -85,7 +85,7 @@ def drain(engine: Engine, on_step=lambda step: None) -> list[TokenOutput]:
         on_step(step)
         outputs += engine.step().outputs
         engine.check()
-    assert not engine.scheduler.groups.by_id and not engine.scheduler.sequences
+    assert not engine.scheduler.groups and not engine.scheduler.sequences
     assert engine.pool.counts().used == 0
     return outputs
 
@@ -194,7 +194,7 @@ def test_a_group_goes_over_the_hop_as_one_and_a_corrupt_block_changes_it(make, l
             target.cache.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
         source.abort("g")
         source.check()
-        assert source.pool.counts().used == 0 and not source.scheduler.groups.by_id
+        assert source.pool.counts().used == 0 and not source.scheduler.groups
         tokens = [token for output in firsts for token in output.token_ids]
         assert target.activate("g", tokens, firsts[0].candidates)
         ended = {output.choice for output in firsts if output.finish_reason}

@@ -1,15 +1,15 @@
-"""Groups in a random life: the real GroupSteps, what it is given by an engine, and what each choice must have said."""
+"""Groups in a random life: the real Groups, what it is given by an engine, and what each choice must have said."""
 
 import random
 
 from kvrelay.engine.scheduling.beam import BeamCandidates, Hypothesis
-from kvrelay.engine.scheduling.groups import GroupSteps
+from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State, search_of
+from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State, begin_group
 from kvrelay.plane.messages import SequenceRequest, TokenOutput
 from kvrelay.types import FinishReason
 from tests.engine.scheduling.machine.model import key_after, keys_of
-from tests.engine.scheduling.machine.setup import END_TOKEN, token_of
+from tests.engine.scheduling.machine.setup import END_TOKEN, SIZE, token_of
 
 R, F, H = State.RUNNING, State.FINISHED, State.HELD
 
@@ -21,7 +21,7 @@ class GroupLife:
 
     def __init__(self, sched: Scheduler, rng: random.Random, end, forget) -> None:
         self.sched, self.rng = sched, rng
-        self.steps = GroupSteps(sched.groups, end, forget)
+        self.steps = Groups(sched.queues, sched.blocks, sched.pool, end, forget)
         self.said: dict[str, dict[int, list[int]]] = {}  # of each live choice, by request
         self.requests: dict[str, SequenceRequest] = {}
         self.num_results = 0
@@ -75,7 +75,7 @@ class GroupLife:
     def alone(self, request: SequenceRequest) -> list[Hypothesis]:
         """The same search without any scheduler."""
         assert request.group is not None and request.group.beams is not None
-        search = search_of(request.sampling, request.group.beams, ())
+        search = begin_group(Sequence(request, SIZE, 0), ()).search
         keys = keys_of("", request.token_ids)[-1:]
         while not search.is_done:
             step = search.step([self._after(key) for key in keys])
@@ -108,7 +108,7 @@ class GroupLife:
 
     def abort_choice(self) -> bool:
         """As the engine does it: of samples alone."""
-        groups = [group for group in self.sched.groups.by_id.values() if group.search is None]
+        groups = [group for group in self.sched.groups.values() if group.search is None]
         if not groups:
             return False
         group = self.rng.choice(groups)
@@ -127,7 +127,7 @@ class GroupLife:
 
     def add_up(self) -> None:
         """No choice is lost, none is there twice, and beams are those of their search."""
-        for name, group in self.sched.groups.by_id.items():
+        for name, group in self.sched.groups.items():
             assert group.leader is not None or group.members, f"{name} has neither leader nor members"
             if group.leader is not None:
                 assert not group.members and group.leader.state is not F

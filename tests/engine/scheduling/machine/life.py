@@ -95,7 +95,7 @@ class World:
                 del self.records[name]
             elif state is W:
                 self.order.entered(record, self.records.values())
-        if self.sched.groups.by_id:
+        if self.sched.groups:
             self.find_new()
 
     def find_new(self) -> None:
@@ -216,7 +216,7 @@ class World:
         if self.quarantined:
             key = self.rng.choice(list(self.quarantined))
             self.scribble(self.quarantined.pop(key))
-            self.sched.aside.unquarantine(key)
+            self.sched.blocks.unquarantine(key)
 
     # ---- tokens
 
@@ -253,7 +253,7 @@ class World:
             assert seq.state is F
             self.sched.finish(seq, FinishReason.ABORT)  # again: nothing happens
         self.moved(END)
-        assert group is None or group.request.request_id not in self.sched.groups.by_id
+        assert group is None or group.request.request_id not in self.sched.groups
 
     def abort_choice(self) -> None:
         if self.setup.has_groups and self.groups.abort_choice():
@@ -263,7 +263,7 @@ class World:
 
     def take_probe_blocks(self) -> None:
         before = self.pool.counts()
-        blocks = self.sched.aside.take_probe_blocks(self.rng.randint(0, 5))
+        blocks = self.sched.blocks.take_probe_blocks(self.rng.randint(0, 5))
         assert not blocks or not (self.sched.waiting or self.sched.reserving or self.sched.swapped)
         assert self.pool.counts().cached == before.cached, "a cached block was used by a probe"
         self.probe_blocks.append(blocks)
@@ -272,14 +272,14 @@ class World:
         if self.probe_blocks:
             blocks = self.probe_blocks.pop(self.rng.randrange(len(self.probe_blocks)))
             self.scribble(blocks)
-            self.sched.aside.return_probe_blocks(blocks)
+            self.sched.blocks.return_probe_blocks(blocks)
 
     def tick(self) -> None:
         self.now_s += self.rng.randrange(4)
         self.pool.tick(self.now_s)
 
     def end_pins(self) -> None:
-        self.sched.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
+        self.sched.blocks.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
 
     def rot(self) -> None:
         """Some of what was swapped out is not what was saved any more."""
@@ -302,7 +302,7 @@ class World:
         for record in self.records.values():
             in_state[record.state] -= 1
         assert not any(in_state.values()), "a line has somebody in another state"
-        seats = len(sched.running) + len(sched.receiving) + sched.groups.table.num_reserved
+        seats = len(sched.running) + len(sched.receiving) + sched.queues.num_reserved
         assert seats <= self.setup.num_sequences, "more seats than there are"
         assert self.rows <= set(sched.running), "a row has nobody"
         self.bills.never_fall()
@@ -317,9 +317,9 @@ class World:
         self.bills.are_right(self.records.values())
         assert [seq.arrival for seq in sched.swapped] == sorted(seq.arrival for seq in sched.swapped)
         held = [set(blocks) for blocks in self.probe_blocks] + [
-            set(sched.aside.quarantined[key]) for key in self.quarantined
+            set(sched.blocks.quarantined[key]) for key in self.quarantined
         ]
-        assert sched.aside.probe_blocks == {block for blocks in self.probe_blocks for block in blocks}
+        assert sched.blocks.probe_blocks == {block for blocks in self.probe_blocks for block in blocks}
         for record in self.records.values():
             fresh = set(record.seq.blocks[record.seq.num_held_blocks :]) if record.state is V else set()
             assert not any(fresh & blocks for blocks in held), "a block has two writers"
@@ -328,12 +328,10 @@ class World:
         sched, counts = self.sched, self.pool.counts()
         self.looks_closer()
         assert not (sched.sequences or sched.waiting or sched.reserving or sched.running or sched.receiving)
+        assert not (sched.held or sched.swapped or sched.groups or sched.preemption.returned or sched.rejected)
         assert not (
-            sched.held or sched.swapped or sched.groups.by_id or sched.preemption.returned or sched.arrivals.rejected
-        )
-        assert not (
-            sched.aside.quarantined
-            or sched.aside.probe_blocks
+            sched.blocks.quarantined
+            or sched.blocks.probe_blocks
             or sched.has_work
             or sched.queues.queued_tokens
             or self.rows

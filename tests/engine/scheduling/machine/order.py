@@ -79,18 +79,18 @@ class Order:
     def rejected(self, records: dict[str, Record], now_s: float) -> None:
         """Whoever is late and was never begun is gone, nobody else is."""
         late = {one for one in records.values() if one.state is W and is_late(one, now_s)}
-        before = self.sched.arrivals.num_overdue
+        before = self.sched.num_overdue
         assert (self.sched.queues.next_deadline_s() <= now_s) == bool(late)
         self.sched.reject_overdue(now_s)
-        told = self.sched.arrivals.take_rejected()
+        told = self.sched.take_rejected()
         assert {(records[seq.request_id], reason) for seq, reason in told} == {(one, "deadline") for one in late}
-        assert self.sched.arrivals.num_overdue == before + len(late)
+        assert self.sched.num_overdue == before + len(late)
 
     def displaced(self, records: dict[str, Record], newcomer: Sequence, *, was_full: bool) -> None:
         """A newcomer to a full line takes the place of the last one, of the lowest class, of who has far more
         places.
         """
-        told = self.sched.arrivals.take_rejected()
+        told = self.sched.take_rejected()
         assert len(told) == was_full, "a full line lets nobody in but for another"
         for seq, reason in told:
             tenant = seq.request.tenant

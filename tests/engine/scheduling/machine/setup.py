@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvrelay.engine.scheduling.fair_share import QueueRules
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.preempt import PreemptionMode
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Beams, Group, KvHints, Sampling, SequenceRequest
 

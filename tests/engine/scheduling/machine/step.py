@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preemption_policy import MAX_RETURNS, PreemptionMode
+from kvrelay.engine.scheduling.preempt import MAX_RETURNS, PreemptionMode
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.hashing import block_hashes
 from tests.engine.scheduling.machine.life import F, H, R, S, V, W, World
@@ -133,7 +133,7 @@ class Life(World):
         for seq in gone:
             assert seq.state in (W, S, F) and not len(seq.blocks) and seq not in work
             assert seq.state is not S or seq.swapped is not None
-        is_held = is_held or bool(sched.receiving or sched.held or sched.aside.quarantined or any(self.probe_blocks))
+        is_held = is_held or bool(sched.receiving or sched.held or sched.blocks.quarantined or any(self.probe_blocks))
         self.order.victims(list(gone), was_others=is_held)
         for group in {seq.group for seq in gone if seq.group is not None}:
             staying = [seq for seq in sched.running if seq.group is group]

@@ -4,7 +4,7 @@ it may.
 
 import random
 
-from kvrelay.engine.scheduling.preemption_policy import MeasuredSpeeds
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.kvcache.memory.swap import SwapArea
 from tests.engine.scheduling.machine.setup import Setup
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvrelay.engine.scheduling import preempt
-from kvrelay.engine.scheduling.admit import Admission, Turns
-from kvrelay.engine.scheduling.blocks import BlocksAside, Release
+from kvrelay.engine.scheduling.admit import Admission
+from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.plan import StepPlanner
 from kvrelay.engine.scheduling.preempt import Preemption
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -127,14 +127,14 @@ def test_a_few_lives_of_the_scheduler():
 
 
 def finish_forgets_to_release(monkeypatch):
-    real = Release.finish
+    real = SequenceBlocks.finish
 
     def finish(self, seq, reason):
         if seq.state is State.HELD:
             seq.blocks = array("i")
         real(self, seq, reason)
 
-    monkeypatch.setattr(Release, "finish", finish)
+    monkeypatch.setattr(SequenceBlocks, "finish", finish)
 
 
 def an_aborted_sequence_stays_in_line(monkeypatch):
@@ -159,7 +159,7 @@ def who_gives_way_keeps_its_blocks(monkeypatch):
 
     def preempt_group(self, group):
         for seq in group:
-            self._release._pool.acquire(seq.blocks)
+            self._pool.acquire(seq.blocks)
         return real(self, group)
 
     monkeypatch.setattr(Preemption, "preempt_group", preempt_group)
@@ -184,11 +184,11 @@ def admission_ignores_the_seats(monkeypatch):
 
 
 def the_last_is_served_first(monkeypatch):
-    monkeypatch.setattr(Turns, "head", lambda self, queue: max(queue, key=lambda seq: seq.arrival, default=None))
+    monkeypatch.setattr(Admission, "head", lambda self, queue: max(queue, key=lambda seq: seq.arrival, default=None))
 
 
 def one_line_starves_the_other(monkeypatch):
-    monkeypatch.setattr(Turns, "reserved_for_other", lambda self, seq, queue: (0, 0))
+    monkeypatch.setattr(Admission, "_reserved_for_other", lambda self, seq, queue: (0, 0))
 
 
 def shared_blocks_are_written(monkeypatch):
@@ -214,7 +214,7 @@ def blocks_in_quarantine_are_handed_out(monkeypatch):
         blocks = array("i", seq.blocks)
         key = real(self, seq, reason)
         self.pool.release(blocks)
-        self.aside.quarantined[key] = array("i")
+        self.blocks.quarantined[key] = array("i")
         return key
 
     monkeypatch.setattr(Scheduler, "quarantine", quarantine)
@@ -222,7 +222,7 @@ def blocks_in_quarantine_are_handed_out(monkeypatch):
 
 def lent_blocks_stay_away(monkeypatch):
     monkeypatch.setattr(
-        BlocksAside, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks)
+        SequenceBlocks, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks)
     )
 
 
@@ -232,20 +232,20 @@ def a_block_is_named_before_it_is_full(monkeypatch):
     def advance(self, item):
         real(self, item)
         item.seq.num_computed += 1
-        self.registration.register(item.seq)
+        self.blocks.register(item.seq)
         item.seq.num_computed -= 1
 
     monkeypatch.setattr(Scheduler, "advance", advance)
 
 
 def a_transfer_is_not_waited_for(monkeypatch):
-    real = Release.finish
+    real = SequenceBlocks.finish
 
     def finish(self, seq, reason):
         seq.hold = seq.hold and reason is not FinishReason.STOP
         real(self, seq, reason)
 
-    monkeypatch.setattr(Release, "finish", finish)
+    monkeypatch.setattr(SequenceBlocks, "finish", finish)
 
 
 MUTATIONS = [

@@ -8,15 +8,14 @@ import pytest
 
 from kvrelay.engine.scheduling import preempt, scheduler
 from kvrelay.engine.scheduling.admit import Admission
-from kvrelay.engine.scheduling.blocks import Release
+from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.fair_share import FairShare
-from kvrelay.engine.scheduling.groups import Groups, GroupSteps
+from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.plan import StepPlanner
-from kvrelay.engine.scheduling.preempt import Preemption
-from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.preempt import Preemption, PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.scheduling.sequence import GroupTable, State
-from kvrelay.engine.scheduling.waiting_queue import WaitingQueue
+from kvrelay.engine.scheduling.sequence import State
+from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue
 from kvrelay.kvcache.memory.swap import SwapArea
 from tests.engine.scheduling.machine.setup import Setup
 from tests.engine.scheduling.machine.step import lives
@@ -149,20 +148,22 @@ def members_give_way_one_by_one(monkeypatch):
 
 
 def a_member_is_lost_when_they_gather(monkeypatch):
-    after(monkeypatch, Groups, "merge", lambda self, result, group: (group.outputs.popitem(), result)[1])
+    merge = preempt.merge_group
+    monkeypatch.setattr(preempt, "merge_group", lambda group, *args: (merge(group, *args), group.outputs.popitem())[0])
 
 
 def the_last_word_of_a_member_is_lost_when_they_gather(monkeypatch):
-    after(
-        monkeypatch,
-        Groups,
-        "merge",
-        lambda self, result, group: ([one.pop() for one in group.outputs.values()], result)[1],
-    )
+    def merge(group, *args, real=preempt.merge_group):
+        result = real(group, *args)
+        for one in group.outputs.values():
+            one.pop()
+        return result
+
+    monkeypatch.setattr(preempt, "merge_group", merge)
 
 
 def what_was_said_before_is_charged_again(monkeypatch):
-    before(monkeypatch, Groups, "fork", lambda self, group, members: group.num_paid.clear())
+    before(monkeypatch, Groups, "_fork_members", lambda self, group, *rest: group.num_paid.clear())
 
 
 def beams_fork_without_a_reference(monkeypatch):
@@ -174,7 +175,7 @@ def a_beam_that_is_dropped_keeps_its_blocks(monkeypatch):
         if seq.group is None and "#" in seq.request_id:
             self._pool.acquire(seq.blocks)
 
-    before(monkeypatch, Release, "finish", keep)
+    before(monkeypatch, SequenceBlocks, "finish", keep)
 
 
 def a_beam_goes_on_from_another_ones_parent(monkeypatch):
@@ -183,11 +184,11 @@ def a_beam_goes_on_from_another_ones_parent(monkeypatch):
 
 
 def seats_are_not_kept_for_members(monkeypatch):
-    monkeypatch.setattr(GroupTable, "num_reserved", 0)
+    monkeypatch.setattr(Queues, "num_reserved", 0)
 
 
 def a_choice_that_nobody_wants_goes_on(monkeypatch):
-    before(monkeypatch, GroupSteps, "_fork_members", lambda self, group, *rest: group.unwanted.clear())
+    before(monkeypatch, Groups, "_fork_members", lambda self, group, *rest: group.unwanted.clear())
 
 
 def a_member_has_no_standing(monkeypatch):
@@ -222,7 +223,7 @@ def classes_count_the_other_way_round(monkeypatch):
 def who_was_begun_is_refused_when_it_is_late(monkeypatch):
     def turn_away(self, now_s):
         for seq in [seq for seq in self.waiting if seq.has_begun and seq.deadline_s <= now_s]:
-            self.arrivals._reject(seq, "deadline")
+            self._reject(seq, "deadline")
 
     before(monkeypatch, Scheduler, "reject_overdue", turn_away)
 
