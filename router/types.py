@@ -245,30 +245,6 @@ class RoutingRefusal:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """One worker's load as the cost model sees it: last report and our own assignments together.
-
-    Rates are 0 while unmeasured. `turn` grows with each assignment: the tie-breaker.
-    """
-
-    worker_id: str
-    node_id: str
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    kv_bytes_per_token: int
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    kv_bytes_per_s: float
-    queued_tokens: int  # prompt tokens not computed yet
-    queued_requests: int  # prompts not computed yet
-    sequences: int  # running, waiting or receiving KV
-    waiting: int  # of those, queued
-    free_blocks: int
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker as this router sees it; `kvrelay status --json` shows it."""
 
@@ -280,4 +256,4 @@ class WorkerView:
     assigned_requests: int  # by this router, not ended; a group counts once
     assigned_tokens: int  # by this router, not computed yet
     reported_at_s: float | None  # on the caller's clock; None before the first report
-    load: WorkerLoad
+    load: dict[str, str | float]  # as the cost model sees it: last report and our own assignments together

@@ -97,18 +97,14 @@ IDLE_S = 0.5
 """Seconds of other prompts queued at a worker below which it takes overdue ones."""
 
 
+@dataclass(frozen=True, slots=True)
 class OverduePlacement:
     """Decides whether an overdue request is placed now or deferred."""
 
-    def __init__(
-        self,
-        deferral: Deferral,
-        choose: Callable[[RouteRequest, float], Decision | RoutingRefusal],
-        workers: LiveWorkers,
-        ledger: Ledger,
-    ) -> None:
-        """`choose`: the decision on a request at a time, which counts nothing."""
-        self._deferral, self._choose, self._workers, self._ledger = deferral, choose, workers, ledger
+    deferral: Deferral
+    choose: Callable[[RouteRequest, float], Decision | RoutingRefusal]  # the decision at a time; counts nothing
+    workers: LiveWorkers
+    ledger: Ledger
 
     def is_overdue(self, request: RouteRequest, decision: Decision) -> bool:
         """Whether a request that may wait and has a TTFT target misses it in any case.
@@ -120,8 +116,8 @@ class OverduePlacement:
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
-        compute = self._workers.accounts_of(decision)[0]
-        speed = self._workers.prefill_tokens_per_s(compute.info.worker_id)
+        compute = self.workers.accounts_of(decision)[0]
+        speed = self.workers.prefill_tokens_per_s(compute.info.worker_id)
         overtaken_s = compute.unreported_overdue_tokens / speed
         queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
         return decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s > decision.ttft_target_s
@@ -133,54 +129,54 @@ class OverduePlacement:
 
         `is_called`: its turn has come; then it is placed.
         """
-        if self._has_room() and (is_called or not self._deferral.waiting):
+        if self._has_room() and (is_called or not self.deferral.waiting):
             return decision
         role = self._compute_role()
         queued_s = self._queued_s(role)
         rows = np.flatnonzero(queued_s < IDLE_S)
         if is_called and not len(rows):
             rows = np.flatnonzero(queued_s < np.inf)
-        names = self._workers.columns(role).names
+        names = self.workers.columns(role).names
         takers = {names[row] for row in rows}
-        if self._workers.accounts_of(decision)[0].info.worker_id in takers:
+        if self.workers.accounts_of(decision)[0].info.worker_id in takers:
             return decision
         if takers:
             force: Literal["remote"] | None = "remote" if role is Role.PREFILL else None
             elsewhere = replace(request, excluded=request.excluded.union(names) - takers, force=force)
-            if isinstance(choice := self._choose(elsewhere, now_s), Decision):
+            if isinstance(choice := self.choose(elsewhere, now_s), Decision):
                 return choice
         if is_called:
             return decision
-        if self._deferral.defer(request):
+        if self.deferral.defer(request):
             return Deferred(decision.predicted_ttft_s)
         overdue_s = decision.predicted_ttft_s - (decision.ttft_target_s or 0.0)
-        message = f"the queue of requests that will miss their TTFT target is full ({len(self._deferral.waiting)})"
+        message = f"the queue of requests that will miss their TTFT target is full ({len(self.deferral.waiting)})"
         return RoutingRefusal("full", message, min(max(overdue_s, MIN_RETRY_S), MAX_RETRY_S))
 
     def take_ready(self) -> str | None:
         """A deferred request whose turn has come, while any waits; None: none may be placed now."""
         role = self._compute_role()
-        if len(self._workers.columns(role)):  # without workers every deferred request may come, to be refused
+        if len(self.workers.columns(role)):  # without workers every deferred request may come, to be refused
             queued_s = self._queued_s(role)
-            has_turn = self._ledger.is_overdue_due and bool((queued_s < np.inf).any())
+            has_turn = self.ledger.is_overdue_due and bool((queued_s < np.inf).any())
             num_open = np.count_nonzero(queued_s < IDLE_S) or int(has_turn or self._has_room())
-            if len(self._deferral.called) >= num_open:
+            if len(self.deferral.called) >= num_open:
                 return None
-        return self._deferral.call()
+        return self.deferral.call()
 
     def _has_room(self) -> bool:
         """Whether overdue prompts hold so few of the decode workers' blocks that they may queue at the workers."""
-        columns = self._workers.columns(Role.DECODE)
-        return self._ledger.overdue_blocks < OVERDUE_SHARE * int(columns.ints[NUM_BLOCKS].sum())
+        columns = self.workers.columns(Role.DECODE)
+        return self.ledger.overdue_blocks < OVERDUE_SHARE * int(columns.ints[NUM_BLOCKS].sum())
 
     def _compute_role(self) -> Role:
-        return Role.PREFILL if len(self._workers.columns(Role.PREFILL)) else Role.DECODE
+        return Role.PREFILL if len(self.workers.columns(Role.PREFILL)) else Role.DECODE
 
     def _queued_s(self, role: Role) -> Floats:
         """By row: seconds of prompts that an overdue one would delay; infinite where there are enough overdue ones."""
-        workers = self._workers
+        workers = self.workers
         seconds = workers.columns(role).queued_s(workers.prefill_rate)
-        for account in self._ledger.with_overdue:
+        for account in self.ledger.with_overdue:
             worker_id, row = account.info.worker_id, account.row
             if account.role is not role or workers.accounts.get(worker_id) is not account:
                 continue

@@ -247,76 +247,69 @@ def _depths(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
+@dataclass
 class SnapshotTaker:
-    """Reads live workers, the prefix index and the ledger; changes none of them."""
+    """Reads live workers, the prefix index and the ledger; changes none of them. See Router for the fields."""
 
-    def __init__(
-        self,
-        workers: LiveWorkers,
-        index: PrefixIndex,
-        ledger: Ledger,
-        popularity: PrefixPopularity,
-        policy: RoutingPolicy,
-        model: CostModel,
-        *,
-        tokens_per_hash: int,
-        max_waiting: int,
-        has_store: bool,
-    ) -> None:
-        """See Router for the arguments."""
-        self._workers, self._index, self._ledger, self._popularity = workers, index, ledger, popularity
-        self._policy, self._model = policy, model
-        self._tokens_per_hash, self._max_waiting, self._has_store = tokens_per_hash, max_waiting, has_store
+    workers: LiveWorkers
+    index: PrefixIndex
+    ledger: Ledger
+    popularity: PrefixPopularity
+    policy: RoutingPolicy
+    model: CostModel
+    tokens_per_hash: int
+    max_waiting: int
+    has_store: bool
 
     def take(self, request: RouteRequest, now_s: float) -> RoutingSnapshot:
-        held, unpaired = self.held(request), self._workers.unpaired
+        held, unpaired = self.held(request), self.workers.unpaired
         return RoutingSnapshot(
             self._context(request, held, now_s),
             self._worker_table(Role.PREFILL, request, held, now_s, unpaired),
             self._worker_table(Role.DECODE, request, held, now_s, unpaired),
-            self._policy,
-            self._model,
-            self._workers.incompatible,
+            self.policy,
+            self.model,
+            self.workers.incompatible,
             held,
-            self._policy.latency_targets(request),
+            self.policy.latency_targets(request),
         )
 
     def refusal(self, snapshot: RoutingSnapshot) -> RoutingRefusal:
         request = snapshot.request
         lacks_prefill = request.force == "remote" and (not request.needs_decode or len(snapshot.decodes) > 0)
         role = Role.PREFILL if lacks_prefill else Role.DECODE
-        columns = self._workers.columns(role)
-        return snapshot.refusal(role, columns, self._workers.unpaired, self._workers.prefill_rate)
+        columns = self.workers.columns(role)
+        return snapshot.refusal(role, columns, self.workers.unpaired, self.workers.prefill_rate)
 
     def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float) -> RoutingContext:
         hashes = request.block_hashes
         most = max(int(one.expected[one.expected.argmax()]) if len(one.expected) else 0 for one in held.values())
-        stored = max(int(one.in_any_tier.max(initial=0)) for one in held.values()) if self._has_store else 0
+        stored = max(int(one.in_any_tier.max(initial=0)) for one in held.values()) if self.has_store else 0
         return RoutingContext(
             request,
             _draw(request.request_id),
             now_s,
-            unreported_share=self._workers.unreported_share(),
-            arrivals_per_s=self._popularity.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s),
-            tenant_excess=self._ledger.excess(request.tenant),
+            unreported_share=self.workers.unreported_share(),
+            arrivals_per_s=self.popularity.arrivals_per_s(hashes, most // self.tokens_per_hash, now_s),
+            tenant_excess=self.ledger.excess(request.tenant),
             stored_tokens=stored,
         )
 
     def _worker_table(
         self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
-        columns, excluded = self._workers.columns(role), request.excluded | unpaired
+        columns, excluded = self.workers.columns(role), request.excluded | unpaired
         rows = columns.usable(
-            request, max_waiting=self._max_waiting, needs_output=role is Role.DECODE, excluded=excluded
+            request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE, excluded=excluded
         )
-        return columns.table(rows, held[role], self._workers.prefill_rate, now_s)
+        return columns.table(rows, held[role], self.workers.prefill_rate, now_s)
 
     def held(self, request: RouteRequest) -> dict[Role, PrefixHits]:
         """Tokens of the prompt that each live worker holds, or is expected to hold."""
-        found = self._index.table(request.block_hashes)
-        found *= self._tokens_per_hash
+        found = self.index.table(request.block_hashes)
+        found *= self.tokens_per_hash
         columns_of = {
-            role: self._workers.columns(role) for role in Role
+            role: self.workers.columns(role) for role in Role
         }  # lays them out: accounts have rows from here on
         pending, held = self._pending(request), {}
         for role, columns in columns_of.items():
@@ -333,8 +326,8 @@ class SnapshotTaker:
     def _pending(self, request: RouteRequest) -> dict[Role, dict[int, int]]:
         """By row of live workers that are about to compute a prefix of the prompt: its tokens in whole blocks."""
         found: dict[Role, dict[int, int]] = {}
-        live, state, size = self._workers.accounts, self._index.state, self._tokens_per_hash
-        for account, num_hashes in self._ledger.pending_matches(request.block_hashes).items():
+        live, state, size = self.workers.accounts, self.index.state, self.tokens_per_hash
+        for account, num_hashes in self.ledger.pending_matches(request.block_hashes).items():
             info = account.info
             if live.get(info.worker_id) is account and state(info.worker_id) is not IndexState.STALE:
                 tokens = num_hashes * size

@@ -20,7 +20,7 @@ import numpy as np
 from kvrelay.plane.messages import Assigned
 from kvrelay.plane.reports import AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.policies.base import CostModel, Floats, Ints, WorkerTable, any_of, only
-from kvrelay.router.types import RouteRequest, WorkerLoad
+from kvrelay.router.types import RouteRequest
 from kvrelay.types import Role
 
 # rows of `Columns.ints`: first those of a worker's load, then constants
@@ -152,28 +152,10 @@ class Columns:
             )
             _, step_s, recent_step_s, kv_rate, reported_at_s, output_tokens = self.floats[:, rows]
             fixed = [column[: len(rows)] if only(column) is not None else column[rows] for column in fixed]
-        tokens, requests, sequences, waiting, free, turn = ints
-        nodes, blocks, size, per_token = fixed
-        return WorkerTable(
-            names,
-            nodes,
-            *held,
-            tokens,
-            requests,
-            sequences,
-            waiting,
-            free,
-            blocks,
-            size,
-            rates,
-            step_s,
-            recent_step_s,
-            kv_rate,
-            per_token,
-            turn,
-            now_s - reported_at_s,
-            output_tokens,
-        )
+        nodes, *constants = fixed
+        speeds = rates, step_s, recent_step_s, kv_rate
+        columns = (nodes, *held, *ints, *constants, *speeds, now_s - reported_at_s, output_tokens)
+        return WorkerTable(names, *columns)
 
 
 def _shared(column: Ints) -> Ints:
@@ -242,6 +224,11 @@ class StepTime:
 MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20
 """Bytes moved before a bandwidth counts as measured: fewer measure first touches of memory rather than the link."""
 
+_SHOWN_FACTS = ("worker_id", "node_id", "max_model_len", "num_blocks", "block_size", "kv_bytes_per_token")
+_SHOWN_LOAD = (
+    "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "queued_tokens", "queued_requests", "sequences",
+    "waiting", "free_blocks", "turn",
+)  # fmt: skip
 _UNREPORTED = LoadReport(seq=-1)
 _NO_OTHERS = AssignedByOthers(0, False)
 
@@ -358,22 +345,10 @@ class WorkerAccount:
             self.changed[self] = None
         self._load_changed()
 
-    def load(self) -> WorkerLoad:
-        """The worker's whole load as one record, for `kvrelay status`."""
-        info, (rate, step_s, kv_rate) = self.info, self._speeds()
-        return WorkerLoad(
-            info.worker_id,
-            info.node_id,
-            info.max_model_len,
-            info.num_blocks,
-            info.block_size,
-            info.kv_bytes_per_token,
-            rate,
-            step_s,
-            kv_rate,
-            *self.counts(),
-            self.turn,
-        )
+    def load(self) -> dict[str, str | float]:
+        """The worker's whole load by name, for `kvrelay status`. Rates are 0 while unmeasured."""
+        facts = {name: getattr(self.info, name) for name in _SHOWN_FACTS}
+        return facts | dict(zip(_SHOWN_LOAD, (*self._speeds(), *self.counts(), self.turn), strict=True))
 
     def counts(self) -> tuple[int, int, int, int, int]:
         """(queued tokens, queued requests, sequences, waiting sequences, free blocks); see WorkerTable."""

@@ -98,14 +98,14 @@ class WorkerTable:
     sequences: Ints  # running, waiting or receiving KV
     waiting: Ints  # of those, queued
     free_blocks: Ints
+    turn: Ints  # when this router last chose it: the larger, the later; 0: never
     num_blocks: Ints
     block_size: Ints  # tokens
+    kv_bytes_per_token: Ints
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
     recent_step_s: Floats  # recent inter-token latency there, prefill chunks included; at least decode_step_s
     kv_bytes_per_s: Floats  # KV transfer bandwidth from another process of its machine
-    kv_bytes_per_token: Ints
-    turn: Ints  # when this router last chose it: the larger, the later; 0: never
     age_s: Floats  # of its last load report; infinite before the first
     output_tokens: Floats  # mean of its recent outputs; 0: unknown
 

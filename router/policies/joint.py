@@ -16,7 +16,7 @@ Rules:
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field
@@ -93,31 +93,24 @@ class Joint(RoutingPolicy):
             candidates.append(scorer.pairs())
         if context.request.force != "remote":
             candidates.append(scorer.local())
-        return _listed(scorer, _CandidateColumns.join(candidates)) if candidates else []
+        return _listed(scorer, _joined(candidates)) if candidates else []
 
     def latency_targets(self, request: RouteRequest) -> tuple[float, float]:
         return targets(request, self._model)
 
 
-class _CandidateColumns:
-    """Candidates as columns: the computing worker (by number, see CommonCost), the decode worker's row or NONE, [terms,
-    candidates].
-    """
+class _CandidateColumns(NamedTuple):
+    """Candidates as columns."""
 
-    __slots__ = ("computing", "decode", "parts")
+    computing: Ints  # by number, see CommonCost
+    decode: Ints  # the decode worker's row, or NONE
+    parts: Floats  # [terms, candidates]
 
-    def __init__(self, computing: Ints, decode: Ints, parts: Floats) -> None:
-        self.computing, self.decode, self.parts = computing, decode, parts
 
-    @classmethod
-    def join(cls, columns_of: list["_CandidateColumns"]) -> "_CandidateColumns":
-        if len(columns_of) == 1:
-            return columns_of[0]
-        return cls(
-            np.concatenate([candidates.computing for candidates in columns_of]),
-            np.concatenate([candidates.decode for candidates in columns_of]),
-            np.concatenate([candidates.parts for candidates in columns_of], axis=1),
-        )
+def _joined(columns_of: list[_CandidateColumns]) -> _CandidateColumns:
+    if len(columns_of) == 1:
+        return columns_of[0]
+    return _CandidateColumns(*(np.concatenate(columns, axis=-1) for columns in zip(*columns_of, strict=True)))
 
 
 class _JointScorer:

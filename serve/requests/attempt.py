@@ -58,20 +58,20 @@ class TokenOrder:
         self.finish_reason: str | None = None
         self._request_id, self._limit = request_id, limit
         self._ready: list[TokenOutput] = []
-        self._early: dict[int, TokenOutput] = {}
+        self.early: dict[int, TokenOutput] = {}
 
     def add(self, output: TokenOutput) -> None:
         """Take one output. Raises ProtocolError when it lies past the output's end."""
         if output.position + len(output.token_ids) > self._limit or output.position < 0:
             raise ProtocolError(f"position {output.position} is past the limit of {self._limit} tokens")
         if output.position > len(self.tokens):
-            known = self._early.get(output.position)
+            known = self.early.get(output.position)
             if known is None or len(known.token_ids) <= len(output.token_ids):
-                self._early[output.position] = output
+                self.early[output.position] = output
             return
         self._append(output)
-        while self._early and (first := min(self._early)) <= len(self.tokens):
-            self._append(self._early.pop(first))
+        while self.early and (first := min(self.early)) <= len(self.tokens):
+            self._append(self.early.pop(first))
 
     def _append(self, output: TokenOutput) -> None:
         if self.finish_reason is not None:
@@ -92,29 +92,14 @@ class TokenOrder:
         outputs, self._ready = self._ready, []
         return _merged(outputs, self._request_id)
 
-    def forget_early(self) -> None:
-        """A new attempt computes everything after `tokens` again."""
-        self._early.clear()
-
 
 class GroupOrder:
-    """A TokenOrder for each choice of a group. The whole ends when every choice has ended or was dropped."""
+    """A TokenOrder for each choice of a request. The whole ends when every choice has ended or was dropped."""
 
     def __init__(self, request_id: str, limit: int, num_choices: int) -> None:
         self._orders = [TokenOrder(request_id, limit) for _ in range(num_choices)]
         self._dropped: set[int] = set()
-
-    @property
-    def tokens(self) -> list[int]:
-        """All choices' outputs so far, one after the other."""
-        return [token for order in self._orders for token in order.tokens]
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The last choice's, once all have ended."""
-        if len(self.ended) < len(self._orders):
-            return None
-        return self._orders[-1].finish_reason or "stop"
+        self.finish_reason: str | None = None  # the last choice's, once all have ended
 
     @property
     def ended(self) -> tuple[int, ...]:
@@ -131,8 +116,11 @@ class GroupOrder:
         """Take one output. Raises ProtocolError when it is no choice's, or lies past its end."""
         if not 0 <= output.choice < len(self._orders):
             raise ProtocolError(f"choice {output.choice} of {len(self._orders)}")
-        if output.choice not in self._dropped:
-            self._orders[output.choice].add(output)
+        if output.choice in self._dropped:
+            return
+        self._orders[output.choice].add(output)
+        if self._orders[output.choice].finish_reason is not None:
+            self._end()
 
     def take(self) -> TokenOutput | None:
         """Everything that is ready of one choice, as one output, or None."""
@@ -144,11 +132,16 @@ class GroupOrder:
     def drop(self, choice: int) -> None:
         """This choice needs no more tokens."""
         self._dropped.add(choice)
+        self._end()
+
+    def _end(self) -> None:
+        if len(self.ended) == len(self._orders):
+            self.finish_reason = self._orders[-1].finish_reason or "stop"
 
     def forget_early(self) -> None:
         """A new attempt computes everything after each choice's tokens again."""
         for order in self._orders:
-            order.forget_early()
+            order.early.clear()
 
 
 RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
@@ -165,7 +158,7 @@ class SequenceAttempt:
         request: wire.SequenceRequest,
         decision: Decision,
         submission: Submission,
-        order: TokenOrder | GroupOrder,
+        order: GroupOrder,
         placer: Placer,
         observer: RequestObserver,
     ) -> None:
@@ -302,7 +295,7 @@ class SequenceAttempt:
         A beam search returns all its results at its end: until then all run.
         """
         group = self.request.group
-        if isinstance(self._order, GroupOrder) and group is not None and group.beams is None:
+        if group is not None and group.beams is None:
             self._placer.narrowed(self.id, group.num_choices - len(self._order.ended))
 
     def interrupt(self, error: RequestError) -> None:

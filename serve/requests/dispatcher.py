@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, SloVerdict
-from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt, TokenOrder
+from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, error_of_refusal, outcome_of
 from kvrelay.serve.telemetry.explain import Explain, SloRecord
 from kvrelay.serve.telemetry.observer import RequestArrival, RequestLog, RequestObserver, ServeStats
@@ -60,11 +60,7 @@ class RequestDriver:
         self._request, self._settings, self._force, self._slo = request, settings, force, slo
         self._placer, self._submissions, self._observer = placer, submissions, observer
         limit, group = request.sampling.max_tokens, request.group
-        self._order: TokenOrder | GroupOrder = (
-            TokenOrder(request.request_id, limit)
-            if group is None
-            else GroupOrder(request.request_id, limit, group.num_choices)
-        )
+        self._order = GroupOrder(request.request_id, limit, group.num_choices if group is not None else 1)
         self._retries = Retries(settings.router.retry_budget)
         self._attempt: SequenceAttempt | None = None
         self._num_attempts = 0
@@ -108,7 +104,7 @@ class RequestDriver:
 
     def end_choice(self, choice: int) -> None:
         """The caller wants no more tokens of this choice of a group."""
-        if isinstance(self._order, GroupOrder) and choice not in self._order.ended:
+        if choice not in self._order.ended:
             self._order.drop(choice)
             if self._attempt is not None:
                 self._attempt.drop_choice(choice)
@@ -253,37 +249,26 @@ class RequestDriver:
             self._attempt = None
 
     def _continuation(self) -> wire.SequenceRequest:
-        """The sequence as it now stands, prompt and emitted tokens, under an id of its own."""
+        """The sequence as it now stands, prompt and emitted tokens, under an id of its own; a group from its prompt on,
+        with each choice's output so far. A beam search starts again.
+        """
         self._order.forget_early()
-        if isinstance(self._order, GroupOrder):
-            return self._group_continuation(self._order)
-        original, emitted = self._request, self._order.tokens
-        token_ids, tokens_per_hash = original.token_ids + emitted, self._settings.tokens_per_hash
-        sampling = original.sampling
-        if emitted and sampling.prompt_logprobs is not None:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return msgspec.structs.replace(
-            original,
-            request_id=f"{original.request_id}~{self._num_attempts}",
-            token_ids=token_ids,
-            block_hashes=list(block_hashes(token_ids, tokens_per_hash, original.salt)),
-            sampling=sampling,
-            tokens_per_hash=tokens_per_hash,
-            deadline_s=None if emitted else original.deadline_s,
-            num_prefill_returns=self._retries.num_prefill_returns,
-        )
-
-    def _group_continuation(self, order: GroupOrder) -> wire.SequenceRequest:
-        """The group from its prompt on, with each choice's output so far; a beam search starts again."""
-        original, group = self._request, self._request.group
-        assert group is not None
-        sampling = original.sampling
-        if group.beams is None:
-            group = msgspec.structs.replace(group, emitted=order.emitted, ended=order.ended)
-            if any(order.emitted):
-                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        request_id = f"{original.request_id}~{self._num_attempts}"
-        return msgspec.structs.replace(original, request_id=request_id, group=group, sampling=sampling)
+        original, group, emitted = self._request, self._request.group, self._order.emitted
+        changes: dict[str, Any] = {"request_id": f"{original.request_id}~{self._num_attempts}"}
+        if group is None:
+            token_ids, tokens_per_hash = original.token_ids + emitted[0], self._settings.tokens_per_hash
+            changes |= {
+                "token_ids": token_ids,
+                "block_hashes": list(block_hashes(token_ids, tokens_per_hash, original.salt)),
+                "tokens_per_hash": tokens_per_hash,
+                "deadline_s": None if emitted[0] else original.deadline_s,
+                "num_prefill_returns": self._retries.num_prefill_returns,
+            }
+        elif group.beams is None:
+            changes["group"] = msgspec.structs.replace(group, emitted=emitted, ended=self._order.ended)
+        if any(emitted) and (group is None or group.beams is None):
+            changes["sampling"] = msgspec.structs.replace(original.sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(original, **changes)
 
     # ---- time
 

@@ -117,10 +117,10 @@ class Together:
         return [
             {
                 view.worker_id: (
-                    view.load.queued_tokens,
-                    view.load.queued_requests,
-                    view.load.sequences,
-                    view.load.free_blocks,
+                    view.load["queued_tokens"],
+                    view.load["queued_requests"],
+                    view.load["sequences"],
+                    view.load["free_blocks"],
                 )
                 for view in router.workers()
             }
@@ -184,18 +184,18 @@ def test_a_report_that_has_not_seen_our_own_yet_hides_nothing_of_the_others():
     alone = cluster(["p1"], ["d1"])
     alone.select_and_reserve(ask("mine", tokens=1000, prompt="m", force="remote"), 0.0)
     load(alone, "p1", queued_tokens=2000)
-    assert alone.workers()[1].load.queued_tokens == 2000
+    assert alone.workers()[1].load["queued_tokens"] == 2000
 
 
 def test_while_one_has_not_said_the_report_counts_for_it():
     router = cluster(["p1"], ["d1"])
     router.apply_others("p1", AssignedByOthers(2, False, tokens=100, prompts=1))
     load(router, "p1", queued_tokens=900)
-    assert router.workers()[1].load.queued_tokens == 900
+    assert router.workers()[1].load["queued_tokens"] == 900
     router.apply_others("p1", AssignedByOthers(2, True, tokens=100, prompts=1))
-    assert router.workers()[1].load.queued_tokens == 100
+    assert router.workers()[1].load["queued_tokens"] == 100
     load(router, "p1", queued_tokens=900)
-    assert router.workers()[1].load.queued_tokens == 100
+    assert router.workers()[1].load["queued_tokens"] == 100
 
 
 def test_only_where_others_listen_is_anything_told():
@@ -219,7 +219,7 @@ def test_a_worker_that_goes_is_told_of_no_more_and_begins_anew():
     router.on_end("r1")
     assert router.take_assigned() == []
     router.worker_up(info)
-    assert router.workers()[1].load.queued_tokens == 0
+    assert router.workers()[1].load["queued_tokens"] == 0
     router.apply_others("p2", AssignedByOthers(1, True, tokens=700))  # nobody knows it: nothing happens
     assert [view.worker_id for view in router.workers()] == ["d1", "p1"]
 
@@ -231,7 +231,7 @@ def test_a_connection_made_again_tells_again():
     router.select_and_reserve(ask("r1", force="remote"), 0.0)
     router.take_assigned()
     router.worker_up(router._workers.accounts["p1"].info)
-    assert router.workers()[1].load.queued_tokens == 1000
+    assert router.workers()[1].load["queued_tokens"] == 1000
     router.apply_others("p1", AssignedByOthers(1, False))
     assert router.take_assigned() == [("p1", share(tokens=1000, prompts=1, sequences=1))]
 
@@ -293,6 +293,6 @@ def test_when_all_is_over_nobody_counts_anything_not_even_of_an_ingress_that_was
     for ingress in sim.ingresses:
         views = ingress.router.workers()
         assert {view.worker_id for view in views} == {"p0", "p1", "d0", "d1"}
-        assert [(view.load.queued_tokens, view.load.sequences) for view in views] == [(0, 0)] * 4
+        assert [(view.load["queued_tokens"], view.load["sequences"]) for view in views] == [(0, 0)] * 4
     reports = [worker.reports for worker in sim.workers if worker.is_alive]
     assert all(report._assigned.total() == (0, 0, 0, 0) for report in reports)

@@ -110,7 +110,7 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
     }
     choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
     assert (choice.cached_tokens_prefill, choice.loaded_tokens_prefill) == (0, 800)
-    assert next(view for view in router.workers() if view.worker_id == "p1").load.queued_tokens == 200
+    assert next(view for view in router.workers() if view.worker_id == "p1").load["queued_tokens"] == 200
 
 
 # ---- decode workers that compute prompts

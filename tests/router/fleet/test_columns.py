@@ -65,15 +65,15 @@ def accounts(router, role, rate):
     model = CostModel()
     return {
         view.worker_id: (
-            load.queued_tokens,
-            load.queued_requests,
-            load.sequences,
-            load.waiting,
-            load.free_blocks,
-            load.turn,
-            load.prefill_tokens_per_s or rate,
-            load.decode_step_s or model.default_decode_step_s,
-            load.kv_bytes_per_s or model.default_kv_bytes_per_s,
+            load["queued_tokens"],
+            load["queued_requests"],
+            load["sequences"],
+            load["waiting"],
+            load["free_blocks"],
+            load["turn"],
+            load["prefill_tokens_per_s"] or rate,
+            load["decode_step_s"] or model.default_decode_step_s,
+            load["kv_bytes_per_s"] or model.default_kv_bytes_per_s,
         )
         for view in router.workers()
         if view.role == role and (load := view.load)

@@ -337,8 +337,8 @@ class RouterMachine(RuleBasedStateMachine):
             sequences = sum(one[3] == name and one[4] == epoch for one in self.live.values())
             sequences += sum(one[3] != name for one in computing)
             assert view.assigned_requests == sequences
-            assert view.load.queued_tokens >= view.assigned_tokens
-            assert view.load.sequences >= view.assigned_requests
+            assert view.load["queued_tokens"] >= view.assigned_tokens
+            assert view.load["sequences"] >= view.assigned_requests
 
     @invariant()
     def index_is_what_brute_force_finds(self):

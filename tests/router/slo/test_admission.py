@@ -144,7 +144,7 @@ def test_a_request_goes_to_the_decode_worker_where_it_keeps_to_its_slo(is_slow):
     assert [(way["prefill"], way["decode"], way["missed"]) for way in rejected_candidates] == [
         ("p", first, ["tpot"])
     ] * is_slow
-    view = {view.worker_id: view.load.sequences for view in cluster.router.workers()}
+    view = {view.worker_id: view.load["sequences"] for view in cluster.router.workers()}
     assert view[choice.decode] >= 1
     cluster.router.on_end(choice.request_id)
     assert len(cluster.router.forecast) == 0

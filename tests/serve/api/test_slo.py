@@ -209,11 +209,11 @@ async def test_a_group_has_as_many_seats_as_it_has_sequences_until_they_end(make
     decode.pause_at = 2
     asked = asyncio.create_task(complete(cluster, {"max_tokens": 8, **fields}))
     await decode.paused.wait()
-    views = [view.load.sequences for view in cluster.dispatcher.router.workers() if view.role == "decode"]
+    views = [view.load["sequences"] for view in cluster.dispatcher.router.workers() if view.role == "decode"]
     assert sum(views) == width
     decode.resume.set()
     assert (await asked).status_code == 200
-    assert all(view.load.sequences == 0 for view in cluster.dispatcher.router.workers())
+    assert all(view.load["sequences"] == 0 for view in cluster.dispatcher.router.workers())
     await cluster.all_released()
 
 

@@ -78,7 +78,7 @@ def test_positions_past_the_limit_are_a_fault(wrong):
 def test_a_new_attempt_forgets_what_came_early():
     order = TokenOrder("r", 10)
     order.add(output(1, 99))
-    order.forget_early()
+    order.early.clear()
     order.add(output(0, 10))
     assert order.tokens == [10]
 

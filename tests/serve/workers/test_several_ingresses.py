@@ -48,7 +48,7 @@ async def becomes_true(condition, within_s=10.0):
 def seen(dispatcher, worker_id):
     """(queued prompt tokens, sequences) that this ingress counts at a worker."""
     view = next(view for view in dispatcher.router.workers() if view.worker_id == worker_id)
-    return view.load.queued_tokens, view.load.sequences
+    return view.load["queued_tokens"], view.load["sequences"]
 
 
 def asked(name, chain, num_tokens=None):
