@@ -56,7 +56,7 @@ def settings_of(context: Context, folder: Path) -> Settings:
             }
         ),
         transfer=TransferSettings.model_validate({"transport": "nixl" if context.is_cuda else "auto"}),
-        router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
+        router=RouterSettings(local_prefill_tokens=0),
     )
 
 
@@ -69,7 +69,7 @@ def measure(context: Context, name: str, folder: Path) -> None:
 
 async def one_pair(context: Context, name: str, folder: Path) -> None:
     began = time.perf_counter()
-    async with local_cluster(settings_of(context, folder), folder) as cluster:
+    async with local_cluster(settings_of(context, folder), folder, retry_budget=0) as cluster:
         start_s = time.perf_counter() - began
         spec = ModelSpec.from_folder(folder)
         for length in (40, 100) if context.tiny else (512, 4096):

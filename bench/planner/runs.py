@@ -21,6 +21,7 @@ import numpy as np
 from bench.planner.loads import made_days, stretched_days
 from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
+from kvrelay.cluster.simulator import worker as simulated_worker
 from kvrelay.cluster.simulator.operations import fleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.results import Tally
@@ -221,11 +222,8 @@ class Day:
 
     def scenario(self, counts: WorkerCounts, **fields: Any) -> Scenario:
         own, kind = self.setting, self.setting.kind
-        settings = {
-            "router": {"reserve_timeout_s": 2 * kind.ttft_s, "max_inflight": 10_000},
-            "serve": {"request_timeout_s": 600 * own.slow},
-            **fields.pop("settings", {}),
-        }
+        settings = {"router": {"max_inflight": 10_000}, "serve": {"request_timeout_s": 600 * own.slow}}
+        settings |= fields.pop("settings", {})
         return scenario_from(
             {
                 "prefill": counts.prefill,
@@ -251,6 +249,7 @@ class Day:
                 profile = profile.with_block_size(entries[0].block_tokens)
             sim = Simulation(scenario.model_copy(update={"warm_up_s": from_s}), profile, entries)
             sim.tally = WindowTally(sim.tally)
+            simulated_worker.RESERVE_TIMEOUT_S = 2 * self.setting.kind.ttft_s
             found = outcome(sim.run(), from_s, num_days * self.setting.day_s)
             self._runs[name] = found
             summary = (

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvrelay import tracing
 from kvrelay.cluster.store.process import ProcessStore, spawn_store
@@ -213,6 +214,7 @@ async def local_cluster(
     num_inside: int = 1,
     num_stores: int = 1,
     cores: Sequence[tuple[int, ...] | None] = (),
+    **patience: Any,
 ) -> AsyncIterator[LocalCluster]:
     """A running cluster, stopped at the end of the context.
 
@@ -220,10 +222,11 @@ async def local_cluster(
         num_inside: decode workers in this process, where a test can inspect their pools.
         num_stores: nodes of the KV store, where `cache.remote` is `cluster`.
         cores: of the prefill processes, then the decode processes; those without are not pinned.
+        patience: `retry_budget` and `reserve_timeout_s` of the Dispatcher.
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
-    cluster = LocalCluster(Dispatcher(_router(settings), secret, settings), secret)
+    cluster = LocalCluster(Dispatcher(_router(settings), secret, settings, **patience), secret)
     try:
         if settings.cache.remote == CLUSTER:
             cluster.stores = await _spawn_stores(num_stores, settings, secret)

@@ -26,7 +26,7 @@ class SimulatedRequestDriver:
 
     def __init__(self, job: SimulatedRequest, ingress: "SimulatedIngress") -> None:
         self.job, self._ingress = job, ingress
-        self._retries = Retries(ingress.world.settings.router.retry_budget)
+        self._retries = Retries()
         self._attempt: SimulatedAttempt | None = None
         self._num_emitted, self._is_deferred = 0, False
         self._deadline = ingress.time_limit.begin(self._end, "error")

@@ -20,6 +20,7 @@ from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerRepor
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.plane.messages import PREEMPTED, Assigned, TokenOutput
 from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
+from kvrelay.serve.requests.retries import RESERVE_TIMEOUT_S
 from kvrelay.types import Fingerprint, Role
 
 LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/launch.py does
@@ -48,7 +49,7 @@ class SimulatedWorker:
         scenario, settings, clock = world.scenario, world.settings, world.clock
         profile = scenario.profile_of(role, world.profile)
         self.worker_id, self.role, self.node_id = worker_id, role, node_id
-        self._clock, self._sources, self._waits = clock, world.sources, clock.timer(settings.router.reserve_timeout_s)
+        self._clock, self._sources, self._waits = clock, world.sources, clock.timer(RESERVE_TIMEOUT_S)
         self.engine = SimulatedEngine(
             profile,
             settings,

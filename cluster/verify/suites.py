@@ -200,11 +200,7 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
             served = VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True)
             rows.append(replace(served, during=(steer.served_in_order(stage, order),), request=request))
     rows.append(blocks_freed("every block of queued requests freed"))
-    overrides: dict[str, dict[str, Any]] = {
-        "decode": {"max_running": 1},
-        "scheduler": {"credit_tokens": credit_tokens},
-        "router": {"reserve_timeout_s": 2 * _DEADLINE_S},
-    }
+    overrides: dict[str, dict[str, Any]] = {"decode": {"max_running": 1}, "scheduler": {"credit_tokens": credit_tokens}}
     prompts = tuple(map(verifier.prompt, ARRIVAL_ORDER))
     return [Setup("priorities, deadlines and tenants", tuple(rows), transport, overrides=overrides, prompts=prompts)]
 

@@ -168,7 +168,7 @@ class Verifier:
                 "num_threads": 1,
             },
             "transfer": {"transport": transport, "checks": checks},
-            "router": {"retry_budget": 0, "local_prefill_tokens": 0},
+            "router": {"local_prefill_tokens": 0},
         }
         for section, values in overrides.items():
             own[section] = own.get(section, {}) | dict(values)
@@ -180,7 +180,9 @@ class Verifier:
     ) -> AsyncIterator[LocalCluster]:
         """Prefill processes and one decode worker in this process. Raises KvrelayError when a worker cannot start."""
         settings = self.settings(transport, checks, overrides or {})
-        async with local_cluster(settings, Path(settings.model.source), num_prefill=num_prefill) as cluster:
+        patience: dict[str, Any] = {"retry_budget": 0, "reserve_timeout_s": 600.0}
+        folder = Path(settings.model.source)
+        async with local_cluster(settings, folder, num_prefill=num_prefill, **patience) as cluster:
             yield cluster
 
     async def learn(self, prompts: Sequence[VerifyPrompt]) -> None:

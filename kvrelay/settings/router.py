@@ -49,10 +49,6 @@ class RouterSettings(Section):
         unit="sequences",
         ge=1,
     )
-    reserve_timeout_s: float = setting(
-        10.0, "Longest wait for one decode worker's blocks; then another is tried, or 429.", unit="s", gt=0
-    )
-    retry_budget: int = setting(2, "Retries of a request after a worker's fault.", unit="retries", ge=0)
 
 
 class SloClass(Section):

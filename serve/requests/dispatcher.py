@@ -22,7 +22,14 @@ from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, SloVerdict
 from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt
-from kvrelay.serve.requests.retries import AttemptFailed, Retries, error_of_refusal, outcome_of
+from kvrelay.serve.requests.retries import (
+    RESERVE_TIMEOUT_S,
+    RETRY_BUDGET,
+    AttemptFailed,
+    Retries,
+    error_of_refusal,
+    outcome_of,
+)
 from kvrelay.serve.telemetry.explain import Explain, SloRecord
 from kvrelay.serve.telemetry.observer import RequestArrival, RequestLog, RequestObserver, ServeStats
 from kvrelay.serve.workers.membership import Membership, Placer
@@ -39,7 +46,7 @@ Force = Literal["local", "remote"] | None
 class RequestDriver:
     """Runs one sequence, or one group of choices, over as many attempts as it takes.
 
-    Iterate over `tokens` once, and close it. 14 attributes: its parts, and how far the sequence has come.
+    Iterate over `tokens` once, and close it. 15 attributes: its parts, and how far the sequence has come.
     """
 
     def __init__(
@@ -52,6 +59,8 @@ class RequestDriver:
         observer: RequestObserver,
         force: Force,
         slo: SloRecord | None,
+        retries: Retries,
+        reserve_timeout_s: float,
     ) -> None:
         """force: where the prompt is computed, on the decode worker or on a prefill worker.
 
@@ -61,7 +70,7 @@ class RequestDriver:
         self._placer, self._submissions, self._observer = placer, submissions, observer
         limit, group = request.sampling.max_tokens, request.group
         self._order = GroupOrder(request.request_id, limit, group.num_choices if group is not None else 1)
-        self._retries = Retries(settings.router.retry_budget)
+        self._retries, self._reserve_timeout_s = retries, reserve_timeout_s
         self._attempt: SequenceAttempt | None = None
         self._num_attempts = 0
         self._time_limit: asyncio.TimerHandle | None = None
@@ -210,7 +219,7 @@ class RequestDriver:
         return await attempt.reserve(
             wire.Reserve(
                 request=self._with_time_left(attempt.request, decision),
-                timeout_s=self._settings.router.reserve_timeout_s,
+                timeout_s=self._reserve_timeout_s,
                 prefill_tokens_per_s=self._placer.prefill_tokens_per_s(decision.prefill),
             )
         )
@@ -290,9 +299,18 @@ class Dispatcher:
     """The parts of one ingress below HTTP, put together. Lives on one event loop."""
 
     def __init__(
-        self, router: Router, secret: bytes, settings: Settings, clock: Callable[[], float] = time.monotonic
+        self,
+        router: Router,
+        secret: bytes,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        retry_budget: int = RETRY_BUDGET,
+        reserve_timeout_s: float = RESERVE_TIMEOUT_S,
     ) -> None:
+        """For `retry_budget` and `reserve_timeout_s` see retries.py."""
         self.router, self.settings, self.clock = router, settings, clock
+        self._patience = retry_budget, reserve_timeout_s
         self.tokens_per_hash = settings.tokens_per_hash
         self.stats, self.requests = ServeStats(), RequestLog()
         self.links = Links()
@@ -338,6 +356,8 @@ class Dispatcher:
             observer=observer,
             force=force,
             slo=slo,
+            retries=Retries(self._patience[0]),
+            reserve_timeout_s=self._patience[1],
         )
 
     async def generate(

@@ -21,6 +21,10 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 
+RETRY_BUDGET = 2
+"""Retries of a request after a worker's fault."""
+RESERVE_TIMEOUT_S = 10.0
+"""Longest wait for one decode worker's blocks; then another is tried, or the client gets 429."""
 MAX_REFUSALS = 4
 LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
 
@@ -41,9 +45,9 @@ class AttemptFailed(Exception):
 
 @dataclass(slots=True)
 class Retries:
-    """What has failed so far. budget: number of retries after a worker's fault."""
+    """What has failed so far."""
 
-    budget: int
+    budget: int = RETRY_BUDGET
     num_faults: int = 0
     num_refusals: int = 0
     num_transfer_faults: int = 0

@@ -17,6 +17,7 @@ from kvrelay.plane.reports import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.requests.retries import RETRY_BUDGET
 from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.types import Role
 from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet, until
@@ -27,13 +28,15 @@ MODEL = "fake-model"
 class Cluster:
     """Fake workers, a dispatcher connected to them, and the app in front."""
 
-    def __init__(self, prefill: int, decode: int, settings: Settings, script: Script, **info: object) -> None:
+    def __init__(
+        self, prefill: int, decode: int, settings: Settings, script: Script, retry_budget: int, **info: object
+    ) -> None:
         self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script, **info) for i in range(prefill)]
         self.decode = [FakeWorker(f"d{i}", Role.DECODE, script, **info) for i in range(decode)]
         self.settings = settings
         tokens_per_hash = settings.tokens_per_hash
         router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
-        self.dispatcher = Dispatcher(router, SECRET, settings)
+        self.dispatcher = Dispatcher(router, SECRET, settings, retry_budget=retry_budget)
         self.app = create_app(
             self.dispatcher,
             ByteCodec(),
@@ -91,10 +94,11 @@ async def make_cluster() -> AsyncIterator[ClusterFactory]:
             script: Script = alphabet,
             pairings: Sequence[Callable[..., Any]] = (),
             info: dict[str, object] | None = None,
+            retry_budget: int = RETRY_BUDGET,
             **sections: dict[str, Any],
         ) -> Cluster:
             sections["router"] = {"local_prefill_tokens": 0} | sections.get("router", {})
-            cluster = Cluster(prefill, decode, settings_from(sections), script, **(info or {}))
+            cluster = Cluster(prefill, decode, settings_from(sections), script, retry_budget, **(info or {}))
             for worker, pairing in zip(cluster.prefill, pairings, strict=False):
                 worker.pairing = partial(pairing, worker)
             stack.push_async_callback(cluster.aclose)

@@ -77,9 +77,9 @@ def test_a_usage_error_is_one_line_with_exit_code_2(
 
 def test_an_unknown_key_in_the_file_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "k.yaml"
-    file.write_text("router: {retry_bugdet: 1}\n")
+    file.write_text("router: {max_inflihgt: 1}\n")
     code, text = said(capsys, ["serve", "--config", str(file)])
-    assert code == 2 and "router.retry_budget" in text
+    assert code == 2 and "router.max_inflight" in text
 
 
 def test_a_taken_port_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]):

@@ -57,11 +57,12 @@ def test_one_run_for_each_policy_and_rate(files, capsys):
 
 def test_a_scenario_s_fields_hold_unless_a_flag_says_otherwise(files):
     (files / "scenario.yaml").write_text(
-        "prefill: 3\ndecode: 1\nsettings:\n  router: {max_inflight: 7, retry_budget: 1}\n"
+        "prefill: 3\ndecode: 1\nsettings:\n  router: {max_inflight: 7, local_prefill_tokens: 1}\n"
     )
-    [found] = simulate(files, scenario=files / "scenario.yaml", prefill=None, decode=2, set_=["router.retry_budget=3"])
+    own = ["router.local_prefill_tokens=3"]
+    [found] = simulate(files, scenario=files / "scenario.yaml", prefill=None, decode=2, set_=own)
     assert (found["workers"]["prefill"]["started"], found["workers"]["decode"]["started"]) == (3, 2)
-    assert found["scenario"]["settings"]["router"] == {"max_inflight": 7, "retry_budget": 3}
+    assert found["scenario"]["settings"]["router"] == {"max_inflight": 7, "local_prefill_tokens": 3}
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ async def test_more_sequences_than_decode_memory_all_finish_with_the_right_token
 
 async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder, monkeypatch):
     monkeypatch.setitem(KvTarget.__init__.__kwdefaults__, "lease_s", 2.0)
-    async with local_cluster(settings(retry_budget=0), folder) as cluster:
+    async with local_cluster(settings(), folder, retry_budget=0) as cluster:
         worker = cluster.prefill[0]
         task = asyncio.create_task(collect(cluster, request("a", 900)))
         await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))

@@ -72,12 +72,13 @@ async def cluster(folder):
             "model": {"dtype": "float32", "max_model_len": 1024},
             "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},
             "transfer": {"transport": "shm"},
-            "router": {"local_prefill_tokens": 0, "retry_budget": 0},
+            "router": {"local_prefill_tokens": 0},
         }
     )
     secret = secrets.token_bytes(32)
     workers = [make_worker(role, settings, folder, secret, f"{role}-0", None) for role in Role]
-    dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), secret, settings)
+    router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash)
+    dispatcher = Dispatcher(router, secret, settings, retry_budget=0)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(dispatcher.aclose)
         infos = []

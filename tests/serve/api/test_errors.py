@@ -321,7 +321,7 @@ async def test_a_worker_lost_before_the_first_token_is_an_http_error(make_cluste
 
 
 async def test_one_failing_sample_ends_the_others(make_cluster):
-    cluster = await make_cluster(prefill=0, router={"retry_budget": 0, "local_prefill_tokens": 0})
+    cluster = await make_cluster(prefill=0, retry_budget=0)
     decode = cluster.decode[0]
     decode.pause_at = 2
     decode.answers = [
@@ -333,7 +333,7 @@ async def test_one_failing_sample_ends_the_others(make_cluster):
 
 
 async def test_a_group_that_fails_ends_as_one(make_cluster):
-    cluster = await make_cluster(prefill=0, router={"retry_budget": 0, "local_prefill_tokens": 0})
+    cluster = await make_cluster(prefill=0, retry_budget=0)
     cluster.decode[0].answers = [
         lambda m: wire.Failed(request_id=m.request.request_id, code="engine", message="broken", retryable=True)
     ]

@@ -166,7 +166,7 @@ async def test_a_forced_path_is_kept_when_tried_again(make_cluster):
 
 
 async def test_the_retry_budget_is_an_end(make_cluster):
-    cluster = await make_cluster(prefill=0, decode=2, router={"retry_budget": 1})
+    cluster = await make_cluster(prefill=0, decode=2, retry_budget=1)
     for worker in cluster.decode:
         worker.answers = [fail_with("engine")] * 9
     with pytest.raises(EngineFailed):

@@ -24,7 +24,7 @@ def return_to_prefill(decode, request):
 
 
 async def test_a_sequence_that_is_handed_back_is_prefilled_again_and_goes_on(make_cluster):
-    cluster = await make_cluster(router={"retry_budget": 0})
+    cluster = await make_cluster(retry_budget=0)
     request = sequence(seed=3)
     reading = await until_paused(cluster, request)
     return_to_prefill(cluster.decode[0], request)
@@ -38,7 +38,7 @@ async def test_a_sequence_that_is_handed_back_is_prefilled_again_and_goes_on(mak
 
 
 async def test_its_turn_comes_again_however_often_there_is_no_room(make_cluster):
-    cluster = await make_cluster(router={"retry_budget": 0})
+    cluster = await make_cluster(retry_budget=0)
     request = sequence()
     full = [
         lambda m: wire.Refused(request_id=m.request.request_id, reason="full", retry_after_s=0.001) for _ in range(4)
@@ -52,7 +52,7 @@ async def test_its_turn_comes_again_however_often_there_is_no_room(make_cluster)
 
 
 async def test_without_a_prefill_worker_left_it_is_computed_where_it_can_be(make_cluster):
-    cluster = await make_cluster(router={"retry_budget": 0})
+    cluster = await make_cluster(retry_budget=0)
     request = sequence()
     decode, reading = cluster.decode[0], await until_paused(cluster, request)
     await cluster.prefill[0].kill()
