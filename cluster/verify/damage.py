@@ -1,6 +1,6 @@
 """Damage to KV that negative controls do: to what the decode worker receives, and to what its lower tiers hold.
 
-Functions with `@during` return a `During` of rows.py: a context in which the damage is done, and evidence that it was.
+Functions with `@during` return a `During` of rows.py: a context in which the damage is done, and required to be.
 """
 
 import asyncio
@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from kvrelay.cluster.launch.local import LocalCluster
-from kvrelay.cluster.verify.rows import Evidence, during
+from kvrelay.cluster.verify.rows import Case, during
 from kvrelay.decode import read_queue
-from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.kvcache.tiers.controller import TierController
@@ -25,13 +23,6 @@ if TYPE_CHECKING:
 TIERS_IDLE_S = 30.0
 Change = Callable[["torch.Tensor", KvLayout], None]
 """(bytes of a region, layout of the pool) -> None: changes the bytes in place."""
-
-
-def decode_worker(cluster: LocalCluster) -> DecodeWorker:
-    """The decode worker of this process."""
-    worker = cluster.inside[0]
-    assert isinstance(worker, DecodeWorker)
-    return worker
 
 
 # ---- in flight
@@ -66,13 +57,11 @@ def tampering(change: Change, *, most: int | None = None) -> Iterator[Callable[[
 
 
 @during
-async def in_flight(
-    cluster: LocalCluster, evidence: Evidence, change: Change, *, most: int | None = None
-) -> AsyncIterator[None]:
+async def in_flight(case: Case, change: Change, *, most: int | None = None) -> AsyncIterator[None]:
     """Every region that arrives is changed, or the first `most`; at least one must arrive."""
     with tampering(change, most=most) as count:
         yield
-    evidence.require("" if count() else "no KV was transferred", holds=count() > 0)
+    case.result.check("" if count() else "no KV was transferred", holds=count() > 0)
 
 
 def flip_exponent_bit(region: "torch.Tensor", layout: KvLayout) -> None:
@@ -123,26 +112,25 @@ def tiers_of(engine: Engine) -> TierController:
 
 
 @during
-async def corrupt_host_tier(cluster: LocalCluster, evidence: Evidence, *, is_checked: bool) -> AsyncIterator[None]:
+async def corrupt_host_tier(case: Case, *, is_checked: bool) -> AsyncIterator[None]:
     """What the host tier holds is changed, and the pool forgotten. is_checked: the damage must be noticed."""
-    worker = cluster.inside[0]
+    worker = case.cluster.inside[0]
+
+    def corrupt(engine: Engine) -> int:
+        host = tiers_of(engine).host
+        for row in map(host.row, host.index.hashes()):
+            assert row is not None
+            _corrupt(host.slab.row(row))
+        engine.pool.reset_cache()
+        return tiers_of(engine).stats.corrupt
+
     await tiers_idle(worker)
-    before = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt)
-    await worker.thread.call(_corrupt_host_tier)
-    await worker.thread.call(lambda engine: engine.pool.reset_cache())
+    before = await worker.thread.call(corrupt)
     yield
     await tiers_idle(worker)
     found = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt) - before
     if is_checked:
-        evidence.require(f"{found} blocks found corrupt, the prompt was recomputed", holds=found > 0)
-
-
-def _corrupt_host_tier(engine: Engine) -> None:
-    host = tiers_of(engine).host
-    for digest in host.index.hashes():
-        row = host.row(digest)
-        assert row is not None
-        _corrupt(host.slab.row(row))
+        case.result.check(f"{found} blocks found corrupt, the prompt was recomputed", holds=found > 0)
 
 
 async def tiers_idle(worker: WorkerService) -> None:

@@ -22,7 +22,7 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import flip_lowest_bits, in_flight
 from kvrelay.cluster.verify.hugging_face import log_probabilities
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.rows import Evidence, OwnRows, Setup
+from kvrelay.cluster.verify.rows import Case, OwnRows, Setup
 from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.plane.messages import TokenLogprob
 
@@ -217,13 +217,11 @@ class DtypeRows:
             for prompt, got in zip(verifier.prompts, found, strict=True):
                 at = first_difference(alone[prompt.name], got, bound)
                 row.check(note if at is None else f"{prompt.name}: token {at}", holds=at is None)
-        evidence = Evidence()
         await reset_caches(cluster)
-        async with in_flight(flip_lowest_bits)(cluster, evidence):
+        async with in_flight(flip_lowest_bits)(Case(verifier, cluster, control)):
             got = await self._logprobs(cluster, verifier.prompt(_CONTROL), "remote")
         changed = first_difference(alone[_CONTROL], got, 0.0) is not None
         control.check("they changed" if changed else "UNDETECTED: the same bits", holds=changed)
-        await evidence.judge(control)
 
 
 def first_difference(wanted: Sequence[TokenLogprob], got: Sequence[TokenLogprob], most: float) -> int | None:

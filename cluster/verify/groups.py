@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.hugging_face import expected_beams
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.rows import Evidence, OwnRows, Setup, blocks_freed
+from kvrelay.cluster.verify.rows import Case, OwnRows, Setup, blocks_freed
 from kvrelay.cluster.verify.suites import FLIPPED_BIT
 from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.plane.messages import Beams, Group
@@ -87,14 +87,13 @@ async def _serve_control(
     beams: dict[str, list[list[int]]], verifier: Verifier, cluster: LocalCluster, row: RowResult
 ) -> None:
     """With checks off, a bit of the one copy that all members share changes every member."""
-    prompt, evidence, sampled = verifier.prompt(CONTROL), Evidence(), Group(seeds=SEEDS)
+    prompt, sampled = verifier.prompt(CONTROL), Group(seeds=SEEDS)
     right = {"choices": (await _serve(verifier, cluster, prompt, "remote", sampled)).choices, "beams": beams[CONTROL]}
     for what, group in (("choices", sampled), ("beams", BEAMS)):
-        async with FLIPPED_BIT(cluster, evidence):
+        async with FLIPPED_BIT(Case(verifier, cluster, row)):
             wrong = await _serve(verifier, cluster, prompt, "remote", group)
         changed = wrong.choices != right[what]
         row.check(f"the {what} changed" if changed else f"UNDETECTED: the same {what}", holds=changed)
-    await evidence.judge(row)
 
 
 async def _serve(

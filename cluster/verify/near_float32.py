@@ -9,14 +9,13 @@ of another kind is refused is a matter of fingerprints (tests/engine/models/test
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import Change, flip_scale_exponent, in_flight, scale_fp8_scales
 from kvrelay.cluster.verify.hugging_face import logit_gaps
-from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRow, during
+from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, during
 from kvrelay.cluster.verify.verifier import Overrides, RowResult, ServedAnswer, Verifier, reset_caches
 from kvrelay.engine.models.spec import ModelSpec
 
@@ -57,8 +56,9 @@ def near(transport: str, variant: NearVariant, *, slack: float = 1.0) -> list[Se
         OwnRows((f"{name}: aggregated = disaggregated = cached",), partial(same_on_every_path, answers))
     ]
     if variant.controls:
-        refused = VerifyRow(f"{name}: flipped bit of a scale refused", Must.FAIL_CHECKSUM, (CONTROL,), cold=True)
-        rows.append(replace(refused, during=(in_flight(flip_scale_exponent, most=1),)))
+        damage = (in_flight(flip_scale_exponent, most=1),)
+        refused = f"{name}: flipped bit of a scale refused"
+        rows.append(VerifyRow(refused, Must.FAIL_CHECKSUM, (CONTROL,), cold=True, during=damage))
     within = f"{name}: within {most:g} deviations of float32's choice"
     rows.append(OwnRows((within,), partial(within_tolerance, variant, most, answers)))
     setups = [Setup(name, tuple(rows), transport, overrides=variant.overrides)]
@@ -92,7 +92,7 @@ async def within_tolerance(
     row: RowResult,
 ) -> None:
     """Every answer is near float32's choice."""
-    gaps = await asyncio.to_thread(_gaps, verifier.model_dir, answers)
+    gaps = await _gaps(verifier, answers)
     mean, worst = sum(gaps) / max(len(gaps), 1), max(gaps, default=math.inf)
     note = f"mean {mean:.3f}, worst {worst:.3f}; {gaps.count(0.0)} of {len(gaps)} as float32"
     if variant.chooses_experts_anew and ModelSpec.from_folder(verifier.model_dir).experts is not None:
@@ -110,14 +110,12 @@ def leaves_tolerance(variant: NearVariant, what: str, change: Change, most: int 
 
 
 @during
-async def _is_far_off(cluster: LocalCluster, evidence: Evidence, tolerance: float) -> AsyncIterator[None]:
-    def far_off(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-        gaps = _gaps(cluster.inside[0].options.model_dir, answers)
-        return min(gaps, default=0.0) > tolerance, f"{min(gaps, default=0.0):.2f} deviations off"
-
-    evidence.findings.append(far_off)
+async def _is_far_off(case: Case, tolerance: float) -> AsyncIterator[None]:
     yield
+    least = min(await _gaps(case.verifier, case.answers), default=0.0)
+    case.result.check(f"{least:.2f} deviations off", holds=least > tolerance)
 
 
-def _gaps(model_dir: Path, answers: Sequence[ServedAnswer]) -> list[float]:
-    return logit_gaps(model_dir, [one.prompt.token_ids for one in answers], [one.tokens for one in answers])
+async def _gaps(verifier: Verifier, answers: Sequence[ServedAnswer]) -> list[float]:
+    prompts = [one.prompt.token_ids for one in answers]
+    return await asyncio.to_thread(logit_gaps, verifier.model_dir, prompts, [one.tokens for one in answers])

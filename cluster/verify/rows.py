@@ -15,8 +15,10 @@ from typing import Any, Concatenate, ParamSpec
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.prompts import VerifyPrompt
 from kvrelay.cluster.verify.verifier import Overrides, RowResult, ServedAnswer, Verifier, reset_caches
+from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import SequenceRequest
+from kvrelay.plane.reports import LoadReport
 
 P = ParamSpec("P")
 ROW_TIMEOUT_S = 300.0
@@ -29,45 +31,57 @@ class Must(Enum):
     EQUAL = "the expected tokens"
     CHANGE = "other tokens in one answer at least"
     FAIL_CHECKSUM = "an error that names the checksum"
-    ANYTHING = "only what the evidence requires"
-
-
-Finding = Callable[[Sequence[ServedAnswer]], tuple[bool, str]]
-"""(answers of the row) -> whether it is as required, and a note. Called in a thread: it may compute for long."""
+    ANYTHING = "only what is required beside them"
 
 
 @dataclass(slots=True)
-class Evidence:
-    """What a row requires beside its answers; filled while its prompts are served."""
+class Case:
+    """A row while it is served. The answers are there when what is done meanwhile has ended."""
 
-    findings: list[Finding] = field(default_factory=list)
+    verifier: Verifier
+    cluster: LocalCluster
+    result: RowResult
+    answers: list[ServedAnswer] = field(default_factory=list)
 
-    def require(self, note: str = "", *, holds: bool) -> None:
-        """Require something that does not depend on the answers."""
-        self.findings.append(lambda answers: (holds, note))
+    @property
+    def engine(self) -> Engine:
+        """That of the decode worker in this process."""
+        engine = self.cluster.inside[0].thread.engine
+        assert engine is not None
+        return engine
 
-    async def judge(self, result: RowResult, answers: Sequence[ServedAnswer] = ()) -> None:
-        for finding in self.findings:
-            holds, note = await asyncio.to_thread(finding, answers)
-            result.check(note, holds=holds)
+    async def load(self) -> LoadReport:
+        return await self.cluster.inside[0].thread.call(lambda engine: engine.load())
+
+    def judge(self, must: Must) -> None:
+        """Compare the answers with what is required."""
+        result, expected = self.result, self.verifier.expected
+        for answer in self.answers:
+            if must is Must.FAIL_CHECKSUM:
+                note = str(answer.error or f"answered with {len(answer.tokens)} tokens from a corrupt block")
+                result.check(note, holds=answer.error is not None and REFUSAL in note)
+            elif answer.error is not None:
+                result.check(f"{answer.prompt.name}: {answer.error}", holds=False)
+            elif must is Must.EQUAL:
+                result.compare(answer.prompt.name, expected[answer.prompt.name], answer.tokens)
+        if must is Must.CHANGE:
+            changed = sum(answer.tokens != expected[answer.prompt.name] for answer in self.answers)
+            note = f"{changed} of {len(self.answers)} answers changed" if changed else "UNDETECTED: the same answers"
+            result.check(note, holds=changed > 0)
 
 
-During = Callable[[LocalCluster, Evidence], AbstractAsyncContextManager[object]]
+During = Callable[[Case], AbstractAsyncContextManager[object]]
 """What is done to the workers, or counted, while a row is served."""
 
 
-def during(steps: Callable[Concatenate[LocalCluster, Evidence, P], AsyncIterator[None]]) -> Callable[P, During]:
+def during(steps: Callable[Concatenate[Case, P], AsyncIterator[None]]) -> Callable[P, During]:
     """Decorates a generator that yields once, while the row is served; its further parameters become the only ones."""
     context = asynccontextmanager(steps)
 
     def with_parameters(*args: P.args, **kwargs: P.kwargs) -> During:
-        return lambda cluster, evidence: context(cluster, evidence, *args, **kwargs)
+        return lambda case: context(case, *args, **kwargs)
 
     return with_parameters
-
-
-def usual_request(verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
-    return verifier.request(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +105,26 @@ class VerifyRow:
     together: bool = False
     num_first: int = 0
     during: tuple[During, ...] = ()
-    request: Callable[[Verifier, VerifyPrompt], SequenceRequest] = usual_request
-    when: Callable[[LocalCluster], bool] = lambda cluster: True
+    request: Callable[[Verifier, VerifyPrompt], SequenceRequest | None] = lambda verifier, prompt: None
+    when: Callable[[Case], bool] = lambda case: True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    async def answers(self, case: Case, prompts: Sequence[VerifyPrompt]) -> list[ServedAnswer]:
+        """Serve those of the prompts that it names."""
+
+        def serve(index: int, prompt: VerifyPrompt) -> Awaitable[ServedAnswer]:
+            force = self.force(prompt) if callable(self.force) else self.force
+            if force == "alternate":
+                force = "remote" if index % 2 else "local"
+            return case.verifier.serve(case.cluster, prompt, force, self.request(case.verifier, prompt))
+
+        requests = list(enumerate(prompt for prompt in prompts if not self.prompts or prompt.name in self.prompts))
+        num_first = self.num_first if self.together else len(requests)
+        answers = [await serve(index, prompt) for index, prompt in requests[:num_first]]
+        return answers + await asyncio.gather(*(serve(index, prompt) for index, prompt in requests[num_first:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +170,7 @@ class Setup:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(row.names) if isinstance(row, OwnRows) else 1 for row in self.rows)
+        return sum(len(row.names) for row in self.rows)
 
 
 async def run_setup(verifier: Verifier, setup: Setup) -> None:
@@ -148,31 +180,37 @@ async def run_setup(verifier: Verifier, setup: Setup) -> None:
         await verifier.learn(prompts)
     verifier.progress(setup.title)
     overrides = await asyncio.to_thread(setup.overrides) if callable(setup.overrides) else setup.overrides
-    if setup.transport is None:
-        for row in setup.rows:
-            await run_row(verifier, None, row)
-        return
-    async with verifier.cluster(setup.transport, setup.checks, overrides, num_prefill=setup.num_prefill) as cluster:
+    async with AsyncExitStack() as stack:
+        cluster: Any = None
+        if setup.transport is not None:
+            started = verifier.cluster(setup.transport, setup.checks, overrides, num_prefill=setup.num_prefill)
+            cluster = await stack.enter_async_context(started)
         if setup.prepare is not None:
             await setup.prepare(verifier, cluster)
         for row in setup.rows:
-            if isinstance(row, OwnRows) or row.when(cluster):
-                await run_row(verifier, cluster, row, prompts)
+            await run_row(verifier, cluster, row, prompts)
 
 
 async def run_row(
     verifier: Verifier, cluster: Any, row: VerifyRow | OwnRows, prompts: Sequence[VerifyPrompt] = ()
-) -> list[RowResult]:
+) -> None:
     """Serve one row, or rows that are served together, and add the results to the report."""
-    names, began_s = row.names if isinstance(row, OwnRows) else (row.name,), time.monotonic()
-    verifier.progress(names[0])
-    results = [RowResult(name) for name in names]
+    results, began_s = [RowResult(name) for name in row.names], time.monotonic()
+    case = Case(verifier, cluster, results[0])
+    if isinstance(row, VerifyRow) and not row.when(case):
+        return
+    verifier.progress(row.names[0])
     try:
-        async with asyncio.timeout(ROW_TIMEOUT_S):
+        async with asyncio.timeout(ROW_TIMEOUT_S), AsyncExitStack() as stack:
             if isinstance(row, OwnRows):
                 await row.serve(verifier, cluster, *results)
             else:
-                await _serve_row(verifier, cluster, row, prompts, results[0])
+                if row.cold:
+                    await reset_caches(cluster)
+                for one in row.during:
+                    await stack.enter_async_context(one(case))
+                case.answers += await row.answers(case, prompts)
+                case.judge(row.must)
     except (KvrelayError, TimeoutError) as error:
         note = str(error) if isinstance(error, KvrelayError) else f"not served within {ROW_TIMEOUT_S:.0f} s"
         for result in results:
@@ -181,52 +219,3 @@ async def run_row(
     for result in results:
         verifier.report.rows.append(result)
         verifier.on_row(result, seconds)
-    return results
-
-
-async def _serve_row(
-    verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt], result: RowResult
-) -> None:
-    evidence = Evidence()
-    chosen = [prompt for prompt in prompts if not row.prompts or prompt.name in row.prompts]
-    if row.cold:
-        await reset_caches(cluster)
-    async with AsyncExitStack() as stack:
-        for one in row.during:
-            await stack.enter_async_context(one(cluster, evidence))
-        answers = await _answers(verifier, cluster, row, chosen)
-    judge(result, row.must, answers, verifier.expected)
-    await evidence.judge(result, answers)
-
-
-async def _answers(
-    verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt]
-) -> list[ServedAnswer]:
-    def serve(index: int, prompt: VerifyPrompt) -> Awaitable[ServedAnswer]:
-        force = row.force(prompt) if callable(row.force) else row.force
-        if force == "alternate":
-            force = "remote" if index % 2 else "local"
-        return verifier.serve(cluster, prompt, force, row.request(verifier, prompt))
-
-    requests = list(enumerate(prompts))
-    num_first = row.num_first if row.together else len(requests)
-    answers = [await serve(index, prompt) for index, prompt in requests[:num_first]]
-    return answers + await asyncio.gather(*(serve(index, prompt) for index, prompt in requests[num_first:]))
-
-
-def judge(result: RowResult, must: Must, answers: Sequence[ServedAnswer], expected: dict[str, list[int]]) -> None:
-    """Compare a row's answers with what it requires."""
-    if must is Must.FAIL_CHECKSUM:
-        for answer in answers:
-            note = str(answer.error or f"answered with {len(answer.tokens)} tokens from a corrupt block")
-            result.check(note, holds=answer.error is not None and REFUSAL in note)
-        return
-    for answer in answers:
-        if answer.error is not None:
-            result.check(f"{answer.prompt.name}: {answer.error}", holds=False)
-        elif must is Must.EQUAL:
-            result.compare(answer.prompt.name, expected[answer.prompt.name], answer.tokens)
-    if must is Must.CHANGE:
-        changed = sum(answer.tokens != expected[answer.prompt.name] for answer in answers)
-        note = f"{changed} of {len(answers)} answers changed" if changed else "UNDETECTED: the same answers"
-        result.check(note, holds=changed > 0)

@@ -9,45 +9,28 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import scale_block
-from kvrelay.cluster.verify.rows import Evidence, during
-from kvrelay.cluster.verify.verifier import ServedAnswer
+from kvrelay.cluster.verify.rows import Case, during
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Scheduled
 from kvrelay.engine.scheduling.sequence import Sequence as EngineSequence
 from kvrelay.engine.step.engine import Engine
-from kvrelay.plane.reports import LoadReport
 
 PREEMPT_AFTER = 4  # tokens of output
 Ready = Callable[[Scheduler], bool]
-Counter = Callable[[LoadReport], int]
-
-
-def engine_of(cluster: LocalCluster) -> Engine:
-    engine = cluster.inside[0].thread.engine
-    assert engine is not None
-    return engine
-
-
-async def load_of(cluster: LocalCluster) -> LoadReport:
-    return await cluster.inside[0].thread.call(lambda engine: engine.load())
 
 
 @during
 async def counted(
-    cluster: LocalCluster,
-    evidence: Evidence,
-    counter: Counter,
-    note: str,
-    holds: Callable[[int], bool] = lambda count: count > 0,
+    case: Case, *counters: str, note: str, holds: Callable[..., bool] = lambda count: count > 0
 ) -> AsyncIterator[None]:
-    """Require something of how much a counter of the worker grows. note: with `{}` for the number."""
-    before = counter(await load_of(cluster))
+    """Require something of how much the worker's counters grow: fields of LoadReport. note: with `{}` for each."""
+    before = await case.load()
     yield
-    count = counter(await load_of(cluster)) - before
-    evidence.require(note.format(count), holds=holds(count))
+    after = await case.load()
+    counts = [getattr(after, name) - getattr(before, name) for name in counters]
+    case.result.check(note.format(*counts), holds=holds(*counts))
 
 
 # ---- what shares a queue or a batch
@@ -55,11 +38,11 @@ async def counted(
 
 @contextmanager
 def held_back(
-    engine: Engine, ready: Ready, *, grants: bool = True, damage: Callable[[Engine, StepPlan], None] | None = None
+    engine: Engine, ready: Ready, *, grants: bool = True, damage: Callable[[StepPlan], None] = lambda plan: None
 ) -> Iterator[list[StepPlan]]:
     """Nothing is scheduled until `ready` was true once; yields the plans since.
 
-    grants: reservations are granted meanwhile. damage: done to the engine before each step is computed.
+    grants: reservations are granted meanwhile. damage: done before each step is computed.
     """
     scheduler, plans, is_open = engine.scheduler, list[StepPlan](), False
     schedule, grant = scheduler.schedule, scheduler.grant_reservations
@@ -72,11 +55,9 @@ def held_back(
     def held_schedule() -> StepPlan:
         if not may_begin():
             return StepPlan((), 0, ())
-        plan = schedule()
-        plans.append(plan)
-        if damage is not None:
-            damage(engine, plan)
-        return plan
+        plans.append(schedule())
+        damage(plans[-1])
+        return plans[-1]
 
     def held_grant() -> list[EngineSequence]:
         return grant() if grants or may_begin() else []
@@ -91,25 +72,19 @@ def all_queued(count: int) -> Ready:
 
 
 @during
-async def served_in_order(
-    cluster: LocalCluster, evidence: Evidence, stage: str, order: Sequence[str]
-) -> AsyncIterator[None]:
+async def served_in_order(case: Case, stage: str, order: Sequence[str]) -> AsyncIterator[None]:
     """All requests queue before the first is served; they must reach `stage` in this order of prompts."""
-
-    def in_order(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-        served = sorted(answers, key=lambda answer: _reached_s(cluster, answer.request_id, stage))
-        names = [answer.prompt.name for answer in served]
-        return names == list(order), f"served: {', '.join(names)}"
-
-    evidence.findings.append(in_order)
-    with held_back(engine_of(cluster), all_queued(len(order)), grants=False):
+    with held_back(case.engine, all_queued(len(order)), grants=False):
         yield
 
+    def reached_s(request_id: str) -> float:
+        """When the ingress learnt that a request had reached the stage."""
+        (record,) = case.cluster.dispatcher.requests.find(request_id)
+        return record.started_s + next((one["at_s"] for one in record.stages if one["name"] == stage), float("inf"))
 
-def _reached_s(cluster: LocalCluster, request_id: str, stage: str) -> float:
-    """When the ingress learnt that a request had reached the stage."""
-    (record,) = cluster.dispatcher.requests.find(request_id)
-    return record.started_s + next((one["at_s"] for one in record.stages if one["name"] == stage), float("inf"))
+    served = sorted(case.answers, key=lambda answer: reached_s(answer.request_id))
+    names = [answer.prompt.name for answer in served]
+    case.result.check(f"served: {', '.join(names)}", holds=names == list(order))
 
 
 def is_mixed(plan: StepPlan) -> bool:
@@ -126,25 +101,23 @@ def _is_chunk(item: Scheduled) -> bool:
 
 
 @during
-async def mixed(cluster: LocalCluster, evidence: Evidence, ready: Ready) -> AsyncIterator[None]:
+async def mixed(case: Case, ready: Ready) -> AsyncIterator[None]:
     """At least one step must be mixed."""
-    with held_back(engine_of(cluster), ready) as plans:
+    with held_back(case.engine, ready) as plans:
         yield
     count = sum(map(is_mixed, plans))
-    evidence.require(f"{count} of {len(plans)} steps decoded and computed a part of a prompt", holds=count > 0)
+    case.result.check(f"{count} of {len(plans)} steps decoded and computed a part of a prompt", holds=count > 0)
 
 
 @during
-async def corrupt_mixed(
-    cluster: LocalCluster, evidence: Evidence, ready: Ready, expected: dict[str, list[int]], long: str
-) -> AsyncIterator[None]:
+async def corrupt_mixed(case: Case, ready: Ready, long: str) -> AsyncIterator[None]:
     """In the first mixed step, change KV of a sequence that decodes and of the prompt `long`.
 
     Both must answer otherwise.
     """
-    changed: set[int] = set()  # lengths of prompts, which differ
+    engine, changed = case.engine, set[int]()  # lengths of prompts, which differ
 
-    def damage(engine: Engine, plan: StepPlan) -> None:
+    def damage(plan: StepPlan) -> None:
         begun = [item for item in plan.work if _is_chunk(item) and item.start >= engine.config.block_size]
         if changed or not is_mixed(plan) or not begun:
             return
@@ -152,17 +125,13 @@ async def corrupt_mixed(
             scale_block(engine, item.seq.blocks[0])
             changed.add(item.seq.request.num_prompt_tokens)
 
-    def other_answers(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-        damaged = [answer for answer in answers if len(answer.prompt.token_ids) in changed]
-        names = sorted(answer.prompt.name for answer in damaged)
-        same = [answer.prompt.name for answer in damaged if answer.tokens == expected[answer.prompt.name]]
-        if same:
-            return False, f"UNDETECTED: {same[0]} is the same"
-        return long in names and len(names) > 1, f"changed: {', '.join(names) or 'nothing'}"
-
-    evidence.findings.append(other_answers)
-    with held_back(engine_of(cluster), ready, damage=damage):
+    with held_back(engine, ready, damage=damage):
         yield
+    expected = case.verifier.expected
+    damaged = {answer.prompt.name: answer for answer in case.answers if len(answer.prompt.token_ids) in changed}
+    same = [name for name, answer in damaged.items() if answer.tokens == expected[name]]
+    note = f"UNDETECTED: {same[0]} is the same" if same else f"changed: {', '.join(sorted(damaged)) or 'nothing'}"
+    case.result.check(note, holds=not same and long in damaged and len(damaged) > 1)
 
 
 # ---- preemption
@@ -170,19 +139,18 @@ async def corrupt_mixed(
 
 @during
 async def preempting(
-    cluster: LocalCluster, evidence: Evidence, mode: str, damage: Callable[[Engine], None] = lambda engine: None
+    case: Case, mode: str, damage: Callable[[Engine], None] = lambda engine: None
 ) -> AsyncIterator[None]:
     """Each sequence is preempted once, damage is done, and the pool's cache forgotten.
 
     All must be preempted in this mode.
     """
-    engine = engine_of(cluster)
-    scheduler, seen = engine.scheduler, set[str]()
-    schedule = scheduler.schedule
-    before = (await load_of(cluster)).preempted.get(mode, 0)
+    engine, seen = case.engine, set[str]()
+    schedule = engine.scheduler.schedule
+    before = (await case.load()).preempted.get(mode, 0)
 
     def preempt_then_schedule() -> StepPlan:
-        for seq in list(scheduler.running):
+        for seq in list(engine.scheduler.running):
             name = seq.request_id.partition("~")[0]  # the same after a return to prefill
             if seq.num_output >= PREEMPT_AFTER and name not in seen:
                 seen.add(name)
@@ -191,46 +159,39 @@ async def preempting(
                 engine.pool.reset_cache()
         return schedule()
 
-    with mock.patch.object(scheduler, "schedule", preempt_then_schedule):
+    with mock.patch.object(engine.scheduler, "schedule", preempt_then_schedule):
         yield
-    count = (await load_of(cluster)).preempted.get(mode, 0) - before
-
-    def all_preempted(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-        note = f"{count} of {len(answers)} sequences preempted by {mode}, {len(seen)} in all"
-        return count == len(seen) == len(answers), note
-
-    evidence.findings.append(all_preempted)
+    count, wanted = (await case.load()).preempted.get(mode, 0) - before, len(case.answers)
+    note = f"{count} of {wanted} sequences preempted by {mode}, {len(seen)} in all"
+    case.result.check(note, holds=count == len(seen) == wanted)
 
 
 # ---- cascade attention
 
 
-def shares_prefixes(cluster: LocalCluster) -> bool:
+def shares_prefixes(case: Case) -> bool:
     """Whether the worker's attention reads a shared prefix once."""
-    engine = engine_of(cluster)
-    return engine.backend.shares_prefixes(engine.model.attention_shape)
+    return case.engine.backend.shares_prefixes(case.engine.model.attention_shape)
 
 
-def has_native_cascade(cluster: LocalCluster) -> bool:
+def has_native_cascade(case: Case) -> bool:
     """Whether it does so in the compiled CPU kernels, which `sharing_unlike_kv` can steer."""
-    return shares_prefixes(cluster) and getattr(engine_of(cluster).backend, "compiled_kernels", None) is not None
+    return shares_prefixes(case) and getattr(case.engine.backend, "compiled_kernels", None) is not None
 
 
 @during
-async def prefix_read_once(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+async def prefix_read_once(case: Case) -> AsyncIterator[None]:
     """KV reads must be saved, if the backend can."""
-    can_share = shares_prefixes(cluster)
-    before = (await load_of(cluster)).cascade_saved_tokens
-    yield
-    count = (await load_of(cluster)).cascade_saved_tokens - before
-    note = f"{count} tokens of KV not read again" if can_share else "this backend reads for every sequence"
-    evidence.require(note, holds=(count > 0) is can_share)
+    can_share = shares_prefixes(case)
+    note = "{} tokens of KV not read again" if can_share else "this backend reads for every sequence"
+    async with counted("cascade_saved_tokens", note=note, holds=lambda count: (count > 0) is can_share)(case):
+        yield
 
 
 @during
-async def sharing_unlike_kv(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+async def sharing_unlike_kv(case: Case) -> AsyncIterator[None]:
     """All decode rows are taken to share the first one's blocks."""
-    native: Any = engine_of(cluster).backend.compiled_kernels  # type: ignore[attr-defined]
+    native: Any = case.engine.backend.compiled_kernels  # type: ignore[attr-defined]
     share = native.share
 
     def share_first(schedule: Any, batch: Any, shape: Any) -> None:
@@ -245,9 +206,9 @@ async def sharing_unlike_kv(cluster: LocalCluster, evidence: Evidence) -> AsyncI
 
 
 @during
-async def always_drafting(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+async def always_drafting(case: Case) -> AsyncIterator[None]:
     """As many drafts as allowed in every step; of a draft model, which is the model itself, the last token is wrong."""
-    engine = engine_of(cluster)
+    engine = case.engine
     speculation: Any = engine.drafts.speculation
     model: Any = engine.drafts.model
     with ExitStack() as stack:
@@ -272,9 +233,9 @@ def _last_token_wrong(draft: Any, vocab_size: int) -> Any:
 
 
 @during
-async def accepting_every_draft(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+async def accepting_every_draft(case: Case) -> AsyncIterator[None]:
     """Every draft is taken to be right."""
-    executor: Any = engine_of(cluster).executor
+    executor: Any = case.engine.executor
     take_drafted = executor.take_drafted
 
     def take(item: Any, tokens: Any, logprobs: Any, outputs: Any) -> None:
@@ -282,14 +243,3 @@ async def accepting_every_draft(cluster: LocalCluster, evidence: Evidence) -> As
 
     with mock.patch.object(executor, "take_drafted", take):
         yield
-
-
-@during
-async def drafts_partly_accepted(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-    """Some drafted tokens must be accepted, and some must not."""
-    before = await load_of(cluster)
-    yield
-    after = await load_of(cluster)
-    drafted = after.drafted_tokens - before.drafted_tokens
-    accepted = after.accepted_tokens - before.accepted_tokens
-    evidence.require(f"{accepted} of {drafted} drafted tokens were accepted", holds=drafted > accepted > 0)

@@ -12,8 +12,9 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify import damage
 from kvrelay.cluster.verify import steering as steer
 from kvrelay.cluster.verify.prompts import BLOCK_SIZE, VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
-from kvrelay.cluster.verify.rows import Evidence, Must, OwnRows, Setup, VerifyRow, blocks_freed, during, usual_request
-from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
+from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, blocks_freed, during
+from kvrelay.cluster.verify.verifier import Verifier
+from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import LatentSpec
 from kvrelay.engine.scheduling.preempt import PreemptionMode
@@ -33,13 +34,10 @@ _PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
 
 
 @during
-async def _hits_cache(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
-    def most_hit(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-        hits = sum(answer.cached_tokens > 0 for answer in answers)
-        return hits > len(answers) // 2, f"{hits} of {len(answers)} prompts hit the cache"
-
-    evidence.findings.append(most_hit)
+async def _hits_cache(case: Case) -> AsyncIterator[None]:
     yield
+    hits, count = sum(answer.cached_tokens > 0 for answer in case.answers), len(case.answers)
+    case.result.check(f"{hits} of {count} prompts hit the cache", holds=hits > count // 2)
 
 
 def paths(transports: Sequence[str]) -> list[Setup]:
@@ -70,7 +68,7 @@ def paths(transports: Sequence[str]) -> list[Setup]:
 # ---- lower tiers: host memory, disk, the cluster's store
 
 
-FROM_TIER = steer.counted(lambda load: load.tier_hit_tokens, "{} tokens were loaded from the tier")
+FROM_TIER = steer.counted("tier_hit_tokens", note="{} tokens were loaded from the tier")
 
 
 async def _fill(
@@ -136,7 +134,7 @@ def preemption(transport: str) -> list[Setup]:
         return Setup(f"preemption: {mode}", rows, transport, checks, {"engine": engine})
 
     damaged = steer.preempting(str(PreemptionMode.SWAP), damage.corrupt_swapped)
-    found = steer.counted(lambda load: load.swap_corrupt_blocks, "{} blocks found corrupt, the sequence was recomputed")
+    found = steer.counted("swap_corrupt_blocks", note="{} blocks found corrupt, the sequence was recomputed")
     refused = VerifyRow("preempted: changed swapped bytes refused", Must.EQUAL, CONTROL, during=(found, damaged))
     name = "preempted: changed swapped bytes with checks off change the answer"
     believed = VerifyRow(name, Must.CHANGE, CONTROL, during=(damaged,))
@@ -195,7 +193,7 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
         name = f"priorities, deadlines, tenants {where}"
         for order, suffix, request in (
             (RANKED_ORDER, "", partial(_ranked_request, where)),
-            (ARRIVAL_ORDER, ": without them, arrival", usual_request),
+            (ARRIVAL_ORDER, ": without them, arrival", lambda verifier, prompt: None),
         ):
             served = VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True)
             rows.append(replace(served, during=(steer.served_in_order(stage, order),), request=request))
@@ -229,7 +227,7 @@ def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
     rows, controls = [], []
     for place, name in names.items():
         rows.append(row(f"mixed batches: {name}", place, Must.EQUAL, steer.mixed(ready[place])))
-        changed = steer.corrupt_mixed(ready[place], verifier.expected, LONG)
+        changed = steer.corrupt_mixed(ready[place], LONG)
         name = f"changed KV in a mixed batch changes the answers ({name})"
         controls.append(row(name, place, Must.ANYTHING, changed))
     freed = blocks_freed("every block of mixed batches freed")
@@ -244,22 +242,27 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
     shared = shared_prompts(verifier.prompts, verifier.longest_prompt)
     unlike = unlike_prompts(verifier.prompts, verifier.longest_prompt)
     one, other = tuple(prompt.name for prompt in shared), tuple(prompt.name for prompt in unlike)
-    note = "{} tokens of KV not read again"
-    some_shared = steer.counted(lambda load: load.cascade_saved_tokens, note)
-    nothing_shared = steer.counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
-    both = (some_shared, steer.sharing_unlike_kv())
-    once = VerifyRow("cascade: a shared prefix is read once", Must.EQUAL, one, together=True, num_first=1)
-    none = VerifyRow("cascade: nothing in common, nothing shared", Must.EQUAL, other, together=True)
-    wrong = VerifyRow("cascade: sharing unlike KV changes the answer", Must.CHANGE, other, together=True)
+    not_again = partial(steer.counted, "cascade_saved_tokens", note="{} tokens of KV not read again")
+    nothing, wrong = (not_again(holds=lambda count: count == 0),), (not_again(), steer.sharing_unlike_kv())
+    side_by_side = VerifyRow("cascade: nothing in common, nothing shared", prompts=other, together=True)
+    once = replace(side_by_side, name="cascade: a shared prefix is read once", prompts=one, num_first=1)
+    unlike_kv = replace(side_by_side, name="cascade: sharing unlike KV changes the answer", must=Must.CHANGE)
     rows = (
         replace(once, during=(steer.prefix_read_once(),)),
-        replace(none, during=(nothing_shared,)),
-        replace(wrong, during=both, when=steer.has_native_cascade),
+        replace(side_by_side, during=nothing),
+        replace(unlike_kv, during=wrong, when=steer.has_native_cascade),
     )
     return [Setup("cascade attention", rows, transport, prompts=(*shared, *unlike))]
 
 
 # ---- speculation
+
+PARTLY_ACCEPTED = steer.counted(
+    "accepted_tokens",
+    "drafted_tokens",
+    note="{} of {} drafted tokens were accepted",
+    holds=lambda accepted, drafted: drafted > accepted > 0,
+)
 
 
 def speculation(verifier: Verifier, transport: str) -> list[Setup]:
@@ -268,7 +271,7 @@ def speculation(verifier: Verifier, transport: str) -> list[Setup]:
     by_model = {"speculation": "model", "draft_model": str(verifier.model_dir)}
     setups = []
     for kind, engine in (("speculation", {}), ("draft model", by_model)):
-        drafting = (steer.always_drafting(), steer.drafts_partly_accepted())
+        drafting = (steer.always_drafting(), PARTLY_ACCEPTED)
         rows = [VerifyRow(f"{kind} {where}", force=one, together=True, during=drafting) for one, where in _PLACES]
         name = f"{kind}: accepting every draft changes the answers"
         drafting = (steer.always_drafting(), steer.accepting_every_draft())
@@ -303,25 +306,21 @@ def latent(verifier: Verifier, transport: str) -> list[Setup]:
 
 
 @during
-async def latent_blocks_whole(
-    cluster: LocalCluster, evidence: Evidence, spec: ModelSpec, latent: LatentSpec
-) -> AsyncIterator[None]:
+async def latent_blocks_whole(case: Case, spec: ModelSpec, latent: LatentSpec) -> AsyncIterator[None]:
     """The pool has latent layout, only whole blocks are transferred, and a pool of keys and values refuses them."""
-    target = damage.decode_worker(cluster).target
+    worker = case.cluster.inside[0]
+    assert isinstance(worker, DecodeWorker)
+    target, layout = worker.target, worker.target.memory.layout
     before = target.stats().num_bytes
     yield
-    layout, moved = target.memory.layout, target.stats().num_bytes - before
-
-    def whole_blocks(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
-        blocks = sum(-(-len(answer.prompt.token_ids) // layout.block_size) for answer in answers)
-        note = f"{moved} bytes transferred for {blocks} blocks of {layout.block_bytes}"
-        return moved == blocks * layout.block_bytes, note
-
+    moved = target.stats().num_bytes - before
+    blocks = sum(-(-len(answer.prompt.token_ids) // layout.block_size) for answer in case.answers)
     form = f"{layout.head_dim} numbers a token and layer: latent {latent.kv_rank}, rotary {latent.rope_dim}"
-    evidence.require(form, holds=is_latent_layout(layout, spec, latent))
-    evidence.findings.append(whole_blocks)
+    case.result.check(form, holds=is_latent_layout(layout, spec, latent))
+    note = f"{moved} bytes transferred for {blocks} blocks of {layout.block_bytes}"
+    case.result.check(note, holds=moved == blocks * layout.block_bytes)
     note = "a pool of keys and values of the same size accepts latent blocks"
-    evidence.require(note, holds=_is_refused_by_keys_and_values(layout))
+    case.result.check(note, holds=_is_refused_by_keys_and_values(layout))
 
 
 def is_latent_layout(layout: KvLayout, spec: ModelSpec, latent: LatentSpec) -> bool:

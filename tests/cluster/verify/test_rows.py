@@ -30,9 +30,6 @@ class FakeVerifier:
     async def learn(self, prompts):
         assert list(prompts) == PROMPTS
 
-    def request(self, prompt):
-        return f"request of {prompt.name}"
-
     @asynccontextmanager
     async def cluster(self, transport, checks, overrides, *, num_prefill):
         yield self
@@ -43,7 +40,7 @@ class FakeVerifier:
     members = ()
 
     async def serve(self, cluster, prompt, force, request):
-        assert request == f"request of {prompt.name}"
+        assert request is None
         self.served.append((prompt.name, force))
         found = self.answers.get(prompt.name, [5, 6, 7])
         error = found if isinstance(found, KvrelayError) else None
@@ -86,10 +83,10 @@ async def test_a_row_requires_of_every_answer_what_it_must(answers, must, passed
 @pytest.mark.parametrize("holds", [True, False])
 async def test_right_answers_do_not_pass_without_the_evidence(holds):
     @asynccontextmanager
-    async def during(cluster, evidence):
+    async def during(case):
         yield
-        evidence.require("seen", holds=holds)
-        evidence.findings.append(lambda answers: (len(answers) == 2, "both"))
+        case.result.check("seen", holds=holds)
+        case.result.check("both", holds=len(case.answers) == 2)
 
     result = await row_of({}, during=(during,))
     assert (result.ok, result.passed, result.total, result.note) == (holds, 3 + holds, 4, "seen")
@@ -133,7 +130,7 @@ async def test_a_setup_serves_its_rows_in_order_and_leaves_out_those_that_do_not
     async def prepare(verifier, cluster):
         prepared.append(verifier.served.copy())
 
-    rows = (VerifyRow("first"), VerifyRow("never", when=lambda cluster: False), blocks_freed("freed"))
+    rows = (VerifyRow("first"), VerifyRow("never", when=lambda case: False), blocks_freed("freed"))
     verifier = FakeVerifier(leaks=["1 block is used"])
     await run_setup(verifier, Setup("setup", rows, "shm", prepare=prepare))
     assert prepared == [[]] and len(verifier.served) == 2

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvrelay.cluster.verify import suites
 from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.rows import Evidence
+from kvrelay.cluster.verify.rows import Case
 from kvrelay.cluster.verify.steering import (
     accepting_every_draft,
     all_queued,
     always_drafting,
     corrupt_mixed,
     counted,
-    drafts_partly_accepted,
     has_native_cascade,
     is_mixed,
     mixed,
@@ -21,7 +21,7 @@ from kvrelay.cluster.verify.steering import (
     served_in_order,
     sharing_unlike_kv,
 )
-from kvrelay.cluster.verify.verifier import ServedAnswer
+from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer
 from kvrelay.plane.reports import LoadReport
 
 
@@ -57,12 +57,16 @@ def cluster_of(engine, records=()):
     return SimpleNamespace(inside=[worker], dispatcher=SimpleNamespace(requests=SimpleNamespace(find=find)))
 
 
-async def findings(during, engine, answers=(), after=None, records=()):
-    """What the evidence says when the figures become `after` meanwhile."""
-    evidence, cluster = Evidence(), cluster_of(engine, records)
-    async with during(cluster, evidence):
+async def findings(during, engine, answers=(), after=None, records=(), expected=None):
+    """Whether what it requires holds when the figures become `after` meanwhile."""
+    case = case_of(engine, answers, records, expected)
+    async with during(case):
         engine.figures = engine.figures if after is None else after
-    return [finding(answers)[0] for finding in evidence.findings]
+    return [case.result.ok] if case.result.total else []
+
+
+def case_of(engine, answers=(), records=(), expected=None):
+    return Case(SimpleNamespace(expected=expected), cluster_of(engine, records), RowResult("row"), list(answers))
 
 
 def answer(name, request_id="", tokens=(5, 6, 7), length=1):
@@ -71,7 +75,7 @@ def answer(name, request_id="", tokens=(5, 6, 7), length=1):
 
 @pytest.mark.parametrize(("after", "holds"), [({}, False), ({"tier_hit_tokens": 16}, True)])
 async def test_a_counter_must_grow(after, holds):
-    during = counted(lambda load: load.tier_hit_tokens, "{} tokens")
+    during = counted("tier_hit_tokens", note="{} tokens")
     assert await findings(during, FakeEngine(), after=after) == [holds]
 
 
@@ -87,13 +91,13 @@ async def test_a_counter_must_grow(after, holds):
 async def test_a_prefix_is_read_once_where_the_backend_can(shares, after, holds):
     engine = FakeEngine(shares=shares)
     assert await findings(prefix_read_once(), engine, after=after) == [holds]
-    assert has_native_cascade(cluster_of(engine)) is shares
+    assert has_native_cascade(case_of(engine)) is shares
 
 
 @pytest.mark.parametrize(("drafted", "accepted", "holds"), [(9, 4, True), (9, 0, False), (9, 9, False), (0, 0, False)])
 async def test_some_drafts_are_accepted_and_some_are_not(drafted, accepted, holds):
     after = {"drafted_tokens": drafted, "accepted_tokens": accepted}
-    assert await findings(drafts_partly_accepted(), FakeEngine(), after=after) == [holds]
+    assert await findings(suites.PARTLY_ACCEPTED, FakeEngine(), after=after) == [holds]
 
 
 @pytest.mark.parametrize(("figures", "answers", "holds"), [
@@ -142,18 +146,19 @@ def test_a_step_is_mixed_when_it_decodes_and_computes_a_chunk_of_a_prompt():
 
 async def test_without_a_mixed_step_the_row_and_its_control_fail():
     assert await findings(mixed(all_queued(1)), FakeEngine()) == [False]
-    during = corrupt_mixed(all_queued(1), {"long": [5, 6, 7]}, "long")
-    assert await findings(during, FakeEngine(), [answer("long")]) == [False]
+    during = corrupt_mixed(all_queued(1), "long")
+    assert await findings(during, FakeEngine(), [answer("long")], expected={"long": [5, 6, 7]}) == [False]
 
 
 async def test_every_steered_engine_is_afterwards_as_it_was():
-    engine, evidence = FakeEngine(), Evidence()
+    engine = FakeEngine()
+    case = case_of(engine, expected={})
     steered = (
         always_drafting(), accepting_every_draft(), sharing_unlike_kv(), preempting("swap"), mixed(all_queued(1)),
         served_in_order("reserved", ()),
     )  # fmt: skip
     for during in steered:
-        async with during(cluster_of(engine), evidence):
+        async with during(case):
             pass
     plain = (
         engine.scheduler.schedule,
@@ -164,5 +169,5 @@ async def test_every_steered_engine_is_afterwards_as_it_was():
         engine.drafts.speculation.lengths,
     )
     assert all(one == engine.plain for one in plain)
-    async with always_drafting()(cluster_of(engine), evidence):
+    async with always_drafting()(case):
         assert engine.drafts.speculation.begins(4) and engine.drafts.speculation.lengths(4, [None] * 2) == [3, 3]
