@@ -216,9 +216,8 @@ def all_setups(
     import torch
 
     from kvrelay.cluster.verify import suites
-    from kvrelay.cluster.verify.dtypes import DtypeRows
+    from kvrelay.cluster.verify.dtypes import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, DtypeRows, near
     from kvrelay.cluster.verify.groups import groups
-    from kvrelay.cluster.verify.near_float32 import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, near
     from kvrelay.kernels.select import quantizes, select_backend
 
     first, is_float32, setups = transports[0], verifier.dtype == "float32", list["Setup"]()

@@ -1,29 +1,34 @@
-"""Rows about 16-bit models: as near to float32 as Hugging Face is in that dtype, and the same bits on every path.
+"""Rows about numbers that are not float32: 16-bit models, fp8 KV, and quantised weights.
 
-bfloat16's tokens differ from float32's wherever two are close. Compared are therefore log-probabilities of a fixed
+Tokens then differ from float32's wherever two are close. Of 16-bit models compared are log-probabilities of a fixed
 text, each token given those before it, from the product (`prompt_logprobs`) and from Hugging Face in float32. How far
 off they may be is measured too: it is how far Hugging Face is off with all numbers rounded to the dtype. Controls: the
-rotary base, or one layer's weights, a little wrong.
+rotary base, or one layer's weights, a little wrong. Where a row of a batch gets the same bits whatever else is in it
+(the compiled CPU kernels), log-probabilities of generated tokens must be the same bits on every path. Control: lowest
+bits of KV that change in flight.
 
-Where a row of a batch gets the same bits whatever else is in it (the compiled CPU kernels), log-probabilities of
-generated tokens must be the same bits on every path. Control: lowest bits of KV that change in flight.
+Of fp8 KV and quantised weights compared is how far a token's logit is below the best one's by Hugging Face in float32
+(`logit_gaps`); the tokens must be the same on every path. Controls of fp8 KV: with wrong scales, or one bit of one
+scale's exponent flipped, the same prompt must be further off than the tolerance. That a prefill worker with weights of
+another kind is refused is a matter of fingerprints (tests/engine/models/test_quantized.py).
 """
 
 import asyncio
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.launch.local import LocalCluster
-from kvrelay.cluster.verify.damage import flip_lowest_bits, in_flight
-from kvrelay.cluster.verify.hugging_face import log_probabilities
-from kvrelay.cluster.verify.prompts import VerifyPrompt
-from kvrelay.cluster.verify.rows import Case, OwnRows, Setup
-from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, Verifier, reset_caches
+from kvrelay.cluster.verify.prompts import VerifyPrompt, log_probabilities, logit_gaps
+from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, during
+from kvrelay.cluster.verify.steering import Change, flip_lowest_bits, flip_scale_exponent, in_flight, scale_fp8_scales
+from kvrelay.cluster.verify.verifier import Overrides, RowResult, ServedAnswer, Verifier, reset_caches
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.plane.messages import TokenLogprob
 
 if TYPE_CHECKING:
@@ -39,12 +44,8 @@ _TOP_OUT = 5  # likeliest tokens that are compared beside each generated one
 _CONTROL = "3 blocks"
 
 
-@dataclass(frozen=True, slots=True)
-class TextLogprobs:
-    """Log-probabilities of some tokens at each position of a text, the text's next token first."""
-
-    tokens: "torch.Tensor"  # [positions, 1 + TOP] int64
-    logprobs: "torch.Tensor"  # [positions, 1 + TOP] float64
+TextLogprobs = tuple["torch.Tensor", "torch.Tensor"]
+"""Of some tokens at each position of a text, its next token first: (tokens, log-probabilities in float64)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,18 @@ class DtypeError:
         return f"rms {self.rms:.2g}, perplexity {math.expm1(self.surprise):+.2%}, best token in {self.agreement:.1%}"
 
 
-def dtype_error(found: TextLogprobs, exact: "torch.Tensor") -> DtypeError:
-    """exact: float32's log-probabilities [positions, vocabulary]."""
-    error = found.logprobs - exact.gather(1, found.tokens)
-    best = found.tokens[:, 1] == exact.argmax(1)
+def dtype_error(parts: Iterable[TextLogprobs], exact: "torch.Tensor") -> DtypeError:
+    """exact: float32's log-probabilities [positions of all parts, vocabulary]."""
+    import torch
+
+    tokens, logprobs = map(torch.cat, zip(*parts, strict=True))
+    error = logprobs - exact.gather(1, tokens)
     return DtypeError(
         rms=float(error.square().mean().sqrt()),
         worst=float(error.abs().max()),
         surprise=-float(error[:, 0].mean()),
         spread=float(error[:, 0].square().mean().sqrt()),
-        agreement=float(best.double().mean()),
+        agreement=float((tokens[:, 1] == exact.argmax(1)).double().mean()),
         num_positions=len(error),
     )
 
@@ -93,25 +96,16 @@ def of_prompt(logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
     """What was served with a prompt."""
     import torch
 
-    tokens = [[one.token_id, *(token for token, _ in one.top)] for one in logprobs]
-    values = [[one.logprob, *(value for _, value in one.top)] for one in logprobs]
-    return TextLogprobs(torch.tensor(tokens), torch.tensor(values, dtype=torch.float64))
+    pairs = torch.tensor([[(one.token_id, one.logprob), *one.top] for one in logprobs], dtype=torch.float64)
+    return pairs[..., 0].long(), pairs[..., 1]
 
 
 def on_same_tokens(logprobs: "torch.Tensor", text: list[int], top: int) -> TextLogprobs:
     """The text's tokens and the likeliest ones, of log-probabilities [positions, vocabulary]."""
     import torch
 
-    likeliest = logprobs.topk(top, dim=-1)
-    own = torch.tensor(text[1:]).unsqueeze(1)
-    values = torch.cat((logprobs.gather(1, own), likeliest.values), 1)
-    return TextLogprobs(torch.cat((own, likeliest.indices), 1), values)
-
-
-def concatenated(parts: Sequence[TextLogprobs]) -> TextLogprobs:
-    import torch
-
-    return TextLogprobs(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
+    tokens = torch.cat((torch.tensor(text[1:]).unsqueeze(1), logprobs.topk(top, dim=-1).indices), 1)
+    return tokens, logprobs.gather(1, tokens)
 
 
 class DtypeRows:
@@ -126,8 +120,6 @@ class DtypeRows:
         text, most = Tokenizer(verifier.model_dir).encode(TEXT.read_text()), verifier.longest_prompt
         pieces = [text[at : at + most] for at in range(0, min(len(text), 3 * most), most)]
         self._pieces = [piece for piece in pieces if len(piece) > most // 2]
-        self._exact: torch.Tensor | None = None  # Hugging Face's log-probabilities in float32, and how far it is off
-        self._theirs: DtypeError | None = None  # in the dtype
 
     def setups(self) -> list[Setup]:
         dtype = self._verifier.dtype
@@ -146,80 +138,76 @@ class DtypeRows:
             setups.append(Setup(what, (row,), self._transport, overrides=copy, num_prefill=0))
         return setups
 
-    async def _text(self, force: str, verifier: Verifier, cluster: LocalCluster, row: RowResult) -> None:
-        exact, theirs = await asyncio.to_thread(self._reference)
-        ours = await self._error_of(cluster, force, exact)
-        excess = ours.excess(theirs)
-        row.check("; ".join(excess) or f"{ours} (Hugging Face: {theirs})", holds=not excess)
-
-    async def _control(self, verifier: Verifier, cluster: LocalCluster, row: RowResult) -> None:
-        exact, theirs = await asyncio.to_thread(self._reference)
-        excess = (await self._error_of(cluster, "local", exact)).excess(theirs)
-        row.check("; ".join(excess) or "UNDETECTED: within bounds", holds=bool(excess))
-
     def _changed_model(self, folder: Path, change: Callable[[Path], None]) -> dict[str, dict[str, str]]:
         return {"model": {"source": str(_changed_copy(self._verifier.model_dir, folder, change))}}
 
+    async def _text(self, force: str, verifier: Verifier, cluster: LocalCluster, row: RowResult) -> None:
+        ours, theirs, excess = await self._excess(cluster, force)
+        row.check("; ".join(excess) or f"{ours} (Hugging Face: {theirs})", holds=not excess)
+
+    async def _control(self, verifier: Verifier, cluster: LocalCluster, row: RowResult) -> None:
+        *_, excess = await self._excess(cluster, "local")
+        row.check("; ".join(excess) or "UNDETECTED: within bounds", holds=bool(excess))
+
+    @cached_property
     def _reference(self) -> tuple["torch.Tensor", DtypeError]:
-        """Float32's log-probabilities, and how far Hugging Face is from them in the dtype; computed once."""
+        """Float32's log-probabilities, and how far Hugging Face is from them in the dtype."""
         import torch
 
-        if self._exact is None or self._theirs is None:
-            exact = log_probabilities(self._verifier.model_dir, self._pieces)
-            half = log_probabilities(self._verifier.model_dir, self._pieces, self._verifier.dtype)
-            top = min(TOP, exact[0].shape[1])
-            found = [on_same_tokens(one, piece, top) for one, piece in zip(half, self._pieces, strict=True)]
-            self._exact = torch.cat(exact)
-            self._theirs = dtype_error(concatenated(found), self._exact)
-        return self._exact, self._theirs
+        exact = torch.cat(log_probabilities(self._verifier.model_dir, self._pieces))
+        half = log_probabilities(self._verifier.model_dir, self._pieces, self._verifier.dtype)
+        top = min(TOP, exact.shape[1])
+        found = [on_same_tokens(one, piece, top) for one, piece in zip(half, self._pieces, strict=True)]
+        return exact, dtype_error(found, exact)
 
-    async def _error_of(self, cluster: LocalCluster, force: str, exact: "torch.Tensor") -> DtypeError:
-        """How far this cluster's model is off. Raises KvrelayError."""
-        found = []
+    async def _excess(self, cluster: LocalCluster, force: str) -> tuple[DtypeError, DtypeError, list[str]]:
+        """How far off this cluster's model and Hugging Face are, and what that does not explain.
+
+        Raises KvrelayError.
+        """
+        exact, theirs = await asyncio.to_thread(lambda: self._reference)
+        top, found = min(TOP, exact.shape[1]), []
         for index, piece in enumerate(self._pieces):
-            prompt = VerifyPrompt(f"text {index}", piece)
-            answer = await self._serve(cluster, prompt, force, prompt_logprobs=min(TOP, exact.shape[1]))
+            answer = await self._serve(cluster, VerifyPrompt(f"text {index}", piece), force, prompt_logprobs=top)
             found.append(of_prompt(answer.prompt_logprobs))
-        return dtype_error(concatenated(found), exact)
+        ours = dtype_error(found, exact)
+        return ours, theirs, ours.excess(theirs)
 
     async def _serve(self, cluster: LocalCluster, prompt: VerifyPrompt, force: str, **sampling: Any) -> ServedAnswer:
         """Raises KvrelayError."""
         request = self._verifier.request(prompt, **sampling)
         return (await self._verifier.serve(cluster, prompt, force, request)).checked()
 
-    async def _logprobs(self, cluster: LocalCluster, prompt: VerifyPrompt, force: str) -> list[TokenLogprob]:
-        return (await self._serve(cluster, prompt, force, logprobs=_TOP_OUT)).logprobs[0]
-
     async def _paths(self, verifier: Verifier, cluster: LocalCluster, *results: RowResult) -> None:
         """Generated tokens' log-probabilities on each path are those of one worker alone; the last row is the control.
 
         Where rows depend on their batch, they may differ by twice Hugging Face's largest error.
         """
-        _, theirs = await asyncio.to_thread(self._reference)
+        _, theirs = await asyncio.to_thread(lambda: self._reference)
         bound = 0.0 if self._stands_alone else 2 * theirs.worst
         *rows, control = results
-        for row in rows:
-            row.name = row.name.format(how=f"within {bound:.2g}" if bound else "bit for bit")
+
+        async def logprobs(prompt: VerifyPrompt, force: str) -> list[TokenLogprob]:
+            return (await self._serve(cluster, prompt, force, logprobs=_TOP_OUT)).logprobs[0]
+
         alone = {}
         for prompt in verifier.prompts:
             await reset_caches(cluster)
-            alone[prompt.name] = await self._logprobs(cluster, prompt, "local")
-        await reset_caches(cluster)
-        note = f"{sum(map(len, alone.values()))} tokens"
-        for row in rows:
-            if row is rows[-1]:  # batched
+            alone[prompt.name] = await logprobs(prompt, "local")
+        for row, is_cold, is_batched in zip(rows, (True, False, True), (False, False, True), strict=True):
+            row.name = row.name.format(how=f"within {bound:.2g}" if bound else "bit for bit")
+            if is_cold:
                 await reset_caches(cluster)
-                forces = ("remote" if index % 2 else "local" for index in range(len(verifier.prompts)))
-                pairs = zip(verifier.prompts, forces, strict=True)
-                found = await asyncio.gather(*(self._logprobs(cluster, *pair) for pair in pairs))
-            else:
-                found = [await self._logprobs(cluster, prompt, "remote") for prompt in verifier.prompts]
+            forces = ("local" if is_batched and index % 2 == 0 else "remote" for index in count())
+            served = (logprobs(prompt, force) for prompt, force in zip(verifier.prompts, forces, strict=False))
+            found = await asyncio.gather(*served) if is_batched else [await one for one in served]
             for prompt, got in zip(verifier.prompts, found, strict=True):
                 at = first_difference(alone[prompt.name], got, bound)
-                row.check(note if at is None else f"{prompt.name}: token {at}", holds=at is None)
+                note = f"{sum(map(len, alone.values()))} tokens" if at is None else f"{prompt.name}: token {at}"
+                row.check(note, holds=at is None)
         await reset_caches(cluster)
         async with in_flight(flip_lowest_bits)(Case(verifier, cluster, control)):
-            got = await self._logprobs(cluster, verifier.prompt(_CONTROL), "remote")
+            got = await logprobs(verifier.prompt(_CONTROL), "remote")
         changed = first_difference(alone[_CONTROL], got, 0.0) is not None
         control.check("they changed" if changed else "UNDETECTED: the same bits", holds=changed)
 
@@ -253,13 +241,13 @@ def _changed_copy(model_dir: Path, folder: Path, change: Callable[[Path], None])
 def _scale_rotary_base(folder: Path) -> None:
     """Multiply every rotary base in the configuration by THETA_FACTOR."""
 
-    def changed(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: inner * THETA_FACTOR if key == "rope_theta" else changed(inner) for key, inner in value.items()}
+    def changed(values: dict[str, Any]) -> dict[str, Any]:
+        return {key: value * THETA_FACTOR if key == "rope_theta" else value for key, value in values.items()}
 
-    config = json.loads((folder / "config.json").read_text())
-    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(changed(config))))
+    path = folder / "config.json"
+    text = json.dumps(json.loads(path.read_text(), object_hook=changed))
+    path.unlink()  # a link
+    path.write_text(text)
 
 
 def _scale_first_layer(folder: Path, factor: float) -> None:
@@ -272,10 +260,109 @@ def _scale_first_layer(folder: Path, factor: float) -> None:
         for name, tensor in tensors.items():
             if ".layers.0." in name and tensor.dim() == 2:
                 tensors[name] = torch.cat((tensor[: len(tensor) // 2] * factor, tensor[len(tensor) // 2 :]))
-        _replace(path, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}))  # type: ignore[misc]
+        path.unlink()  # a link
+        save_file(tensors, path, {"format": "pt"})
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file where a link was."""
-    path.unlink()
-    write(path)
+# ---- fp8 KV and quantised weights
+
+CONTROL = "one block"  # no window hides its first token
+
+
+@dataclass(frozen=True, slots=True)
+class NearVariant:
+    """A way of computing that is nearly float32.
+
+    tolerance: mean gap of an answer, standard deviations of the logits.
+    """
+
+    name: str
+    overrides: Overrides
+    tolerance: float
+    controls: tuple[tuple[str, Change, int | None], ...] = ()  # what is damaged, how, in how many regions at most
+    chooses_experts_anew: bool = False
+
+
+FP8_KV = NearVariant(
+    "fp8 KV",
+    {"engine": {"kv_dtype": "fp8_e4m3"}},
+    0.4,  # seen: at most 0.25 on tiny families, 0.01 on SmolLM2
+    (("wrong scales", scale_fp8_scales, None), ("a flipped exponent bit", flip_scale_exponent, 1)),
+)
+WEIGHTS = (
+    NearVariant("int8 weights", {"model": {"quantization": "int8"}}, 0.05, chooses_experts_anew=True),
+    NearVariant("int4 weights", {"model": {"quantization": "int4"}}, 0.4, chooses_experts_anew=True),
+)
+OF_RANDOM_WEIGHTS = 3.0  # times the tolerance of weights: logits of noise are flatter; a random token is 2.5 off
+
+
+def near(transport: str, variant: NearVariant, *, slack: float = 1.0) -> list[Setup]:
+    """The rows of one variant. slack: what its tolerance is multiplied by."""
+    name, most, answers = variant.name, variant.tolerance * slack, list[ServedAnswer]()
+    rows: list[VerifyRow | OwnRows] = [
+        OwnRows((f"{name}: aggregated = disaggregated = cached",), partial(same_on_every_path, answers))
+    ]
+    if variant.controls:
+        damage = (in_flight(flip_scale_exponent, most=1),)
+        refused = f"{name}: flipped bit of a scale refused"
+        rows.append(VerifyRow(refused, Must.FAIL_CHECKSUM, (CONTROL,), cold=True, during=damage))
+    within = f"{name}: within {most:g} deviations of float32's choice"
+    rows.append(OwnRows((within,), partial(within_tolerance, variant, most, answers)))
+    setups = [Setup(name, tuple(rows), transport, overrides=variant.overrides)]
+    if variant.controls:
+        controls = tuple(leaves_tolerance(variant, *control) for control in variant.controls)
+        setups.append(Setup(f"{name}, checks off", controls, transport, "off", variant.overrides))
+    return setups
+
+
+async def same_on_every_path(
+    answers: list[ServedAnswer], verifier: Verifier, cluster: LocalCluster, row: RowResult
+) -> None:
+    """One worker, two workers, and two with a cache give the same tokens. Adds the first's answers to `answers`."""
+    for prompt in verifier.prompts:
+        served = []
+        for force, is_cold in (("local", True), ("remote", True), ("remote", False)):
+            if is_cold:
+                await reset_caches(cluster)
+            served.append((await verifier.serve(cluster, prompt, force)).checked())
+        answers.append(served[0])
+        for answer in served[1:]:
+            row.compare(prompt.name, served[0].tokens, answer.tokens)
+
+
+async def within_tolerance(
+    variant: NearVariant,
+    most: float,
+    answers: Sequence[ServedAnswer],
+    verifier: Verifier,
+    cluster: LocalCluster,
+    row: RowResult,
+) -> None:
+    """Every answer is near float32's choice."""
+    gaps = await _gaps(verifier, answers)
+    mean, worst = sum(gaps) / max(len(gaps), 1), max(gaps, default=math.inf)
+    note = f"mean {mean:.3f}, worst {worst:.3f}; {gaps.count(0.0)} of {len(gaps)} as float32"
+    if variant.chooses_experts_anew and ModelSpec.from_folder(verifier.model_dir).experts is not None:
+        # rounded weights may route a token to another expert: a jump, however small the rounding
+        gaps, note = sorted(gaps)[: -(-len(gaps) // 2)], f"the better half, since routing changes; {note}"
+    for gap in gaps:
+        row.check(note, holds=gap <= most)
+
+
+def leaves_tolerance(variant: NearVariant, what: str, change: Change, most: int | None) -> VerifyRow:
+    """The control: damage in flight, with checks off, is further off than the tolerance."""
+    name = f"{variant.name}, checks off: {what} leaves the tolerance".replace("scales leaves", "scales leave")
+    damage = (in_flight(change, most=most), _is_far_off(variant.tolerance))
+    return VerifyRow(name, Must.ANYTHING, (CONTROL,), cold=True, during=damage)
+
+
+@during
+async def _is_far_off(case: Case, tolerance: float) -> AsyncIterator[None]:
+    yield
+    least = min(await _gaps(case.verifier, case.answers), default=0.0)
+    case.result.check(f"{least:.2f} deviations off", holds=least > tolerance)
+
+
+async def _gaps(verifier: Verifier, answers: Sequence[ServedAnswer]) -> list[float]:
+    prompts = [one.prompt.token_ids for one in answers]
+    return await asyncio.to_thread(logit_gaps, verifier.model_dir, prompts, [one.tokens for one in answers])

@@ -11,8 +11,7 @@ from functools import partial
 import msgspec
 
 from kvrelay.cluster.launch.local import LocalCluster
-from kvrelay.cluster.verify.hugging_face import expected_beams
-from kvrelay.cluster.verify.prompts import VerifyPrompt
+from kvrelay.cluster.verify.prompts import VerifyPrompt, expected_beams
 from kvrelay.cluster.verify.rows import Case, OwnRows, Setup, blocks_freed
 from kvrelay.cluster.verify.suites import FLIPPED_BIT
 from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer, Verifier, reset_caches

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from kvrelay.cluster.launch.local import LocalCluster
-from kvrelay.cluster.verify import damage
 from kvrelay.cluster.verify import steering as steer
 from kvrelay.cluster.verify.prompts import BLOCK_SIZE, VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, blocks_freed, during
@@ -25,7 +24,7 @@ from kvrelay.kvtransfer.mover.copy_plan import pair
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import KvLayout
 
-FLIPPED_BIT = damage.in_flight(damage.flip_exponent_bit, most=1)
+FLIPPED_BIT = steer.in_flight(steer.flip_exponent_bit, most=1)
 CONTROL = ("3 blocks",)  # the prompt that controls damage
 _PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
 
@@ -83,7 +82,7 @@ async def _fill(
         for prompt in verifier.prompts:
             if only is None or prompt.name in only:
                 await verifier.serve(cluster, prompt, "local")
-        await damage.tiers_idle(worker)
+        await steer.tiers_idle(worker)
     if forget is not None:
         await worker.thread.call(forget)
 
@@ -103,7 +102,7 @@ def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
 
     def tier(name: str, cache: dict[str, Any], forget: Callable[[Engine], object]) -> list[Setup]:
         refused, believed = (
-            VerifyRow(text, must, CONTROL, "local", during=(damage.corrupt_host_tier(is_checked=must is Must.EQUAL),))
+            VerifyRow(text, must, CONTROL, "local", during=(steer.corrupt_host_tier(is_checked=must is Must.EQUAL),))
             for text, must in (
                 (f"changed bytes refused ({name})", Must.EQUAL),
                 (f"changed bytes with checks off change the answer ({name})", Must.CHANGE),
@@ -133,7 +132,7 @@ def preemption(transport: str) -> list[Setup]:
         engine = {"preemption": mode, "speculation": "off"}  # drafts could end an answer before it is preempted
         return Setup(f"preemption: {mode}", rows, transport, checks, {"engine": engine})
 
-    damaged = steer.preempting(str(PreemptionMode.SWAP), damage.corrupt_swapped)
+    damaged = steer.preempting(str(PreemptionMode.SWAP), steer.corrupt_swapped)
     found = steer.counted("swap_corrupt_blocks", note="{} blocks found corrupt, the sequence was recomputed")
     refused = VerifyRow("preempted: changed swapped bytes refused", Must.EQUAL, CONTROL, during=(found, damaged))
     name = "preempted: changed swapped bytes with checks off change the answer"
@@ -288,7 +287,7 @@ def latent(verifier: Verifier, transport: str) -> list[Setup]:
     spec = ModelSpec.from_folder(verifier.model_dir)
     assert spec.latent is not None
     rank, width = spec.latent.kv_rank, spec.latent.kv_rank + spec.latent.rope_dim
-    rotary, latents = (damage.in_flight(damage.negate_entries(*part)) for part in ((rank, width), (0, rank)))
+    rotary, latents = (steer.in_flight(steer.negate_entries(*part)) for part in ((rank, width), (0, rank)))
     one = ("one block",)
     rows = (
         VerifyRow(f"MLA layout ({transport})", during=(latent_blocks_whole(spec, spec.latent),)),

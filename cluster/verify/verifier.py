@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvrelay.cluster.launch.local import LocalCluster, local_cluster
-from kvrelay.cluster.verify.hugging_face import expected_tokens
-from kvrelay.cluster.verify.prompts import BLOCK_SIZE, CHUNK, VerifyPrompt, make_prompts
+from kvrelay.cluster.verify.prompts import BLOCK_SIZE, CHUNK, VerifyPrompt, expected_tokens, make_prompts
 from kvrelay.config import Settings, settings_from
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes

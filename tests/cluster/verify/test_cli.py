@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from kvrelay.cluster.verify import cli, verifier
 from kvrelay.cluster.verify.cli import TRANSPORTS, pool_memory, usable_transports
-from kvrelay.cluster.verify.damage import flip_exponent_bit, tampering
 from kvrelay.cluster.verify.rows import run_setup
+from kvrelay.cluster.verify.steering import flip_exponent_bit, tampering
 from kvrelay.cluster.verify.suites import paths
 from kvrelay.cluster.verify.verifier import Verifier, VerifyReport, print_summary
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint

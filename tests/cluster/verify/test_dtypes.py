@@ -14,7 +14,6 @@ from kvrelay.cluster.verify.dtypes import (
     THETA_FACTOR,
     DtypeError,
     DtypeRows,
-    TextLogprobs,
     _changed_copy,
     _scale_first_layer,
     _scale_rotary_base,
@@ -22,7 +21,7 @@ from kvrelay.cluster.verify.dtypes import (
     first_difference,
     on_same_tokens,
 )
-from kvrelay.cluster.verify.hugging_face import expected_tokens, log_probabilities
+from kvrelay.cluster.verify.prompts import expected_tokens, log_probabilities
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import paths
 from kvrelay.cluster.verify.verifier import Verifier
@@ -84,11 +83,12 @@ def test_each_bound_can_be_missed(changed, says):
 def test_how_far_off_a_model_is():
     exact = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64).log()
     said = on_same_tokens(exact, [7, 1, 2], top=2)
-    assert said.tokens.tolist() == [[1, 0, 1], [2, 2, 0]]
-    assert dtype_error(said, exact) == DtypeError(0.0, 0.0, -0.0, 0.0, 1.0, 2)
-    found = dtype_error(TextLogprobs(said.tokens, said.logprobs - 0.1), exact)
+    tokens, logprobs = said
+    assert tokens.tolist() == [[1, 0, 1], [2, 2, 0]]
+    assert dtype_error([said], exact) == DtypeError(0.0, 0.0, -0.0, 0.0, 1.0, 2)
+    found = dtype_error([(tokens, logprobs - 0.1)], exact)
     assert (found.rms, found.worst, found.surprise) == pytest.approx((0.1, 0.1, 0.1))
-    other = dtype_error(TextLogprobs(said.tokens[:, [0, 2, 1]], said.logprobs[:, [0, 2, 1]]), exact)
+    other = dtype_error([(tokens[:, [0, 2, 1]], logprobs[:, [0, 2, 1]])], exact)
     assert other.rms == 0.0 and other.agreement == 0.0
 
 
@@ -124,7 +124,7 @@ def test_a_changed_copy_model_differs_in_what_was_changed_copy_alone(tmp_path):
     assert changed and all(".layers.0." in name and weights[name].dim() == 2 for name in changed)
     text = [list(range(3, 90))]
     exact, *others = (log_probabilities(folder, text)[0] for folder in (plain, base, layer))
-    assert all(dtype_error(on_same_tokens(other, text[0], 5), exact).rms > 1e-3 for other in others)
+    assert all(dtype_error([on_same_tokens(other, text[0], 5)], exact).rms > 1e-3 for other in others)
 
 
 def test_only_the_compiled_kernels_promise_that_rows_stand_alone(monkeypatch):

@@ -40,7 +40,7 @@ async def test_latent_blocks_are_transferred_whole_and_both_parts_matter(tmp_pat
 
 @pytest.mark.slow
 async def test_every_row_of_latent_kv_can_fail(tmp_path, monkeypatch):
-    monkeypatch.setattr(suites.damage, "negate_entries", lambda start, end: lambda region, layout: None)
+    monkeypatch.setattr(suites.steer, "negate_entries", lambda start, end: lambda region, layout: None)
     verifier = tiny_verifier(tmp_path)
     verifier.expected = {prompt.name: [5] * 8 for prompt in verifier.prompts}
     await run_setup(verifier, suites.latent(verifier, "tcp")[0])

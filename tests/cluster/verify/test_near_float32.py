@@ -4,9 +4,8 @@ from functools import partial
 
 import pytest
 
-from kvrelay.cluster.verify import near_float32
-from kvrelay.cluster.verify.hugging_face import logit_gaps
-from kvrelay.cluster.verify.near_float32 import (
+from kvrelay.cluster.verify import dtypes
+from kvrelay.cluster.verify.dtypes import (
     FP8_KV,
     OF_RANDOM_WEIGHTS,
     WEIGHTS,
@@ -15,6 +14,7 @@ from kvrelay.cluster.verify.near_float32 import (
     same_on_every_path,
     within_tolerance,
 )
+from kvrelay.cluster.verify.prompts import logit_gaps
 from kvrelay.cluster.verify.rows import OwnRows, run_row, run_setup
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
@@ -95,7 +95,7 @@ async def test_random_weights_are_given_more_room_but_not_that_of_chance(tmp_pat
     (setup,) = near("shm", WEIGHTS[1], slack=OF_RANDOM_WEIGHTS)
     within = setup.rows[-1]
     for gap, holds in ((1.0, True), (2.5, False)):
-        monkeypatch.setattr(near_float32, "logit_gaps", lambda *_, gap=gap: [gap])
+        monkeypatch.setattr(dtypes, "logit_gaps", lambda *_, gap=gap: [gap])
         await run_row(verifier, None, within)
         assert verifier.report.rows[-1].ok is holds
     assert verifier.report.rows[-1].name == "int4 weights: within 1.2 deviations of float32's choice"

@@ -72,7 +72,7 @@ async def test_text_that_repeats_gets_hugging_faces_tokens(tmp_path):
 
 @pytest.mark.slow
 async def test_changed_kv_with_checks_off_that_changes_nothing_is_undetected_and_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(suites, "FLIPPED_BIT", suites.damage.in_flight(lambda region, layout: None))
+    monkeypatch.setattr(suites, "FLIPPED_BIT", suites.steer.in_flight(lambda region, layout: None))
     verifier = verifier_of(tmp_path, ("one block",))
     checked, _, unchecked = suites.paths(["shm"])
     for setup in (checked, unchecked):
