@@ -29,14 +29,13 @@ from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import KvrelayError, PeerLost
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
-from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.api.endpoint import check_api_key, error_response
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.queries import run_in_slices
+from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
 
 logger = logging.getLogger(__name__)
@@ -136,15 +135,7 @@ class IngressReplica:
         self._settings = with_api_key(self._settings, join.api_key)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         self._card = model_card(self._settings, model_dir)
-        router = Router(
-            self._settings.router,
-            tokens_per_hash=self._settings.tokens_per_hash,
-            max_waiting=self._settings.engine.max_waiting,
-            slo=self._settings.slo,
-            has_store=self._settings.cache.is_shared,
-            schedule=run_in_slices,
-        )
-        self._dispatcher = Dispatcher(router, join.secret, self._settings, time.monotonic)
+        self._dispatcher = Dispatcher(make_router(self._settings), join.secret, self._settings, time.monotonic)
         self._secret = join.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()

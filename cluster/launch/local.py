@@ -1,7 +1,7 @@
-"""Workers as plain processes of this machine, without Ray: for `kvrelay verify`, tests and benchmarks.
+"""Workers and store nodes as plain processes of this machine, without Ray: for `kvrelay verify`, tests and benchmarks.
 
-They run the classes that Ray Serve hosts, started by `python -m kvrelay.cluster.launch.local`. A child ends when its
-parent does, because its standard input closes.
+They run the classes that Ray hosts, started by `python -m kvrelay.cluster.launch.local`. A child ends when its parent
+does, because its standard input closes. There it reads what it is to be, then lines with all live nodes of the store.
 """
 
 import asyncio
@@ -12,28 +12,27 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvrelay import tracing
-from kvrelay.cluster.store.process import ProcessStore, spawn_store
+from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.remote_store import ClusterStores
+from kvrelay.cluster.store.service import StoreService, make_service
 from kvrelay.config import Settings, settings_from
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.errors import KvrelayError, WorkerLost
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.plane.reports import WorkerInfo
-from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
-from kvrelay.serve.workers.queries import run_in_slices
+from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
-
-logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
@@ -80,15 +79,32 @@ async def start_worker(worker: WorkerService) -> WorkerInfo:
 
 
 @dataclass(slots=True)
-class ProcessWorker:
-    """A worker in a child process."""
+class LocalProcess:
+    """A worker, or a node of the store, in a child process. `answer`: what it said when it listened."""
 
     process: asyncio.subprocess.Process
-    member: Member
+    name: str
+    role: str
+    answer: dict[str, Any]
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def member(self) -> Member:
+        """Of a worker."""
+        return Member(self.name, self.role, HOST, self.answer["port"])
+
+    @property
+    def address(self) -> StoreAddress:
+        """Of a node of the store."""
+        return StoreAddress(**self.answer)
+
+    def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        """Send a node of the store all live nodes; no effect on a process that has ended."""
+        if self.process.stdin is not None and self.process.returncode is None:
+            self.process.stdin.write(json.dumps([asdict(node) for node in nodes]).encode() + b"\n")
 
     async def aclose(self) -> None:
         """Close the process's input, which ends it; kill it after 15 s."""
@@ -102,22 +118,25 @@ class ProcessWorker:
         await self.process.wait()
 
 
-async def spawn_worker(
-    role: Role,
+async def spawn(
+    role: str,
     settings: Settings,
-    model_dir: Path,
     secret: bytes,
-    worker_id: str,
+    name: str,
+    model_dir: Path = Path(),
     cores: tuple[int, ...] | None = None,
     stores: Sequence[StoreAddress] = (),
-) -> ProcessWorker:
-    """Start a worker process and wait until it listens. Raises WorkerLost with its error."""
+) -> LocalProcess:
+    """Start a worker, or a node of the store (STORE_ROLE), and wait until it listens. Raises WorkerLost with its error.
+
+    model_dir, cores, stores: of a worker.
+    """
     config = {
         "role": str(role),
         "settings": settings.model_dump(),
         "model_dir": str(model_dir),
         "secret": secret.hex(),
-        "worker_id": worker_id,
+        "name": name,
         "cores": cores,
         "stores": [asdict(store) for store in stores],
     }
@@ -142,43 +161,48 @@ async def spawn_worker(
         process.kill()
     if not line:
         await process.wait()
-        raise WorkerLost(worker_id, f"ended while starting (exit code {process.returncode})")
+        raise WorkerLost(name, f"ended while starting (exit code {process.returncode})")
     answer = json.loads(line)
     if "error" in answer:
         await process.wait()
-        raise WorkerLost(worker_id, answer["error"])
-    return ProcessWorker(process, Member(worker_id, str(role), HOST, answer["port"]))
+        raise WorkerLost(name, answer["error"])
+    return LocalProcess(process, name, str(role), answer)
 
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Prefill processes, decode workers in this process or in processes of their own, and a dispatcher."""
+    """Workers and store nodes in processes of their own, decode workers in this process, and a dispatcher."""
 
     dispatcher: Dispatcher
     secret: bytes
-    prefill: list[ProcessWorker] = field(default_factory=list)
-    decode: list[ProcessWorker] = field(default_factory=list)
+    processes: list[LocalProcess] = field(default_factory=list)
     inside: list[WorkerService] = field(default_factory=list)  # decode workers in this process
-    stores: list[ProcessStore] = field(default_factory=list)  # nodes of the KV store, under `cache.remote: cluster`
+
+    @property
+    def prefill(self) -> list[LocalProcess]:
+        return self._of(Role.PREFILL)
+
+    @property
+    def decode(self) -> list[LocalProcess]:
+        return self._of(Role.DECODE)
+
+    def _of(self, role: str) -> list[LocalProcess]:
+        return [process for process in self.processes if process.role == role]
 
     @property
     def members(self) -> list[Member]:
         own = [
             Member(worker.worker_id, str(worker.role), HOST, worker.info.port) for worker in self.inside if worker.info
         ]
-        return [worker.member for worker in [*self.prefill, *self.decode]] + own
+        return [process.member for process in self.processes if process.role != STORE_ROLE] + own
 
-    @contextlib.asynccontextmanager
-    async def another_ingress(self, settings: Settings) -> AsyncIterator[Dispatcher]:
-        """A second ingress over the same workers, connected to all of them, with an empty state."""
-        dispatcher = Dispatcher(_router(settings), self.secret, settings)
-        try:
-            await dispatcher.start()
-            dispatcher.workers.set_members(self.members)
-            await _all_up(dispatcher, len(self.members))
-            yield dispatcher
-        finally:
-            await dispatcher.aclose()
+    async def start(self, *starting: Awaitable[LocalProcess | WorkerInfo]) -> None:
+        """Await all of them, keep the processes, which are to be closed, and raise the first error."""
+        outcomes = await asyncio.gather(*starting, return_exceptions=True)
+        self.processes += (outcome for outcome in outcomes if isinstance(outcome, LocalProcess))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def pool_leaks(self, within_s: float = 10.0) -> list[str]:
         """The decode workers of this process whose pools still have blocks in use after `within_s`, with the reason.
@@ -191,17 +215,16 @@ class LocalCluster:
         return problems
 
     async def _pool_problems(self) -> list[str]:
-        problems: list[str] = []
-        for worker in self.inside:
+        def problem(engine: Engine) -> str | None:
             try:
-                await worker.thread.call(lambda engine: engine.check())
-                used = await worker.thread.call(lambda engine: engine.pool.counts().used)
+                engine.check()
             except AssertionError as error:
-                problems.append(f"{worker.worker_id}: {error}")
-                continue
-            if used:
-                problems.append(f"{worker.worker_id}: {used} blocks are still in use")
-        return problems
+                return str(error)
+            used = engine.pool.counts().used
+            return f"{used} blocks are still in use" if used else None
+
+        found = [(worker.worker_id, await worker.thread.call(problem)) for worker in self.inside]
+        return [f"{name}: {why}" for name, why in found if why is not None]
 
 
 @contextlib.asynccontextmanager
@@ -226,66 +249,32 @@ async def local_cluster(
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
-    cluster = LocalCluster(Dispatcher(_router(settings), secret, settings, **patience), secret)
+    cluster = LocalCluster(Dispatcher(make_router(settings), secret, settings, **patience), secret)
     try:
         if settings.cache.remote == CLUSTER:
-            cluster.stores = await _spawn_stores(num_stores, settings, secret)
-        nodes = [store.address for store in cluster.stores]
+            await cluster.start(*(spawn(STORE_ROLE, settings, secret, f"store-{i}") for i in range(num_stores)))
+        nodes = [store.address for store in cluster.processes]
+        for store in cluster.processes:
+            store.set_nodes(nodes)
         roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]
-        starting = [
-            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None), nodes)
-            for role, index in roles
-        ]
         cluster.inside = [
             make_worker(Role.DECODE, settings, model_dir, secret, f"inside-{i}", None, nodes) for i in range(num_inside)
         ]
-        outcomes = await asyncio.gather(*starting, *map(start_worker, cluster.inside), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, ProcessWorker):
-                (cluster.prefill if outcome.member.role == Role.PREFILL else cluster.decode).append(outcome)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await cluster.start(
+            *(spawn(role, settings, secret, f"{role}-{i}", model_dir, next(pins, None), nodes) for role, i in roles),
+            *map(start_worker, cluster.inside),
+        )
         await cluster.dispatcher.start()
         cluster.dispatcher.workers.set_members(cluster.members)
-        await _all_up(cluster.dispatcher, len(cluster.members))
+        async with asyncio.timeout(30.0):
+            await cluster.dispatcher.workers.wait_for(lambda one: len(one.live_workers()) == len(cluster.members))
         yield cluster
     finally:
         await cluster.dispatcher.aclose()
         await asyncio.gather(*(worker.aclose() for worker in [*cluster.prefill, *cluster.decode]))
         for inside in cluster.inside:
             await inside.aclose()
-        await asyncio.gather(*(store.aclose() for store in cluster.stores))
-
-
-def _router(settings: Settings) -> Router:
-    return Router(
-        settings.router,
-        tokens_per_hash=settings.tokens_per_hash,
-        max_waiting=settings.engine.max_waiting,
-        slo=settings.slo,
-        has_store=settings.cache.is_shared,
-        schedule=run_in_slices,
-    )
-
-
-async def _all_up(dispatcher: Dispatcher, count: int) -> None:
-    async with asyncio.timeout(30.0):
-        await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == count)
-
-
-async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[ProcessStore]:
-    """`count` nodes that know each other. Raises WorkerLost."""
-    starting = [spawn_store(f"store-{index}", settings, secret, HOST) for index in range(count)]
-    outcomes = await asyncio.gather(*starting, return_exceptions=True)
-    stores = [outcome for outcome in outcomes if isinstance(outcome, ProcessStore)]
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            await asyncio.gather(*(store.aclose() for store in stores))
-            raise outcome
-    for store in stores:
-        store.set_nodes([other.address for other in stores])
-    return stores
+        await asyncio.gather(*(process.aclose() for process in cluster.processes))
 
 
 def main() -> int:
@@ -296,26 +285,28 @@ def main() -> int:
 
 async def _child() -> int:
     config = json.loads(sys.stdin.buffer.readline())
-    worker = make_worker(
-        Role(config["role"]),
-        settings_from(config["settings"]),
-        Path(config["model_dir"]),
-        bytes.fromhex(config["secret"]),
-        config["worker_id"],
-        tuple(config["cores"]) if config["cores"] else None,
-        [StoreAddress(**store) for store in config["stores"]],
-    )
-    tracing.configure(worker.worker_id, config["role"])
+    settings, secret, name = settings_from(config["settings"]), bytes.fromhex(config["secret"]), config["name"]
+    served: WorkerService | StoreService
     try:
-        info = await start_worker(worker)
-    except KvrelayError as error:
+        if config["role"] == STORE_ROLE:
+            served = make_service(name, settings, secret, HOST)
+            answer = asdict(await served.start())
+        else:
+            cores = tuple(config["cores"]) if config["cores"] else None
+            stores = [StoreAddress(**store) for store in config["stores"]]
+            served = make_worker(Role(config["role"]), settings, Path(config["model_dir"]), secret, name, cores, stores)
+            tracing.configure(name, config["role"])
+            answer = {"port": (await start_worker(served)).port}
+    except (KvrelayError, OSError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1
-    print(json.dumps({"port": info.port}), flush=True)
-    reader = asyncio.StreamReader()
+    print(json.dumps(answer), flush=True)
+    reader = asyncio.StreamReader(limit=1 << 20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    await reader.read()
-    await worker.aclose()
+    while line := await reader.readline():
+        assert isinstance(served, StoreService)
+        served.set_nodes([StoreAddress(**node) for node in json.loads(line)])
+    await served.aclose()
     await asyncio.to_thread(tracing.shutdown)
     return 0
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import Audited, Status
+from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.serve.workers.worker_link import Links, WorkerLink
 
@@ -108,6 +110,18 @@ def run_in_slices(work: Callable[[], bool], clock: Callable[[], float] = time.pe
                 run_in_slices(work, clock)
 
     asyncio.get_running_loop().call_soon(run_slice)
+
+
+def make_router(settings: Settings) -> Router:
+    """The router of an ingress with these settings."""
+    return Router(
+        settings.router,
+        tokens_per_hash=settings.tokens_per_hash,
+        max_waiting=settings.engine.max_waiting,
+        slo=settings.slo,
+        has_store=settings.cache.is_shared,
+        schedule=run_in_slices,
+    )
 
 
 AUDIT_S = 60.0

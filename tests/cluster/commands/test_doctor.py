@@ -16,7 +16,7 @@ from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands.cli import run
 from kvrelay.cluster.commands.serve import _check_pairs
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.local import ProcessWorker, spawn_worker
+from kvrelay.cluster.launch.local import LocalProcess, spawn
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.decision.router import Router
@@ -87,14 +87,14 @@ async def cluster(*workers):
     secret, own = secrets.token_bytes(32), settings()
     async with contextlib.AsyncExitStack() as stack:
         starting = [
-            spawn_worker(role, theirs, folder, secret, f"{role}-{index}")
+            spawn(role, theirs, secret, f"{role}-{index}", folder)
             for index, (role, theirs, folder) in enumerate(workers)
         ]
         started = await asyncio.gather(*starting, return_exceptions=True)
         for worker in started:
-            if isinstance(worker, ProcessWorker):
+            if isinstance(worker, LocalProcess):
                 stack.push_async_callback(worker.aclose)
-        assert all(isinstance(worker, ProcessWorker) for worker in started), started
+        assert all(isinstance(worker, LocalProcess) for worker in started), started
         members = [worker.member for worker in started]
         folder = workers[0][2]
         dispatcher = Dispatcher(Router(own.router, tokens_per_hash=own.tokens_per_hash), secret, own)

@@ -6,8 +6,9 @@ import asyncio
 import threading
 import time
 
+from kvrelay.cluster.launch.local import spawn
+from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.client import ClientOptions
-from kvrelay.cluster.store.process import spawn_store
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
 from kvrelay.config import settings_from
@@ -68,7 +69,7 @@ class Nodes:
     def process(self, *names):
         async def start():
             settings = settings_from({"store": self.settings, "cache": {"host_memory": "1MiB", "remote": "cluster"}})
-            return await asyncio.gather(*(spawn_store(name, settings, SECRET) for name in names))
+            return await asyncio.gather(*(spawn(STORE_ROLE, settings, SECRET, name) for name in names))
 
         for name, store in zip(names, self.run(start()), strict=True):
             self.processes[name], self.addresses[name] = store, store.address
