@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.probe import auth_headers, request_json
+from kvrelay.cluster.launch.endpoints import auth_headers, request_json
 
 TIMEOUT_S = 10.0
 SETTLE_S = 90.0  # a prefill worker gives up on a pair within a minute

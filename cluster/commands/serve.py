@@ -17,9 +17,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
-from kvrelay.cluster.launch import probe as probing
+from kvrelay.cluster.launch.endpoints import auth_headers, probe, request_json, wait_for_workers
 from kvrelay.cluster.launch.prepare import Preparation
-from kvrelay.cluster.launch.probe import auth_headers, request_json
 from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.supervisor import StopSignals, report_stopping
 from kvrelay.config import Settings
@@ -179,8 +178,8 @@ def _probe(settings: Settings, model: str) -> str:
     """Send one request; returns which path it took. Raises ClusterError when the path does not work."""
     disaggregated = settings.cluster.prefill > 0
     url = api_url(settings)
-    probing.wait_for_workers(url, prefill=settings.cluster.prefill)
-    explain = probing.probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
+    wait_for_workers(url, prefill=settings.cluster.prefill)
+    explain = probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
     path = _found(explain, "path") or "?"
     if disaggregated and path != "disaggregated":
         raise ClusterError(f"the probe took the {path} path, not one through a prefill worker")

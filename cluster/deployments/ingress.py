@@ -183,32 +183,15 @@ class IngressReplica:
         }
 
     async def _worker_status(self, record: WorkerRecord) -> dict[str, Any]:
-        known = {
-            "worker_id": record.worker_id,
-            "role": record.role,
-            "node_id": record.node_id,
-            "pid": record.pid,
-            "address": f"{record.host}:{record.port}",
-            "epoch": record.epoch,
-        }
         try:
             answer = json.loads(await self._dispatcher.queries.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
         except (KvrelayError, TimeoutError) as error:
-            return {
-                **known,
-                "is_up": False,
-                "error": str(error).removeprefix(f"worker {record.worker_id}: ") or "no answer",
-            }
-        return {**known, **answer, "is_up": True}
+            why = str(error).removeprefix(f"worker {record.worker_id}: ") or "no answer"
+            return {**_address(record), "is_up": False, "error": why}
+        return {**_address(record), **answer, "is_up": True}
 
     async def _store_status(self, record: WorkerRecord) -> dict[str, Any]:
         """One node of the KV store."""
-        known = {
-            "worker_id": record.worker_id,
-            "node_id": record.node_id,
-            "pid": record.pid,
-            "address": f"{record.host}:{record.port}",
-        }
         peer = SlabPeer(
             record.host,
             record.port,
@@ -221,9 +204,9 @@ class IngressReplica:
         )
         try:
             await peer.connect()
-            return {**known, **json.loads(await peer.describe()), "is_up": True}
+            return {**_address(record), **json.loads(await peer.describe()), "is_up": True}
         except PeerLost as error:
-            return {**known, "is_up": False, "error": error.why}
+            return {**_address(record), "is_up": False, "error": error.why}
         finally:
             await peer.aclose()
 
@@ -241,6 +224,11 @@ class IngressReplica:
             following.cancel()
             await self._dispatcher.aclose()
             await asyncio.to_thread(tracing.shutdown)
+
+
+def _address(record: WorkerRecord) -> dict[str, Any]:
+    known = {name: getattr(record, name) for name in ("worker_id", "role", "node_id", "pid", "epoch")}
+    return known | {"address": f"{record.host}:{record.port}"}
 
 
 def model_card(settings: Settings, model_dir: Path) -> ModelCard:

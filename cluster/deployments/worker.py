@@ -49,7 +49,7 @@ class StepWatch:
 
     def __init__(self, thread: "EngineThread") -> None:
         self._thread = thread
-        self._answer: asyncio.Future[Any] | None = None
+        self._answer: asyncio.Future[None] | None = None
         self._called_s = 0.0
 
     def silence_s(self, now_s: float) -> float:
@@ -59,12 +59,8 @@ class StepWatch:
         engine = self._thread.engine
         self._answer = None
         if engine is not None and engine.scheduler.has_work:
-            self._answer, self._called_s = self._thread.call(_nothing), now_s
+            self._answer, self._called_s = self._thread.call(lambda engine: None), now_s
         return 0.0
-
-
-def _nothing(engine: Any) -> None:
-    """A call that only proves that the engine's thread answers."""
 
 
 class WorkerReplica:
@@ -83,11 +79,12 @@ class WorkerReplica:
         join, model_dir = await asyncio.gather(
             self._registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
-        self._lease = await self._lease_cores()
-        self._num_workers = await self._num_sharers()
-        context = ray.get_runtime_context()
-        await self._join_store(str(context.get_node_id()))
-        self._worker = await asyncio.to_thread(self._make, model_dir, join, str(context.get_node_id()), own_replica())
+        num_workers = await deployed_workers()
+        self._lease = self._lease_cores(num_workers)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        if self._settings.cache.remote == CLUSTER:
+            await self._join_store(node_id)
+        self._worker = await asyncio.to_thread(self._make, model_dir, join, node_id, num_workers)
         tracing.configure(self._worker.worker_id, self.role)
         info = await self._worker.start()
         if self._stores is not None:
@@ -103,25 +100,17 @@ class WorkerReplica:
             send_heartbeats(self._registry, self._record, self._retire), name="heartbeat"
         )
 
-    async def _lease_cores(self) -> CoreLease | None:
+    def _lease_cores(self, num_workers: int) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers are not pinned."""
         cluster, cores = self._settings.cluster, own_cores()
         engine = self._settings.for_role(Role(self.role)).engine
         if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
             return None
-        want = cluster.cores_per_worker or fair_share(len(cores), await deployed_workers() or LEAST_WORKERS)
+        want = cluster.cores_per_worker or fair_share(len(cores), num_workers)
         return acquire_cores(cache_dir() / "cores", cores, want)
 
-    async def _num_sharers(self) -> int | None:
-        """The number of workers that divide the machine's memory; None where the pool's size is given."""
-        if self._settings.for_role(Role(self.role)).engine.kv_memory_bytes is not None:
-            return None
-        return await deployed_workers() or LEAST_WORKERS
-
     async def _join_store(self, node_id: str) -> None:
-        """Ensure that this machine runs a node of the KV store, if the settings want one. Raises StoreError."""
-        if self._settings.cache.remote != CLUSTER:
-            return
+        """Ensure that this machine runs a node of the KV store. Raises StoreError."""
         try:
             await asyncio.to_thread(ensure_store, self._settings, node_id)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -131,14 +120,14 @@ class WorkerReplica:
         assert self._stores is not None
         self._stores.set_nodes(store_nodes(members))
 
-    def _make(self, model_dir: Any, join: JoinSettings, node_id: str, replica: str) -> Any:
+    def _make(self, model_dir: Any, join: JoinSettings, node_id: str, num_workers: int) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
         from kvrelay.decode.worker import DecodeWorker
         from kvrelay.engine.checkpoints.checkpoint import model_name
         from kvrelay.engine.worker.build import WorkerOptions
         from kvrelay.prefill.worker import PrefillWorker
 
-        worker_id = worker_name(self.role, replica)
+        worker_id = worker_name(self.role, own_replica())
         host = join.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:
             self._stores = ClusterStores(self._settings, join.secret, worker_id=worker_id, host=host)
@@ -152,7 +141,7 @@ class WorkerReplica:
             host=host,
             cores=self._lease.cpus if self._lease else None,
             cluster_store=self._stores,
-            num_workers=self._num_workers,
+            num_workers=num_workers,
         )
         kind = PrefillWorker if self.role == Role.PREFILL else DecodeWorker
         return kind(options)
@@ -222,12 +211,7 @@ class WorkerReplica:
         """End, then exit the actor, which Serve removes at its next health check."""
         await self._end(drain_s)
         logger.info("worker %s has retired", self._record.worker_id)
-        self._exit()
-
-    @staticmethod
-    def _exit() -> None:
-        """End this actor's process, without a fault and without a restart."""
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # without a fault
 
 
 class PrefillReplica(WorkerReplica):
@@ -250,7 +234,7 @@ def own_replica() -> str:
 
 
 async def deployed_workers() -> int:
-    """Serve's target number of prefill and decode workers; 0 when it is unknown.
+    """Serve's target number of prefill and decode workers; LEAST_WORKERS when it is unknown.
 
     The application's arguments do not hold it: counts are also set per deployment, and changed by `kvrelay scale`.
     """
@@ -259,10 +243,10 @@ async def deployed_workers() -> int:
     name = serve.get_replica_context().app_name
     try:
         async with asyncio.timeout(DETAILS_S):
-            return planned_workers(await asyncio.to_thread(_serve_details), name)
+            return planned_workers(await asyncio.to_thread(_serve_details), name) or LEAST_WORKERS
     except (ray.exceptions.RayError, TimeoutError) as error:
         logger.warning("Serve does not report how many workers it runs: %s", error)
-        return 0
+        return LEAST_WORKERS
 
 
 def _serve_details() -> dict[str, Any]:

@@ -1,20 +1,27 @@
-"""Which cluster a command addresses: the given URLs, or those of a cluster that runs on this machine.
+"""Which cluster a command addresses: the given URLs, or those of a cluster that runs on this machine; and requests to
+it, with the standard library's HTTP.
 
 Each running `kvrelay serve` has a file with its addresses in the cache folder, read by the other commands.
 """
 
 import contextlib
+import http.client
 import json
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
-from kvrelay.cluster.errors import ServerUnreachable
-from kvrelay.cluster.launch.probe import server_root
+from kvrelay.cluster.errors import ClusterError, ServerUnreachable
 from kvrelay.environment import cache_dir
+from kvrelay.errors import ConfigError
 
 DEFAULT_API = "http://127.0.0.1:8000"
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -92,3 +99,94 @@ def addressed(url: str | None, dashboard: str | None = None) -> Iterator[tuple[s
         raise ServerUnreachable(
             f"{error}. Start a cluster with `kvrelay serve`, or give its address with --url"
         ) from error
+
+
+PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3
+TIMEOUT_S = 120.0
+
+
+def server_root(text: str) -> str:
+    """The root URL of a server's address as users write it: host:port, or a URL that may end in /v1.
+
+    Raises:
+        ConfigError: the text is no address.
+    """
+    url = text if "://" in text else f"http://{text}"
+    problem = ConfigError(f"{text!r} is not a server's address; write for example http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # a port that is no number or too large, half an IPv6 address
+        raise problem from error
+    if not is_address or any(character.isspace() or not character.isprintable() for character in url):
+        raise problem
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def request_json(
+    method: str,
+    url: str,
+    body: dict[str, Any] | None = None,
+    *,
+    headers: dict[str, str] | None = None,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """The JSON answer.
+
+    Raises:
+        ServerUnreachable: no server answers.
+        ClusterError: with the server's error message, or because the answer is no JSON.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read()
+            try:
+                return dict(json.loads(text or b"{}"))
+            except (ValueError, TypeError) as error:
+                start = text.decode(errors="replace").strip()[:80]
+                raise ClusterError(f"{url}: is another server at this address? It answers {start!r}") from error
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            text = text.strip()[:200] or str(error)
+        raise ClusterError(f"{url}: {text}") from error
+    except (ValueError, http.client.HTTPException) as error:
+        raise ClusterError(f"{url} does not answer: {error}") from error
+    except OSError as error:
+        raise ServerUnreachable(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+
+
+def auth_headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def wait_for_workers(api_url: str, *, prefill: int, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until the ingress is connected to a decode worker and, where `prefill` is above 0, a prefill worker."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            health = request_json("GET", f"{api_url}/health", timeout_s=5.0)
+            if health.get("decode", 0) >= 1 and health.get("prefill", 0) >= min(prefill, 1):
+                return
+            why = f"connected to {health.get('prefill')} prefill and {health.get('decode')} decode workers"
+        except ClusterError as error:
+            why = str(error)
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"the ingress is not ready: {why}")
+        time.sleep(0.1)
+
+
+def probe(api_url: str, model: str, *, api_key: str | None, disaggregated: bool) -> dict[str, Any]:
+    """Complete a few tokens over the given path; return the explain record. Raises ClusterError."""
+    headers = {**auth_headers(api_key), "x-kvrelay-explain": "1"}
+    headers["x-kvrelay-prefill"] = "remote" if disaggregated else "local"
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = request_json("POST", f"{api_url}/v1/completions", body, headers=headers, timeout_s=TIMEOUT_S)
+    if answer.get("usage", {}).get("completion_tokens") != 4:
+        raise ClusterError(f"the probe got {answer.get('usage')} instead of 4 tokens")
+    explain: dict[str, Any] = answer.get("kvrelay") or {}
+    return explain

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any
 
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
@@ -34,10 +33,10 @@ class Preparation:
         self._future: Future[tuple[str, Path]] = Future()
         self._has_started = threading.Event()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.cluster.launch.prepare"],
+            [sys.executable, "-u", "-m", "kvrelay.cluster.launch.prepare"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
@@ -64,26 +63,21 @@ class Preparation:
         self._reader.join(STOP_S)
 
     def _read(self) -> None:
+        last = ""
         try:
             with self._child:  # closes its pipes
-                self._follow()
+                assert self._child.stdout is not None
+                for line in filter(str.strip, self._child.stdout):
+                    try:
+                        self._take(json.loads(line))
+                    except ValueError:
+                        last = line.strip()
+            self._fail(f"the model could not be prepared: {last or f'exit status {self._child.returncode}'}")
         except Exception as error:  # the thread's edge: `result` must not wait forever
             logger.exception("reading from the model's preparation failed")
             self._fail(f"the model could not be prepared: {error!r}")
         finally:
             self._has_started.set()
-
-    def _follow(self) -> None:
-        assert self._child.stdout is not None and self._child.stderr is not None
-        errors: list[str] = []
-        drain = threading.Thread(target=_drain, args=(self._child.stderr, errors), daemon=True)
-        drain.start()
-        for line in self._child.stdout:
-            self._take(_parsed(line))
-        drain.join()
-        self._child.wait()
-        last = errors[-1] if errors else f"exit status {self._child.returncode}"
-        self._fail(f"the model could not be prepared: {last}")
 
     def _take(self, message: object) -> None:
         """Handle one line of the child. Other lines come from libraries and are ignored."""
@@ -103,23 +97,8 @@ class Preparation:
             self._future.set_exception(ClusterError(why))
 
 
-def _parsed(line: str) -> object:
-    """The JSON value of a line, None when it is not JSON."""
-    with contextlib.suppress(ValueError):
-        return json.loads(line)
-    return None
-
-
-def _drain(stream: IO[str], lines: list[str]) -> None:
-    for line in stream:
-        if line.strip():
-            lines.append(line.strip())
-            del lines[:-20]
-
-
-def _write(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+def _write(**message: object) -> None:
+    print(json.dumps(message))
 
 
 def _check_backend(settings: Settings, role: Role) -> None:
@@ -150,14 +129,14 @@ def main() -> int:
     from kvrelay.errors import KvrelayError
 
     settings = Settings.model_validate_json(sys.stdin.read())
-    _write({"what": f"looking for {settings.model.source}", "share": 0.0})
+    _write(what=f"looking for {settings.model.source}", share=0.0)
     reported = -1.0
 
     def report(what: str, share: float) -> None:
         nonlocal reported
         if abs(share - reported) >= 0.005 or share in (0.0, 1.0):
             reported = share
-            _write({"what": what, "share": share})
+            _write(what=what, share=share)
 
     try:
         folder = prepare_checkpoint(settings.model, report)
@@ -166,9 +145,9 @@ def main() -> int:
             check_fit(spec, settings, role)
             _check_backend(settings, role)
         prepare_draft_model(settings, folder, report)
-        _write({"name": model_name(settings.model), "folder": str(folder)})
+        _write(name=model_name(settings.model), folder=str(folder))
     except KvrelayError as error:
-        _write({"error": str(error)})
+        _write(error=str(error))
         return 1
     return 0
 

@@ -11,15 +11,14 @@ from pathlib import Path
 
 DIRECT_PORTS = 16  # ingress replicas on one machine listen at port, port + 1, ...
 
-_QUIET = {  # no usage reports, no logs on the terminal
+_VARIABLES = {
+    # no usage reports, no logs on the terminal
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_LOG_TO_DRIVER": "0",
     "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",  # how soon Serve reports a replica without resources
-}
-
-_IDLE = {  # fewer wake-ups of idle processes
+    # fewer wake-ups of idle processes
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
@@ -48,33 +47,29 @@ _IDLE = {  # fewer wake-ups of idle processes
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
     "RAY_DASHBOARD_STATS_UPDATING_INTERVAL": "60",
     "AUTOSCALER_UPDATE_INTERVAL_S": "60",
-}
-
-_MEMORY = {  # no idle workers kept for Ray tasks, which kvrelay does not use
+    # no idle workers kept for Ray tasks, which kvrelay does not use
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "1000",
     "MALLOC_ARENA_MAX": "2",
+    # Ray's default of 15 lets every other process of the machine delay a decode step
+    "RAY_worker_niceness": "0",
+    # clients connect to the ingress replica itself: through Serve's proxy a token costs ten times the CPU
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_SERVE_PORT_QUARANTINE_S": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-
-_PRIORITY = {
-    "RAY_worker_niceness": "0"
-}  # Ray's default of 15 lets every other process of the machine delay a decode step
 
 
 def set_ray_environment(port: int) -> None:
     """Prepare this process's environment for a Ray cluster of its own whose first ingress listens on `port`."""
-    serve = {
-        # Clients connect to the ingress replica itself: through Serve's proxy a token costs ten times the CPU.
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+    ports = {
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(port + DIRECT_PORTS, 65535)),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-        "RAY_SERVE_PORT_QUARANTINE_S": "0",
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }
-    for name, value in {**_QUIET, **_IDLE, **_MEMORY, **_PRIORITY, **serve}.items():
+    for name, value in {**_VARIABLES, **ports}.items():
         os.environ.setdefault(name, value)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.probe import request_json
+from kvrelay.cluster.launch.endpoints import request_json
 from kvrelay.cluster.launch.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
 from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report_folder
 from kvrelay.config import Settings
@@ -202,15 +202,11 @@ class RaySession:
             self._logs.stop()
         while self._held:
             self._held.pop().close()
-        return self._remove_folder(keep_logs=keep_logs)
-
-    def _remove_folder(self, *, keep_logs: bool) -> str | None:
-        if self._folder is None:
-            return None
-        if keep_logs:
+        if self._folder is not None and keep_logs:
             return str(self._folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
         return None
 
 
@@ -261,13 +257,11 @@ def without_log_monitor() -> None:
 
 def why_not_free(host: str, port: int) -> OSError | None:
     """The error with which listening there fails now; None when the port is free."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
+    try:
+        with held_port(host, port) as probe:
             probe.listen(1)
-        except OSError as error:
-            return error
+    except OSError as error:
+        return error
     return None
 
 
@@ -287,6 +281,5 @@ def held_port(host: str, port: int) -> socket.socket:
 
 def free_port(host: str) -> int:
     """A port that was free a moment ago."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+    with held_port(host, 0) as probe:
         return int(probe.getsockname()[1])

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from enum import Enum
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -53,9 +53,7 @@ class StopSignals:
         self.take_over()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stopping()
 
     def take_over(self) -> None:

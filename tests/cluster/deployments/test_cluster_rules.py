@@ -19,8 +19,7 @@ from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_sha
 from kvrelay.cluster.deployments.serve_config import planned_workers, scaled, serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints as state_file
-from kvrelay.cluster.launch.endpoints import endpoints, other_clusters
-from kvrelay.cluster.launch.probe import server_root
+from kvrelay.cluster.launch.endpoints import endpoints, other_clusters, server_root
 from kvrelay.cluster.launch.ray_env import keep_ray_token_private
 from kvrelay.cluster.launch.ray_session import missing, progress
 from kvrelay.config import Settings

@@ -10,6 +10,7 @@ import pytest
 
 from kvrelay.cluster.deployments import worker as worker_deployment
 from kvrelay.cluster.deployments.cores import acquire_cores
+from kvrelay.cluster.deployments.worker import LEAST_WORKERS
 from kvrelay.config import settings_from
 from kvrelay.machine import Core
 
@@ -37,31 +38,27 @@ def test_a_killed_holders_cores_are_free_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("deployed", "settings", "num_cores"),
-    [(5, {}, 3), (0, {}, 8), (5, {"cores_per_worker": 4}, 4), (5, {"num_gpus_per_worker": 1}, None)],
+    ("num_workers", "settings", "num_cores"),
+    [(5, {}, 3), (LEAST_WORKERS, {}, 8), (5, {"cores_per_worker": 4}, 4), (5, {"num_gpus_per_worker": 1}, None)],
 )
-async def test_a_worker_takes_a_fair_share_among_those_that_serve_means_to_run(
-    deployed: int, settings: dict[str, float], num_cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_takes_a_fair_share_among_those_that_serve_means_to_run(
+    num_workers: int, settings: dict[str, float], num_cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async def deployed_workers() -> int:
-        return deployed
-
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
-    monkeypatch.setattr(worker_deployment, "deployed_workers", deployed_workers)
     monkeypatch.setattr(worker_deployment, "own_cores", lambda: [Core(cpu, (cpu,)) for cpu in range(16)])
     replica: Any = SimpleNamespace(role="decode", _settings=settings_from({"cluster": settings}))
-    lease = await worker_deployment.WorkerReplica._lease_cores(replica)
+    lease = worker_deployment.WorkerReplica._lease_cores(replica, num_workers)
     assert (lease and len(lease.cores)) == num_cores
     if lease:
         lease.release()
 
 
-async def test_only_the_role_that_is_on_the_cpu_takes_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_role_that_is_on_the_cpu_takes_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
     settings = settings_from({"decode": {"device": "cuda"}, "cluster": {"cores_per_worker": 1}})
     for role, num_cores in (("prefill", 1), ("decode", None)):
         replica: Any = SimpleNamespace(role=role, _settings=settings)
-        lease = await worker_deployment.WorkerReplica._lease_cores(replica)
+        lease = worker_deployment.WorkerReplica._lease_cores(replica, 2)
         assert (lease and len(lease.cores)) == num_cores
         if lease:
             lease.release()
