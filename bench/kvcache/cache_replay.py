@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.cluster.workloads.conversations import SessionSpec, conversation_entries
 from kvrelay.cluster.workloads.readers import parse_mooncake
-from kvrelay.cluster.workloads.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, MOONCAKE_BUCKET_S, TraceEntry, spread_buckets
 from kvrelay.kvcache.eviction.policies import EntryUsage, Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
@@ -45,7 +45,7 @@ def _scramble(number: int) -> bytes:
 def load_prompts(trace: Path | None, *, num_requests: int, seed: int) -> list[Prompt]:
     """A Mooncake trace, its rounded times spread; without one, a generated trace."""
     if trace is None:
-        return prompts_of(generate(SessionSpec(seed=seed), num_requests))
+        return prompts_of(conversation_entries(SessionSpec(seed=seed), num_requests))
     with trace.open(encoding="utf-8") as lines:
         entries = list(parse_mooncake(lines))
     return prompts_of(spread_buckets(entries[:num_requests], bucket_s=MOONCAKE_BUCKET_S, seed=seed))

@@ -14,9 +14,8 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
 from kvrelay.cluster.workloads.choose import load_trace
-from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
+from kvrelay.cluster.workloads.conversations import AgentSpec, SessionSpec, conversation_entries, requests_per_start
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 
 DAY_S = 86400.0
@@ -64,12 +63,12 @@ def made_days(
     chats, tasks = SessionSpec(seed=seed), AgentSpec(seed=seed)
     parts = []
     if chat_per_s:
-        chats = replace(chats, sessions_per_s=most * chat_per_s / requests_per_session(chats))
-        entries = generate(chats, math.ceil(1.02 * most * chat_per_s * span_s))
+        chats = replace(chats, starts_per_s=most * chat_per_s / requests_per_start(chats))
+        entries = conversation_entries(chats, math.ceil(1.02 * most * chat_per_s * span_s))
         parts.append(_thinned(entries, _factor(chat_curve, num_days, seed, "chat", day_s), most, f"{seed}:chat"))
     if agents_per_s:
-        tasks = replace(tasks, tasks_per_s=most * agents_per_s / requests_per_task(tasks))
-        entries = agent_entries(tasks, math.ceil(1.02 * most * agents_per_s * span_s))
+        tasks = replace(tasks, starts_per_s=most * agents_per_s / requests_per_start(tasks))
+        entries = conversation_entries(tasks, math.ceil(1.02 * most * agents_per_s * span_s))
         parts.append(_thinned(entries, _factor(agent_curve, num_days, seed, "agents", day_s), most, f"{seed}:agents"))
     return _merged(parts, span_s)
 

@@ -58,7 +58,7 @@ from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
 from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.workloads.sessions import SessionSpec, generate
+from kvrelay.cluster.workloads.conversations import SessionSpec, conversation_entries
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
@@ -70,7 +70,7 @@ LENGTH_SCALE = BLOCK / 512
 WRONG_SPEED = 2.0  # of the control
 WARM_UP, WARM_UP_S = 12, 5.0  # requests, and when the load begins
 SESSIONS = SessionSpec(
-    sessions_per_s=1.0,
+    starts_per_s=1.0,
     one_off_share=0.2,
     first_continues=0.8,
     think_s=(8.0, 0.5),
@@ -99,7 +99,7 @@ def load_of(count: int, rate_per_s: float, seed: int) -> list[TraceEntry]:
     """A warm-up of single prompts, then the conversations. No session is named: prompts do not go on from what was
     really stated.
     """
-    entries = with_own_blocks(generate(replace(SESSIONS, seed=seed), count))
+    entries = with_own_blocks(conversation_entries(replace(SESSIONS, seed=seed), count))
     entries = scale_entries(at_rate(entries, rate_per_s), length_scale=LENGTH_SCALE)
     measured = [
         replace(one, arrival_s=WARM_UP_S + one.arrival_s, output_tokens=max(2, one.output_tokens), session="")

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, pstdev
 
-from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
+from kvrelay.cluster.workloads.conversations import AgentSpec, SessionSpec, conversation_entries, requests_per_start
 from kvrelay.cluster.workloads.mixes import gamma_arrivals, mixed_entries, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.readers import parse_trace
-from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import (
     MOONCAKE_BUCKET_S,
     TraceEntry,
@@ -26,51 +26,33 @@ RATE_ROUNDS = 2  # in which the rate is approached; what is left is a few per ce
 NO_LIMIT = 1 << 62
 
 
-def _chat(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
-    spec = SessionSpec(seed=seed)
-    sessions = rate_per_s / requests_per_session(spec)
-    return _at_full_rate(lambda each: generate(replace(spec, sessions_per_s=each), num_requests), sessions, rate_per_s)
-
-
-def _agents(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
-    spec = AgentSpec(seed=seed)
-    start = rate_per_s / requests_per_task(spec)
-    return _at_full_rate(
-        lambda starts: agent_entries(replace(spec, tasks_per_s=starts), num_requests), start, rate_per_s
-    )
-
-
-def _at_full_rate(make: Callable[[float], list[TraceEntry]], starts: float, rate_per_s: float) -> list[TraceEntry]:
+def _conversations(spec: SessionSpec | AgentSpec, rate_per_s: float, num_requests: int) -> list[TraceEntry]:
     """A trace of conversations with this rate from its first to its last request.
 
-    Conversations that begin at `starts` per second bring the rate only when as many end; in a trace that is over before
-    that, more of them begin, so that readers' pauses keep their length.
+    Conversations that begin at a constant rate bring theirs only when as many end; in a trace that is over before that,
+    more of them begin, so that readers' pauses keep their length.
     """
-    made = make(starts)
+    starts = rate_per_s / requests_per_start(spec)
+    made = conversation_entries(replace(spec, starts_per_s=starts), num_requests)
     for _ in range(RATE_ROUNDS):
         if len(made) < 2 or made[0].arrival_s == made[-1].arrival_s:
             return made
         starts *= rate_per_s / rate_of(made)
-        made = make(starts)
+        made = conversation_entries(replace(spec, starts_per_s=starts), num_requests)
     return at_rate(made, rate_per_s)
 
 
-def _bursty(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
-    return mixed_entries(switching_arrivals(rate_per_s, seed=seed), num_requests, seed=seed)
-
-
-def _gamma(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
-    arrivals = gamma_arrivals(rate_per_s, variation=GAMMA_VARIATION, seed=seed)
-    return mixed_entries(arrivals, num_requests, seed=seed)
-
-
-def _poisson(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
-    return mixed_entries(poisson_arrivals(rate_per_s, seed=seed), num_requests, seed=seed)
-
-
 GENERATORS: dict[str, Callable[[float, int, int], list[TraceEntry]]] = {
-    "chat": _chat, "agents": _agents, "bursty": _bursty, "gamma": _gamma, "poisson": _poisson,
-}  # fmt: skip
+    "chat": lambda rate_per_s, limit, seed: _conversations(SessionSpec(seed=seed), rate_per_s, limit),
+    "agents": lambda rate_per_s, limit, seed: _conversations(AgentSpec(seed=seed), rate_per_s, limit),
+    "bursty": lambda rate_per_s, limit, seed: mixed_entries(
+        switching_arrivals(rate_per_s, seed=seed), limit, seed=seed
+    ),
+    "gamma": lambda rate_per_s, limit, seed: mixed_entries(
+        gamma_arrivals(rate_per_s, variation=GAMMA_VARIATION, seed=seed), limit, seed=seed
+    ),
+    "poisson": lambda rate_per_s, limit, seed: mixed_entries(poisson_arrivals(rate_per_s, seed=seed), limit, seed=seed),
+}
 """Name -> (requests per second, how many, seed) -> entries."""
 
 
@@ -131,9 +113,7 @@ class Outline:
     mean_output_tokens: float
     num_sessions: int
     num_tenants: int
-    repeated_share: (
-        float  # of prompt tokens: in leading blocks that an earlier prompt had; what an endless cache would hold
-    )
+    repeated_share: float  # of prompt tokens: in leading blocks that an earlier prompt had
     gap_variation: float  # deviation of gaps over their mean; Poisson: 1
 
 
@@ -146,21 +126,15 @@ def outline(entries: list[TraceEntry]) -> Outline:
         repeated += min(leading * entry.block_tokens, entry.input_tokens)
         seen.update(entry.hash_ids)
     total = sum(entry.input_tokens for entry in entries)
+    gaps = [later.arrival_s - earlier.arrival_s for earlier, later in pairwise(entries)]
+    span_s = sum(gaps)
     return Outline(
         num_requests=len(entries),
-        span_s=entries[-1].arrival_s - entries[0].arrival_s,
+        span_s=span_s,
         mean_input_tokens=total / len(entries),
-        mean_output_tokens=sum(entry.output_tokens for entry in entries) / len(entries),
+        mean_output_tokens=fmean(entry.output_tokens for entry in entries),
         num_sessions=len({entry.session for entry in entries} - {""}),
         num_tenants=len({entry.tenant for entry in entries} - {""}),
         repeated_share=repeated / max(total, 1),
-        gap_variation=_variation([entry.arrival_s for entry in entries]),
+        gap_variation=pstdev(gaps) / fmean(gaps) if span_s else 0.0,
     )
-
-
-def _variation(times: list[float]) -> float:
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    mean = sum(gaps) / max(len(gaps), 1)
-    if not mean:
-        return 0.0
-    return float((sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean)

@@ -2,27 +2,23 @@
 and Markov-modulated Poisson processes, in seconds, without end. Pure, seeded.
 """
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, islice
 
-from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, GrowingPrompt, TraceEntry
+from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, GrowingPrompt, LogNormal, TraceEntry, length
 from kvrelay.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Lengths are log-normal.
-
-    Median and sigma of the logarithm. The k-th prefix is asked for 1/k as often as the first.
-    """
+    """The k-th prefix is asked for 1/k as often as the first."""
 
     name: str
     weight: float
-    input_tokens: tuple[float, float]  # behind the prefix
-    output_tokens: tuple[float, float]
+    input_tokens: LogNormal  # behind the prefix
+    output_tokens: LogNormal
     prefix_tokens: int
     num_prefixes: int
 
@@ -51,14 +47,10 @@ def mixed_entries(
         num_shared = kind.prefix_tokens // MOONCAKE_BLOCK_TOKENS
         if (kind.name, rank) not in prefixes:
             prefixes[kind.name, rank] = tuple(islice(fresh, num_shared))
-        num_input = min(kind.prefix_tokens + _length(draw, kind.input_tokens), MAX_INPUT_TOKENS)
+        num_input = min(kind.prefix_tokens + length(draw, kind.input_tokens), MAX_INPUT_TOKENS)
         ids = GrowingPrompt(fresh, prefixes[kind.name, rank]).ids(num_input)
-        entries.append(TraceEntry(arrival_s, num_input, _length(draw, kind.output_tokens), ids, tenant=kind.name))
+        entries.append(TraceEntry(arrival_s, num_input, length(draw, kind.output_tokens), ids, tenant=kind.name))
     return entries
-
-
-def _length(draw: random.Random, shape: tuple[float, float]) -> int:
-    return max(1, round(draw.lognormvariate(math.log(shape[0]), shape[1])))
 
 
 def poisson_arrivals(rate_per_s: float, *, seed: int) -> Iterator[float]:

@@ -1,6 +1,7 @@
 """Trace entries, and operations on whole traces: spread, scale, set a rate, name blocks, write. Pure."""
 
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,8 @@ from itertools import count, groupby
 
 from kvrelay.errors import ConfigError
 
+LogNormal = tuple[float, float]
+"""Median, and sigma of the logarithm."""
 MOONCAKE_BLOCK_TOKENS = 512
 MOONCAKE_BUCKET_S = 3.0  # its conversation trace's timestamps are rounded to this,
 MOONCAKE_JITTER_S = 0.003  # give or take so much: 29% of them are 1 to 3 ms off
@@ -27,6 +30,15 @@ class TraceEntry:
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     session: str = ""
     tenant: str = ""
+
+
+def drawn(draw: random.Random, shape: LogNormal) -> float:
+    return draw.lognormvariate(math.log(shape[0]), shape[1])
+
+
+def length(draw: random.Random, shape: LogNormal) -> int:
+    """A number of tokens, at least 1."""
+    return max(1, round(drawn(draw, shape)))
 
 
 def spread_buckets(entries: Sequence[TraceEntry], *, bucket_s: float, seed: int) -> list[TraceEntry]:

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
-from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
 from kvrelay.cluster.workloads.choose import GENERATORS, load_trace, make_workload, outline
+from kvrelay.cluster.workloads.conversations import AgentSpec, SessionSpec, conversation_entries, requests_per_start
 from kvrelay.cluster.workloads.mixes import MIX, gamma_arrivals, mixed_entries, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.readers import parse_azure, parse_burstgpt, parse_mooncake, parse_trace
-from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import (
     GrowingPrompt,
     TraceEntry,
@@ -333,15 +332,15 @@ def test_readers_pauses_keep_their_length_in_a_short_trace():
             before[one.session] = one.arrival_s
         return statistics.median(pauses)
 
-    spec = SessionSpec(sessions_per_s=5.0)
+    spec = SessionSpec(starts_per_s=5.0)
     span_s = 600 / 5.0
-    natural = [one for one in generate(spec, 3000) if one.arrival_s < span_s]
+    natural = [one for one in conversation_entries(spec, 3000) if one.arrival_s < span_s]
     assert pause_s(make_workload("chat", rate_per_s=5.0, limit=600)) == pytest.approx(pause_s(natural), rel=0.25)
 
 
 def test_chat_comes_to_its_rate_when_sessions_have_grown():
     spec = SessionSpec(seed=SEED, think_s=(2.0, 0.5), tokens_per_s=400.0)
-    made = generate(replace(spec, sessions_per_s=10.0 / requests_per_session(spec)), 6000)
+    made = conversation_entries(replace(spec, starts_per_s=10.0 / requests_per_start(spec)), 6000)
     assert rate_of(made[2000:]) == pytest.approx(10.0, rel=0.1)
 
 
@@ -359,7 +358,7 @@ def test_bursts_are_bursts():
 def test_siblings_arrive_together_with_their_parents_prompt():
     spec = AgentSpec(seed=SEED, fan_out_chance=0.5)
     families = defaultdict(list)
-    for one in agent_entries(spec, 800):
+    for one in conversation_entries(spec, 800):
         task, _, sibling = one.session.removeprefix("task-").partition("-")
         families[task].append((sibling, one))
     pairs = 0
@@ -374,7 +373,7 @@ def test_siblings_arrive_together_with_their_parents_prompt():
                 assert shared_blocks(earlier, later) >= min(earlier.input_tokens, later.input_tokens) // 512 - 6
                 assert shared_blocks(earlier, later) > 0
     assert pairs > 50
-    assert not any("-" in one.session[5:] for one in agent_entries(replace(spec, fan_out_chance=0.0), 800))
+    assert not any("-" in one.session[5:] for one in conversation_entries(replace(spec, fan_out_chance=0.0), 800))
 
 
 def test_tenants_share_no_block():
@@ -393,10 +392,10 @@ def test_a_mix_has_its_kinds_in_their_shares():
 
 
 def test_counting_what_comes_of_a_session_or_task():
-    assert requests_per_session(SessionSpec(one_off_share=1.0)) == 1.0
-    assert requests_per_session(SessionSpec()) > 1.5
-    assert requests_per_task(AgentSpec(mean_steps=1.0, fan_out_chance=0.0)) == 1.0
-    assert len({one.session for one in generate(SessionSpec(seed=1), 200)}) < 200
+    assert requests_per_start(SessionSpec(one_off_share=1.0)) == 1.0
+    assert requests_per_start(SessionSpec()) > 1.5
+    assert requests_per_start(AgentSpec(mean_steps=1.0, fan_out_chance=0.0)) == 1.0
+    assert len({one.session for one in conversation_entries(SessionSpec(seed=1), 200)}) < 200
 
 
 # ---- choosing

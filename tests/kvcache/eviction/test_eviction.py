@@ -6,8 +6,8 @@ import random
 import pytest
 
 from bench.kvcache.cache_replay import Belady, Prompt, load_prompts, replay
+from kvrelay.cluster.workloads.conversations import SessionSpec, conversation_entries
 from kvrelay.cluster.workloads.readers import parse_mooncake
-from kvrelay.cluster.workloads.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.trace import as_mooncake
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
@@ -165,14 +165,14 @@ def test_policies_go_by_name_and_a_wrong_name_tells_the_right_ones():
 
 
 def test_a_generated_trace_repeats_with_its_seed_and_survives_its_format():
-    trace = generate(SessionSpec(seed=5), 300)
-    assert trace == generate(SessionSpec(seed=5), 300) != generate(SessionSpec(seed=6), 300)
+    trace = conversation_entries(SessionSpec(seed=5), 300)
+    assert trace == conversation_entries(SessionSpec(seed=5), 300) != conversation_entries(SessionSpec(seed=6), 300)
     assert list(parse_mooncake(as_mooncake(entry) for entry in trace)) == trace
     assert json.loads(as_mooncake(trace[0]))["hash_ids"] == list(trace[0].hash_ids)
 
 
 def test_a_generated_trace_has_turns_shared_beginnings_and_prompts_that_come_once():
-    trace = generate(SessionSpec(seed=5), 600)
+    trace = conversation_entries(SessionSpec(seed=5), 600)
     times = [entry.arrival_s for entry in trace]
     assert times == sorted(times)
     assert all(len(entry.hash_ids) == -(-entry.input_tokens // 512) for entry in trace)
@@ -192,9 +192,9 @@ def test_a_generated_trace_has_turns_shared_beginnings_and_prompts_that_come_onc
 
 
 def test_without_one_off_prompts_and_with_sure_replies_every_session_goes_on():
-    spec = SessionSpec(one_off_share=0.0, first_continues=1.0, last_continues=1.0, sessions_per_s=0.05, seed=1)
-    trace = generate(spec, 200)
-    once = generate(SessionSpec(one_off_share=1.0, sessions_per_s=0.05, seed=1), 200)
+    spec = SessionSpec(one_off_share=0.0, first_continues=1.0, last_continues=1.0, starts_per_s=0.05, seed=1)
+    trace = conversation_entries(spec, 200)
+    once = conversation_entries(SessionSpec(one_off_share=1.0, starts_per_s=0.05, seed=1), 200)
 
     def total(entries):
         return sum(entry.input_tokens for entry in entries) / len(entries)
