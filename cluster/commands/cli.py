@@ -3,7 +3,6 @@
 Each command's work is in a module of its own, imported when it runs.
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -12,6 +11,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvrelay import __version__
 from kvrelay.environment import LOG_LEVEL_VARIABLE, LOG_LEVELS
@@ -250,38 +250,12 @@ def run(arguments: list[str]) -> int:
         if "\n" in error.format_message():  # no command: the message is the help
             error.show()
             return USAGE_ERROR
-        return _print_error(explained(error), USAGE_ERROR)
-
-
-def explained(error: Any) -> str:
-    """click's message as one line, with the nearest known flag or command."""
-    message = str(error.format_message()).splitlines()[0] if error.format_message() else "no command given"
-    wrong, known = _wrong_word(error)
-    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5) if wrong else []
-    if not near or near[0] in message:
-        return message
-    return f"{message.rstrip('.')}; did you mean {near[0]}?"
-
-
-def _wrong_word(error: Any) -> tuple[str | None, list[str]]:
-    context = error.ctx
-    option = getattr(error, "option_name", None)
-    if option and context is not None:
-        return option, [flag for parameter in context.command.params for flag in parameter.opts]
-    if context is not None and hasattr(context.command, "commands") and "'" in error.format_message():
-        return error.format_message().split("'")[1], list(context.command.commands)
-    return None, []
+        return _print_error(error.format_message(), USAGE_ERROR)
 
 
 def _print_error(message: str, status_code: int) -> int:
-    Console(stderr=True).print(f"[red]kvrelay:[/red] {_escaped(message)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]kvrelay:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     return status_code
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 One engine, in this process.
 """
 
-import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -19,16 +18,10 @@ if TYPE_CHECKING:
     from kvrelay.kvcache.memory.formats import KvFormat
 
 
-class Action(enum.StrEnum):
-    """What to do with the file."""
-
-    EXPORT = "export"
-    IMPORT = "import"
-
-
 def command(
     action: Annotated[
-        Action, typer.Argument(help="export: compute a prompt and write its KV; import: read KV and continue from it")
+        Literal["export", "import"],
+        typer.Argument(help="export: compute a prompt and write its KV; import: read KV and continue from it"),
     ],
     file: Annotated[Path, typer.Argument(help="safetensors file")],
     prompt: Annotated[str | None, typer.Option(help="export: the prompt, or @FILE")] = None,
@@ -51,7 +44,7 @@ def command(
 
     flags: dict[str, dict[str, Any]] = {"model": {"source": model, "dtype": dtype}, "engine": {"kv_dtype": kv_dtype}}
     settings = settings_from_flags(None, flags, set_ or [])
-    if action is Action.EXPORT:
+    if action == "export":
         line = _export(settings, _prompt_text(prompt), _format(fmt), _writable(file))
         Console().print(line, highlight=False, soft_wrap=True)
     else:

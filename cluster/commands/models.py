@@ -1,8 +1,7 @@
 """`kvrelay models`: the cache of converted models, listed and cleared. Hub models lie in Hugging Face's cache."""
 
-import enum
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich import box
@@ -14,23 +13,16 @@ from kvrelay.environment import cache_dir
 from kvrelay.errors import ConfigError
 
 
-class CacheAction(enum.StrEnum):
-    """What to do with the cache."""
-
-    LIST = "list"
-    CLEAR = "clear"
-
-
 def command(
     action: Annotated[
-        CacheAction, typer.Argument(help="list, or clear: remove what is in the cache")
-    ] = CacheAction.LIST,
+        Literal["list", "clear"], typer.Argument(help="list, or clear: remove what is in the cache")
+    ] = "list",
     name: Annotated[str | None, typer.Argument(help="clear: this one only")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="clear: do not ask")] = False,
 ) -> None:
     """List the converted models with their size and last use, or remove them; they are converted again when needed."""
     console, found = Console(), conversions()
-    if action is CacheAction.LIST:
+    if action == "list":
         _show(console, found)
         return
     chosen = [one for one in found if name in (None, one.name)]

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -87,19 +87,10 @@ class _TimeIsOver(Exception):
     """Within the sampler only."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """Steps that count as the same work."""
-
-    prompt_tokens: int
-    prompt_pairs: int
-    sequences: int
-    context: int
-
-    @classmethod
-    def of(cls, work: StepWork) -> "_Cell":
-        context = round(_CELLS_PER_OCTAVE * math.log2(work.context_tokens)) if work.context_tokens else -1
-        return cls(work.prompt_tokens, work.prompt_pairs, work.sequences, context)
+def _cell_of(work: StepWork) -> tuple[int, ...]:
+    """Equal for steps that count as the same work."""
+    context = round(_CELLS_PER_OCTAVE * math.log2(work.context_tokens)) if work.context_tokens else -1
+    return work.prompt_tokens, work.prompt_pairs, work.sequences, context
 
 
 class StepSampler:
@@ -116,7 +107,7 @@ class StepSampler:
         """clock: for the budget. step_clock: for the steps; default: the same."""
         self._engine, self._clock, self._step_clock = engine, clock, step_clock or clock
         self._end_s = clock() + budget_s
-        self._cells: defaultdict[_Cell, list[tuple[StepWork, float]]] = defaultdict(list)
+        self._cells: defaultdict[tuple[int, ...], list[tuple[StepWork, float]]] = defaultdict(list)
         self._planned: deque[StepWork] = deque()
         self._num_requests = 0
         self._pool_tokens = int(POOL_SHARE * engine.pool.num_blocks * engine.config.block_size)
@@ -253,7 +244,7 @@ class StepSampler:
         """A step was collected, the oldest that was planned. It is a sample unless sequences left meanwhile."""
         work = self._planned.popleft()
         if work.prompt_tokens + work.sequences == result.num_tokens:
-            self._cells[_Cell.of(work)].append((work, seconds))
+            self._cells[_cell_of(work)].append((work, seconds))
 
     def _end(self, names: list[str]) -> None:
         """Abort these, and compute what else is left: the last prompt beside them."""

@@ -6,27 +6,22 @@ reads.
 
 How much longer steps take while other workers of the machine compute: workers share memory bandwidth, caches and clock
 rate, and cores where there are more workers than cores. A neighbour prefills and decodes in turn, without a pause.
-
-    python -m kvrelay.cluster.profiles.neighbours    one neighbour: its order on standard input, until that closes
 """
 
 import asyncio
-import json
-import logging
-import select
+import multiprocessing
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 from kvrelay.cluster.profiles.fit import StepSampler, add_prompt
-from kvrelay.config import Settings, settings_from
+from kvrelay.config import Settings
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine, OnReserved
 from kvrelay.engine.worker.build import WorkerOptions, build_engine
@@ -38,7 +33,7 @@ from kvrelay.types import Role
 
 ROUNDS = 6  # of reference steps, with each number of neighbours
 _NO_LIMIT_S = 1e9
-_READY = "ready"
+_POLL_S = 0.5
 NUM_SEQUENCES, PROMPT_TOKENS, NUM_STEPS = 4, 64, 120
 _FIRST_NUMBER = 1 << 20  # of prompts: unlike those of an earlier sampler
 _LIMIT_S = 60.0
@@ -63,34 +58,32 @@ def slowdowns(engine: Engine, settings: Settings, folder: Path, most: int) -> di
 
 @contextmanager
 def _neighbours(settings: Settings, folder: Path, count: int) -> Iterator[None]:
-    """Run `count` processes that compute."""
-    order = json.dumps({"settings": settings.model_dump(), "folder": str(folder)}) + "\n"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.cluster.profiles.neighbours"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(count)
-    ]
+    """Run `count` processes that compute. Raises ConfigError: one did not start."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Semaphore(0)
+    processes = [context.Process(target=_compute, args=(settings, folder, ready), daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
     try:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(order)
-            process.stdin.flush()
-        for process in processes:
-            assert process.stdout is not None
-            if not any(line.strip() == _READY for line in process.stdout):
-                raise ConfigError("a neighbour process ended while starting")
+        for _ in processes:
+            while not ready.acquire(timeout=_POLL_S):
+                if not all(process.is_alive() for process in processes):
+                    raise ConfigError("a neighbour process ended while starting")
         yield
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
+            process.join()
+
+
+def _compute(settings: Settings, folder: Path, ready: Semaphore) -> None:
+    """One neighbour's process: it prefills and decodes until it is killed, or the measuring process has ended."""
+    sampler = StepSampler(profiled_engine(settings, folder), budget_s=_NO_LIMIT_S)
+    sampler.reference_s(1)
+    ready.release()
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        sampler.reference_s(1)
 
 
 def profiled_engine(settings: Settings, folder: Path) -> Engine:
@@ -118,19 +111,28 @@ def between_steps_s(engine: Engine) -> float:
 
     The engine must be idle, and is so afterwards.
     """
+    spans: list[tuple[float, float]] = []
     step, close = engine.step, engine.close
+
+    def timed(on_reserved: OnReserved | None = None) -> StepResult:
+        begin_s = time.perf_counter()
+        result = step(on_reserved)
+        spans.append((begin_s, time.perf_counter()))
+        return result
+
+    engine.step, engine.close = timed, lambda: None  # type: ignore[method-assign]  # the thread closes its engine
     try:
-        engine.close = lambda: None  # type: ignore[method-assign]  # the thread closes its engine at its end
-        return asyncio.run(_between_steps_s(engine))
+        asyncio.run(_decode_on_a_thread(engine))
     finally:
         engine.step, engine.close = step, close  # type: ignore[method-assign]
+    gaps = [begin_s - end_s for (_, end_s), (begin_s, _) in pairwise(spans)]
+    return max(0.0, statistics.quantiles(gaps, n=4)[0]) if len(gaps) > 1 else 0.0
 
 
-async def _between_steps_s(engine: Engine) -> float:
+async def _decode_on_a_thread(engine: Engine) -> None:
     ours, theirs = socket.socketpair()
     reader = threading.Thread(target=_read_all, args=(theirs,), daemon=True)
     reader.start()
-    spans = _timed(engine)
 
     def send(result: StepResult) -> None:
         ours.sendall(encode(Tokens(outputs=result.outputs)))
@@ -154,30 +156,6 @@ async def _between_steps_s(engine: Engine) -> float:
         ours.close()
         reader.join()
         theirs.close()
-    gaps = [begin_s - end_s for (_, end_s), (begin_s, _) in pairwise(spans)]
-    return max(0.0, statistics.quantiles(gaps, n=4)[0]) if len(gaps) > 1 else 0.0
-
-
-def _add_sequences(engine: Engine) -> None:
-    count, longest = min(NUM_SEQUENCES, engine.config.max_running), engine.max_model_len
-    tokens = min(PROMPT_TOKENS, longest // 4)
-    for number in range(count):
-        add_prompt(engine, _FIRST_NUMBER + number, tokens, max_tokens=min(NUM_STEPS, longest - tokens - 1))
-
-
-def _timed(engine: Engine) -> list[tuple[float, float]]:
-    """Record the beginnings and ends of its steps from now on."""
-    spans: list[tuple[float, float]] = []
-    step: Callable[..., StepResult] = engine.step
-
-    def timed(on_reserved: OnReserved | None = None) -> StepResult:
-        begin_s = time.perf_counter()
-        result = step(on_reserved)
-        spans.append((begin_s, time.perf_counter()))
-        return result
-
-    engine.step = timed  # type: ignore[method-assign]
-    return spans
 
 
 def _read_all(end: socket.socket) -> None:
@@ -185,19 +163,8 @@ def _read_all(end: socket.socket) -> None:
         pass
 
 
-def main() -> int:
-    """One neighbour's process."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    order = json.loads(sys.stdin.readline())
-    engine = profiled_engine(settings_from(order["settings"]), Path(order["folder"]))
-    sampler = StepSampler(engine, budget_s=_NO_LIMIT_S)
-    sampler.reference_s(1)
-    print(_READY, flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:  # closed when the measuring process has ended
-        sampler.reference_s(1)
-    engine.close()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _add_sequences(engine: Engine) -> None:
+    count, longest = min(NUM_SEQUENCES, engine.config.max_running), engine.max_model_len
+    tokens = min(PROMPT_TOKENS, longest // 4)
+    for number in range(count):
+        add_prompt(engine, _FIRST_NUMBER + number, tokens, max_tokens=min(NUM_STEPS, longest - tokens - 1))
