@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.cluster.workloads.choose import parse_mooncake
 from kvrelay.cluster.workloads.conversations import SessionSpec, conversation_entries
-from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, MOONCAKE_BUCKET_S, TraceEntry, spread_buckets
 from kvrelay.kvcache.eviction.policies import EntryUsage, Lru
 from kvrelay.kvcache.index.tier_index import TierIndex

@@ -5,7 +5,7 @@ better.
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -71,12 +71,11 @@ def command(
             )
         limit = requests or (GENERATED if source in GENERATORS else None)
         entries = make_workload(source, rate_per_s=rate, limit=limit, seed=seed)
-        found, wanted = planned(entries, model, target, limits)
-        load = found.load
+        cache_tokens, load, wanted = planned(entries, model, target, limits)
+        mean_rate = len(entries) / ((entries[-1].arrival_s - entries[0].arrival_s) or 1.0)
         notes.append(
-            f"{len(entries):,} requests, {found.mean_rate:.3g}/s on average; planned for the 95th percentile of the "
-            f"minutes' rates; "
-            f"hits of an LRU cache of {found.cache_tokens:,} tokens"
+            f"{len(entries):,} requests, {mean_rate:.3g}/s on average; planned for the 95th percentile of the minutes' "
+            f"rates; hits of an LRU cache of {cache_tokens:,} tokens"
         )
     report = _report(speeds, model, load, target, limits, wanted, workers)
     if as_json:
@@ -191,15 +190,6 @@ def _number(count: int | None) -> str:
 # the router always found the worker with the prefix.
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLoad:
-    """A trace's workload with a cache of a given size."""
-
-    load: Workload
-    mean_rate: float
-    cache_tokens: int
-
-
 def busy_rate(entries: Sequence[TraceEntry]) -> float:
     """Requests per second in the window at the 95th percentile; the mean where the trace has fewer than
     FEWEST_WINDOWS.
@@ -249,14 +239,13 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
     return hits
 
 
-def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: PlanningTarget) -> MeasuredLoad:
-    """The workload of at least one entry, in order of arrival."""
+def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: PlanningTarget) -> Workload:
+    """The workload of at least one entry, in order of arrival, with a cache of that size."""
     hits = cached_tokens(entries, cache_tokens)
     inputs = [entry.input_tokens for entry in entries]
     outputs = [max(entry.output_tokens, 1) for entry in entries]
     computed = [size - hit for size, hit in zip(inputs, hits, strict=True)]
-    span_s = entries[-1].arrival_s - entries[0].arrival_s
-    load = Workload(
+    return Workload(
         rate=busy_rate(entries),
         input_tokens=_mean(inputs),
         output_tokens=_mean(outputs),
@@ -265,7 +254,6 @@ def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: PlanningT
         output_cv2=_cv2(outputs),
         burstiness=burstiness(entries, max(target.ttft_s, 1.0)),
     )
-    return MeasuredLoad(load, len(entries) / span_s if span_s > 0 else float(len(entries)), cache_tokens)
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -279,14 +267,17 @@ def _cv2(values: Sequence[int]) -> float:
 
 def planned(
     entries: Sequence[TraceEntry], model: WorkerModel, target: PlanningTarget, limits: CountLimits
-) -> tuple[MeasuredLoad, Needs]:
-    """The counts that a trace needs: a fixed point, since the hits depend on the number of prefill workers' pools."""
+) -> tuple[int, Workload, Needs]:
+    """The tokens of the prefill workers' pools, the workload with so large a cache, and the counts that it needs: a
+    fixed point, since the hits depend on the number of pools.
+    """
     workers, tried = 1, set()
     while True:
-        found = measured(entries, workers * model.pool_tokens, target)
-        wanted = needs(found.load, found.load, model, target, limits)
+        cache_tokens = workers * model.pool_tokens
+        load = measured(entries, cache_tokens, target)
+        wanted = needs(load, load, model, target, limits)
         tried.add(workers)
         prefill = wanted.prefill if wanted.prefill is not None else limits.max_prefill
         if prefill in tried or len(tried) == MOST_ROUNDS:
-            return found, wanted
+            return cache_tokens, load, wanted
         workers = prefill

@@ -7,7 +7,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -180,20 +179,11 @@ def _probe(settings: Settings, model: str) -> str:
     url = api_url(settings)
     wait_for_workers(url, prefill=settings.cluster.prefill)
     explain = probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
-    path = _found(explain, "path") or "?"
+    path = explain.get("path", "?")
     if disaggregated and path != "disaggregated":
         raise ClusterError(f"the probe took the {path} path, not one through a prefill worker")
-    transport = _found(explain, "transport")
+    transport = explain.get("transfer", {}).get("transport")
     return f"{path} path works" + (f", KV over {transport}" if transport else "")
-
-
-def _found(record: Any, key: str) -> str | None:
-    """The first value of `key` anywhere in nested plain data."""
-    if isinstance(record, dict):
-        if isinstance(record.get(key), str):
-            return str(record[key])
-        return next((found for value in record.values() if (found := _found(value, key))), None)
-    return None
 
 
 def api_url(settings: Settings) -> str:

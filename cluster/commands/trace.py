@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.cluster.workloads.choose import GENERATORS, Outline, make_workload, outline
+from kvrelay.cluster.workloads.choose import GENERATORS, make_workload, outline
 from kvrelay.cluster.workloads.trace import as_mooncake
 
 
@@ -28,14 +28,17 @@ def command(
         typer.echo(as_mooncake(entry))
 
 
-def _show(console: Console, source: str, about: Outline) -> None:
+def _show(console: Console, source: str, about: dict[str, float]) -> None:
     table = Table(title=source, title_justify="left", show_header=False)
-    rate = f"{(about.num_requests - 1) / about.span_s:.3g} requests/s" if about.span_s else "at once"
-    table.add_row("requests", f"{about.num_requests:,} in {about.span_s:,.0f} s: {rate}")
-    table.add_row("prompt", f"{about.mean_input_tokens:,.0f} tokens on average")
-    table.add_row("output", f"{about.mean_output_tokens:,.0f} tokens on average")
-    table.add_row("sessions", f"{about.num_sessions:,}" if about.num_sessions else "not given")
-    table.add_row("tenants", f"{about.num_tenants:,}" if about.num_tenants else "not given")
-    table.add_row("repeated", f"{about.repeated_share:.1%} of prompt tokens begin as an earlier prompt did")
-    table.add_row("gaps", f"deviation {about.gap_variation:.2f} of their mean (Poisson: 1)")
+    rate = f"{(about['num_requests'] - 1) / about['span_s']:.3g} requests/s" if about["span_s"] else "at once"
+    for name, text in (
+        ("requests", f"{about['num_requests']:,} in {about['span_s']:,.0f} s: {rate}"),
+        ("prompt", f"{about['mean_input_tokens']:,.0f} tokens on average"),
+        ("output", f"{about['mean_output_tokens']:,.0f} tokens on average"),
+        ("sessions", f"{about['num_sessions']:,}" if about["num_sessions"] else "not given"),
+        ("tenants", f"{about['num_tenants']:,}" if about["num_tenants"] else "not given"),
+        ("repeated", f"{about['repeated_share']:.1%} of prompt tokens begin as an earlier prompt did"),
+        ("gaps", f"deviation {about['gap_variation']:.2f} of their mean (Poisson: 1)"),
+    ):
+        table.add_row(name, text)
     console.print(table)

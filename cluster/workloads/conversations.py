@@ -1,4 +1,4 @@
-"""Requests that continue each other, over shared system prompts: readers who chat, and agents that call tools. Pure.
+"""Requests that continue each other, over shared system prompts: chats of readers, and tasks of agents. Pure.
 
 The same spec gives the same requests. A conversation's prompts grow by its answers and what follows them. A task's
 siblings begin with the whole prompt of their parent and arrive together; the parent continues when the last of them has

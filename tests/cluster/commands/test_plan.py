@@ -87,10 +87,10 @@ def test_prefill_workers_and_the_hits_of_their_pools_fit_each_other():
         for index in range(3000)
     ]
     model = model_of(load_profile(PROFILE))
-    found, wanted = planned(entries, model, TARGET, CountLimits())
+    cache_tokens, load, wanted = planned(entries, model, TARGET, CountLimits())
     assert wanted.prefill is not None
-    assert found.cache_tokens == wanted.prefill * model.pool_tokens
-    assert found.load.cached_share == measured(entries, found.cache_tokens, TARGET).load.cached_share > 0.9
+    assert cache_tokens == wanted.prefill * model.pool_tokens
+    assert load.cached_share == measured(entries, cache_tokens, TARGET).cached_share > 0.9
 
 
 # ---- the command

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from bench.kvcache.cache_replay import Belady, Prompt, load_prompts, replay
+from kvrelay.cluster.workloads.choose import parse_mooncake
 from kvrelay.cluster.workloads.conversations import SessionSpec, conversation_entries
-from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.trace import as_mooncake
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
