@@ -16,10 +16,9 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api import ui
 from kvrelay.serve.api.completions import chat_completions, completions
 from kvrelay.serve.api.endpoint import (
-    AccessLog,
     Front,
+    HttpObserver,
     ModelCard,
-    Traced,
     endpoint,
     error_response,
     json_response,
@@ -47,8 +46,8 @@ def create_app(
         routes=[
             Route("/v1/models", endpoint(front, _models), methods=["GET"]),
             Route("/v1/models/{model:path}", endpoint(front, _model), methods=["GET"]),
-            Route("/v1/completions", Traced(endpoint(front, completions)), methods=["POST"]),
-            Route("/v1/chat/completions", Traced(endpoint(front, chat_completions)), methods=["POST"]),
+            Route("/v1/completions", endpoint(front, completions), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(front, chat_completions), methods=["POST"]),
             Route("/v1/kv/prefetch", endpoint(front, prefetch), methods=["POST"]),
             Route("/v1/kv/sessions/{name}", endpoint(front, put_session), methods=["PUT"]),
             Route("/v1/kv/sessions/{name}", endpoint(front, get_session), methods=["GET"]),
@@ -65,7 +64,7 @@ def create_app(
         ],
         exception_handlers={HTTPException: _http_error},
     )
-    app.add_middleware(AccessLog)
+    app.add_middleware(HttpObserver)
     app.router.redirect_slashes = False  # clients handle a redirected POST badly; 404 names the path
     return app
 

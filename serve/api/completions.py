@@ -261,7 +261,7 @@ class _CompletionReply(_Reply):
         return parameters.ranked(scores, samples, self._num_kept)
 
     def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> replies.CompletionChoice:
-        prompt = self._prompt(index)
+        prompt = self._job.prompts[index // self._job.num_samples]
         return replies.CompletionChoice(
             index=place,
             text="".join(self._with_echo(prompt, piece) for piece in pieces),
@@ -272,16 +272,9 @@ class _CompletionReply(_Reply):
         )
 
     def chunk_choice(self, index: int, piece: TextPiece) -> replies.CompletionChoice:
-        prompt = self._prompt(index)
-        return replies.CompletionChoice(
-            index=index,
-            text=self._with_echo(prompt, piece),
-            logprobs=self._logprobs(prompt, piece) if self._wants_logprobs else None,
-            finish_reason=piece.finish_reason,
-        )
-
-    def _prompt(self, index: int) -> Prompt:
-        return self._job.prompts[index // self._job.num_samples]
+        choice = self.choice(index, index, (piece,))
+        choice.finish_reason = piece.finish_reason
+        return choice
 
     def _with_echo(self, prompt: Prompt, piece: TextPiece) -> str:
         """A piece's text; with `echo`, the first has the prompt before it."""

@@ -20,7 +20,6 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay import tracing
@@ -313,16 +312,23 @@ def endpoint(front: Front, handler: Endpoint, *, needs_key: bool = True) -> Call
 # ---- the log line and the span of an HTTP request: from its head to its last byte, streams included
 
 _REQUEST_ID = "kvrelay.request_id"
+_TRACEPARENT = "kvrelay.traceparent"
+_TRACED = ("/v1/completions", "/v1/chat/completions")
 
 
-class AccessLog:
-    """An ASGI app that logs each request: method, path, status, time to its last byte, our id. Never what it holds."""
+class HttpObserver:
+    """An ASGI app that logs each request: method, path, status, time to its last byte, our id, never what it holds; and
+    puts completions under a span. Without an exporter it only passes the client's traceparent on.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not access_logger.isEnabledFor(logging.INFO):
+        is_http = scope["type"] == "http"
+        span = _span_of(scope) if is_http and scope["method"] == "POST" and scope["path"].endswith(_TRACED) else None
+        is_logged = is_http and access_logger.isEnabledFor(logging.INFO)
+        if span is None and not is_logged:
             await self._app(scope, receive, send)
             return
         started_s, status = time.perf_counter(), 0
@@ -335,48 +341,32 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, sending)
-        finally:
-            ms, path = 1000 * (time.perf_counter() - started_s), quote(scope["path"])
-            access_logger.info("%s %s %d %.1f ms %s", scope["method"], path, status, ms, scope.get(_REQUEST_ID, "-"))
-
-
-_TRACEPARENT = "kvrelay.traceparent"
-
-
-class Traced:
-    """An endpoint as an ASGI app under a span. Without an exporter it only passes the client's traceparent on."""
-
-    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
-        self._app = request_response(endpoint)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
-        if not given and isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # nothing exports spans
-            await self._app(scope, receive, send)
-            return
-        span = tracing.begin_request(given, scope["path"])
-        scope[_TRACEPARENT] = tracing.traceparent_of(span)
-        if not span.is_recording():
-            await self._app(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, _with_status(span, send))
         except BaseException as error:
-            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+            if span is not None:
+                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
             raise
         finally:
-            span.end()
+            if span is not None:
+                if status:
+                    span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    span.set_status(Status(StatusCode.ERROR))
+                span.end()
+            if is_logged:
+                ms, path = 1000 * (time.perf_counter() - started_s), quote(scope["path"])
+                access_logger.info(
+                    "%s %s %d %.1f ms %s", scope["method"], path, status, ms, scope.get(_REQUEST_ID, "-")
+                )
 
 
-def _with_status(span: Span, send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            span.set_attribute("http.response.status_code", message["status"])
-            if message["status"] >= 500:
-                span.set_status(Status(StatusCode.ERROR))
-        await send(message)
-
-    return sending
+def _span_of(scope: Scope) -> Span | None:
+    """The request's span, if it is recorded; its trace context goes on in any case."""
+    given = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
+    if not given and isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # nothing exports spans
+        return None
+    span = tracing.begin_request(given, scope["path"])
+    scope[_TRACEPARENT] = tracing.traceparent_of(span)
+    return span if span.is_recording() else None
 
 
 def traceparent_of(request: Request) -> str:

@@ -92,6 +92,12 @@ class SloFields(BaseModel):
     on_miss: Literal["refuse", "queue"] | None = None
 
 
+_UNSUPPORTED = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs",
+    "bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "prompt_embeds",
+)  # fmt: skip
+
+
 class Common(_Body):
     """The fields of both bodies."""
 
@@ -128,21 +134,7 @@ class Common(_Body):
     early_stopping: bool | Literal["never"] | None = None
     response_format: dict[str, Any] | None = None  # refused unless it is text
 
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "structured_outputs",
-            "prompt_logprobs",
-            "bad_words",
-            "allowed_token_ids",
-            "logits_processors",
-            "truncate_prompt_tokens",
-            "prompt_embeds",
-        }
-    )
+    unsupported: ClassVar[frozenset[str]] = frozenset(_UNSUPPORTED)
 
     @model_validator(mode="before")
     @classmethod

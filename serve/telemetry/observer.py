@@ -204,7 +204,7 @@ class RequestObserver:
         arrival: RequestArrival | None,
     ) -> None:
         self.now_s, self.started_s = clock, clock()
-        self._stats, self._log, self._explain = stats, log, explain
+        self._stats, self._log, self._explain = stats, log, explain or Explain(self.started_s)
         self._num_sequences, self._is_group = request.num_sequences, request.group is not None
         self._record = log.begin(request, self.started_s, arrival)
         # without a traceparent it is not traced: no span is made, not even an empty one
@@ -254,8 +254,7 @@ class RequestObserver:
         self._phase_s += waited_s
         if self._spans is not None:
             self._spans.end("deferred")
-        if self._explain is not None:
-            self._explain.deferred_s += waited_s
+        self._explain.deferred_s += waited_s
 
     def placed(self, decision: Decision | RoutingRefusal, previous_failure: str) -> None:
         """The router has decided. The stage's `why`: the non-zero terms of the policy's score."""
@@ -283,9 +282,8 @@ class RequestObserver:
                 for other in candidate_scores(decision, CANDIDATES_KEPT)
             ],
         )
-        if self._explain is not None:
-            self._explain.route_s += now_s - self._phase_s
-            self._explain.decisions.append(decision)
+        self._explain.route_s += now_s - self._phase_s
+        self._explain.decisions.append(decision)
 
     def judged(self, verdict: SloVerdict) -> None:
         self._stats.slo_verdicts[verdict.wanted.name, verdict.kind] += 1
@@ -302,9 +300,8 @@ class RequestObserver:
         self._record.note("reserved", now_s, worker=self._record.decode, held_tokens=held, waited_s=message.waited_s)
         if self._spans is not None:
             self._spans.end("reserve")
-        if self._explain is not None:
-            self._explain.held_tokens = held
-            self._explain.reserve_s += now_s - self._phase_s
+        self._explain.held_tokens = held
+        self._explain.reserve_s += now_s - self._phase_s
 
     def submitted(self, worker_id: str, message: object) -> None:
         """The sequence is sent to a worker, to reserve blocks or to compute it."""
@@ -313,7 +310,7 @@ class RequestObserver:
         record.is_transferring = isinstance(message, wire.Prefill) and message.ticket is not None
         what = "reservation requested" if isinstance(message, wire.Reserve) else "prefill requested"
         record.note(what, now_s, worker=worker_id)
-        if self._explain is not None and self._explain.first_token_s is None:
+        if self._explain.first_token_s is None:
             self._explain.dispatched_s = now_s
 
     def first_token(self, output: wire.TokenOutput) -> float:
@@ -330,8 +327,7 @@ class RequestObserver:
         record.note("prefill started", prefill_s, worker=worker, queued_s=queue_s, cached_tokens=cached)
         record.note("first token", now_s, worker=worker, compute_s=compute_s, chunks=chunks)
         self._stats.cached_prefix_tokens += cached
-        if self._explain is not None:
-            self._explain.on_first_token(output, now_s)
+        self._explain.on_first_token(output, now_s)
         return now_s
 
     def transferred(self, message: wire.Transferred) -> None:
@@ -349,8 +345,7 @@ class RequestObserver:
             exposed_s=message.exposed_s,
         )
         self._stats.transfer_s.observe(message.seconds)
-        if self._explain is not None:
-            self._explain.transfer = message
+        self._explain.transfer = message
 
     # ---- decode, and the end
 

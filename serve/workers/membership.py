@@ -129,7 +129,7 @@ class Placer:
 
 
 class Membership:
-    """The members, their links and pairs. 15 attributes: most are the parts that get what the links deliver."""
+    """The members, their links and pairs. 16 attributes: most are the parts that get what the links deliver."""
 
     def __init__(
         self,
@@ -150,14 +150,14 @@ class Membership:
         self._events = LinkEvents(self._accept, self._lost, self._deliver, submissions.holds)
         self._changed = asyncio.Event()
         self._is_open = False
+        self._tasks: list[asyncio.Task[None]] = []
         self.pairs = PairWatch(links.send, self._pairs_changed, clock)
         self.audits = IndexAudits(router.index, links, queries)
 
     async def start(self) -> None:
         """Connect to the members, now and as they come."""
         self._is_open = True
-        self.pairs.start()
-        self.audits.start()
+        self._tasks = [asyncio.create_task(self.pairs.run()), asyncio.create_task(self.audits.run())]
         for link in self._links.members():
             link.start()
 
@@ -165,8 +165,9 @@ class Membership:
         """Drop every connection; sequences that still run fail with WorkerLost."""
         self._is_open = False
         links = self._links.take_all()
-        await self.pairs.aclose()
-        await self.audits.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.aclose() for link in links))
 
     def set_members(self, members: Sequence[Member]) -> None:

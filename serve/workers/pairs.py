@@ -232,16 +232,6 @@ class PairWatch:
         self.book = PairBook()
         self._send, self._on_change, self._clock = send, on_change, clock
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="pairs")
-
-    async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
 
     def worker_up(self, info: WorkerInfo) -> None:
         self.book.worker_up(info, self._clock())
@@ -273,7 +263,8 @@ class PairWatch:
         self._changed.set()
         self._on_change()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Probe pairs until it is cancelled."""
         while True:
             self._changed.clear()
             while pairs := self.book.due(self._clock()):  # a pair that cannot be probed frees its workers for another

@@ -137,16 +137,6 @@ class IndexAudits:
 
     def __init__(self, index: PrefixIndex, links: Links, queries: Queries) -> None:
         self._index, self._links, self._queries = index, links, queries
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="audits")
-
-    async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
 
     async def audit(self, worker_id: str, seed: int) -> None:
         """Audit one worker. Raises WorkerLost."""
@@ -159,7 +149,8 @@ class IndexAudits:
             with contextlib.suppress(ConnectionLost):  # it sends a snapshot when it connects again
                 self._links.send(worker_id, wire.Subscribe())
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Audit every worker in turn until it is cancelled."""
         while True:
             workers = [link.worker_id for link in self._links.members()]
             for worker_id in workers:
