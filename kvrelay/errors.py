@@ -103,14 +103,14 @@ class InvalidRequest(RequestError):
 
 
 class TryLater(RequestError):
-    """A 429: try again after `retry_after_s` seconds."""
+    """A 429 (or `own_status`): try again after `retry_after_s` seconds."""
 
     own_param: str | None = None
-    own_code = "overloaded"
+    own_code, own_status = "overloaded", 429
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super(RequestError, self).__init__(message, retry_after_s)
-        self.message, self.param, self.status, self.code = message, self.own_param, 429, self.own_code
+        self.message, self.param, self.status, self.code = message, self.own_param, self.own_status, self.own_code
         self.retry_after_s = retry_after_s
 
 

@@ -5,7 +5,8 @@ Never imports torch, Ray, sockets, a clock or a random source.
 """
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Path = Literal["disaggregated", "local", "prefill_only"]
@@ -184,15 +185,6 @@ class Regret:
 
 
 @dataclass(frozen=True, slots=True)
-class IncompatiblePair:
-    """A pair that was not considered, because no KV can be transferred between the two."""
-
-    prefill: str
-    decode: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """The chosen workers, and why. The request counts as their load until `Router.on_end`.
 
@@ -214,7 +206,8 @@ class Decision:
     policy_terms: dict[str, float]
     regret: Regret
     ranking: Ranking
-    incompatible_pairs: tuple[IncompatiblePair, ...] = ()
+    incompatible_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """(prefill, decode) pairs that were not considered, because no KV can be transferred between the two; and why."""
     forecast: Prediction | None = None  # where SLOs are configured
     verdict: SloVerdict | None = None  # for a request with an SLO
     tpot_target_s: float | None = None

@@ -34,7 +34,6 @@ from kvrelay.router.types import (
     Candidate,
     CandidateScore,
     Decision,
-    IncompatiblePair,
     IndexState,
     Path,
     Ranking,
@@ -131,7 +130,7 @@ class RoutingSnapshot:
             policy_terms=dict(zip(ranking.term_names, candidate.parts, strict=True)),
             regret=self._regret(compute, row),
             ranking=ranking,
-            incompatible_pairs=tuple(IncompatiblePair(*pair, reason) for pair, reason in self.incompatible.items()),
+            incompatible_pairs=self.incompatible,
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
         )

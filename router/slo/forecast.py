@@ -164,7 +164,7 @@ class Forecast:
         raw_ttft_s = decision.terms["handoff"] + decision.terms["decode_wait"] + queue_s + own_s
         ttft_s = source.ttft_bias.corrected(raw_ttft_s, now_s)
         is_known = source.num_prefills >= MIN_EVIDENCE
-        blank = Prediction(
+        of_ttft = Prediction(
             ttft_s if is_known else None,
             None,
             self.ttft_errors.quantile(CONFIDENCE),
@@ -175,21 +175,9 @@ class Forecast:
             raw_ttft_s=raw_ttft_s,
         )
         if decode is None:
-            return blank
-        return self._with_tpot(blank, request, decision, decode, ttft_s, now_s)
-
-    def _with_tpot(
-        self,
-        blank: Prediction,
-        request: RouteRequest,
-        decision: Decision,
-        account: WorkerAccount,
-        ttft_s: float,
-        now_s: float,
-    ) -> Prediction:
-        target = self._workers[account.info.worker_id]
-        transfer_s = decision.terms["transfer"]
-        others = self._batch_at(target, account, request.num_tokens, ttft_s + transfer_s, now_s)
+            return of_ttft
+        target, transfer_s = self._workers[decode.info.worker_id], decision.terms["transfer"]
+        others = self._batch_at(target, decode, request.num_tokens, ttft_s + transfer_s, now_s)
         own = request.width + request.companions
         features = (1.0, others[0] + own, others[1] + own * request.num_tokens)
         costs = target.step_costs(now_s)
@@ -197,7 +185,7 @@ class Forecast:
         crowded = self._broken_target(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
         is_known = target.num_steps >= MIN_EVIDENCE and request.max_tokens > 1
         return replace(
-            blank,
+            of_ttft,
             tpot_s=target.tpot_s(raw_tpot_s, now_s) if is_known else None,
             tpot_factor=self.tpot_errors.quantile(CONFIDENCE),
             batch=features[1],

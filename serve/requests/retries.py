@@ -8,15 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrelay.errors import (
-    DeadlinePassed,
-    EngineFailed,
-    InvalidRequest,
-    KvrelayError,
-    Overloaded,
-    RequestError,
-    WorkerLost,
-)
+from kvrelay.errors import DeadlinePassed, EngineFailed, InvalidRequest, KvrelayError, Overloaded, TryLater, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
@@ -113,22 +105,24 @@ class Retries:
 # ---- the client's errors
 
 
-class Unavailable(RequestError):
-    """No worker can serve now; one may soon. HTTP 503."""
+class Unavailable(TryLater):
+    """No worker can serve now; one may soon."""
+
+    own_status = 503
 
     def __init__(self, message: str, retry_after_s: float, code: str = "no_workers") -> None:
-        super(RequestError, self).__init__(message, retry_after_s, code)
-        self.message, self.param, self.status, self.code = message, None, 503, code
-        self.retry_after_s = retry_after_s
+        super().__init__(message, retry_after_s)
+        self.code = code
 
 
-class SloUnreachable(RequestError):
-    """The requested SLO would be missed; nothing was computed. HTTP 429, with Retry-After."""
+class SloUnreachable(TryLater):
+    """The requested SLO would be missed; nothing was computed."""
 
-    def __init__(self, message: str, retry_after_s: float, slo: dict[str, Any]) -> None:
-        super(RequestError, self).__init__(message, retry_after_s, slo)
-        self.message, self.param, self.status, self.code = message, "slo", 429, "slo_unreachable"
-        self.retry_after_s, self.slo = retry_after_s, slo
+    own_param, own_code = "slo", "slo_unreachable"
+
+    def __init__(self, message: str, retry_after_s: float, slo: dict[str, Any] | None = None) -> None:
+        super().__init__(message, retry_after_s)
+        self.slo = slo
 
 
 def error_of_refusal(refusal: RoutingRefusal) -> KvrelayError:

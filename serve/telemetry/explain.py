@@ -4,7 +4,7 @@ decision and how the time to first token was spent.
 The parts are whole microseconds and add up to the measured TTFT exactly; `ingress` is the remainder.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.plane.messages import TokenOutput, Transferred
@@ -123,7 +123,8 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     if decision.verdict is not None and decision.verdict.rejected_candidates:
         fields["rejected_candidates"] = [_rejected_fields(one) for one in decision.verdict.rejected_candidates]
     if decision.incompatible_pairs:
-        fields["incompatible_pairs"] = [asdict(pair) for pair in decision.incompatible_pairs]
+        pairs = decision.incompatible_pairs.items()
+        fields["incompatible_pairs"] = [{"prefill": p, "decode": d, "reason": reason} for (p, d), reason in pairs]
     return fields
 
 

@@ -7,7 +7,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.fleet.ledger import unpaired_workers
 from kvrelay.router.policies.joint import SHORTLIST
-from kvrelay.router.types import Decision, IncompatiblePair, RouteRequest, RoutingRefusal
+from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 from kvrelay.settings.router import RouterSettings
 
 pytestmark = pytest.mark.pure
@@ -54,13 +54,13 @@ def test_a_pair_that_misfits_is_not_chosen_and_shows_among_the_reasons():
         choice = route(router)
         assert isinstance(choice, Decision) and choice.path == "disaggregated"
         assert (choice.prefill, choice.decode) in {("p1", "d2"), ("p2", "d1")}
-        assert IncompatiblePair("p1", "d1", "p1 -> d1: dtype") in choice.incompatible_pairs
+        assert choice.incompatible_pairs["p1", "d1"] == "p1 -> d1: dtype"
         assert all((c.prefill, c.decode) not in {("p1", "d1"), ("p2", "d2")} for c in candidate_scores(choice))
 
 
 def test_without_misfits_nothing_is_left_out():
     choice = route(cluster(["p1"], ["d1"]))
-    assert isinstance(choice, Decision) and choice.incompatible_pairs == ()
+    assert isinstance(choice, Decision) and choice.incompatible_pairs == {}
 
 
 @pytest.mark.parametrize("request_", [{}, {"tokens": 10}, {"force": "local"}, {"force": "remote"}])
