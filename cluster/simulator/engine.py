@@ -277,7 +277,7 @@ class SimulatedEngine:
 
     def next_deadline_s(self) -> float | None:
         """When the first queued request stops waiting for a store, if any waits."""
-        return None if self.tiers is None else self.tiers.lower.controller.next_deadline_s()
+        return None if self.tiers is None else self.tiers.lower.fetches.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         self._load_seq += 1

@@ -20,12 +20,11 @@ from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency, run
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import MAX_BYTES, TierController
+from kvrelay.kvcache.tiers.controller import TierController
 from kvrelay.kvcache.tiers.rules import host_index, tier_rules
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
-LEAST_UNDER_WAY = 4  # blocks in flight: traces' blocks are large
 MOST_REMEMBERED = 1_000_000  # blocks' homes
 
 
@@ -78,6 +77,7 @@ class _VirtualThreads:
         self, clock: Clock, time: JobTime, num_threads: int, queue: JobQueue, wake: Callable[[], None]
     ) -> None:
         self.clock, self._time, self._free, self._queue, self._wake = clock, time, num_threads, queue, wake
+        self._num_threads = num_threads
         self._finished: list[tuple[IoJob, object]] = []
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class _VirtualThreads:
 
     @property
     def is_idle(self) -> bool:
-        return not (len(self._queue) or self._queue.num_under_way or self._finished)
+        return not (len(self._queue) or self._free < self._num_threads or self._finished)
 
     def _look(self) -> None:
         while self._free and (job := self._queue.take()) is not None:
@@ -110,7 +110,6 @@ class _VirtualThreads:
 
     def end(self, job: IoJob, began_s: float) -> None:
         """The job is over. Only fetches wake the worker; saves are noticed at its next step."""
-        self._queue.done(job)
         self._free += 1
         self._finished.append((job, self._time.run(job, began_s)))
         if job.urgency is Urgency.FETCH:
@@ -352,7 +351,6 @@ def make_tiers(
         host_index(cache, num_rows),
         [store] if store is not None else [],
         rules,
-        max_bytes=max(MAX_BYTES, LEAST_UNDER_WAY * block_bytes),
         wake=wake,
         clock=time.now_s,
         make_threads=make_threads,

@@ -19,19 +19,20 @@ class LowerTiers:
     """The lower tiers of one engine, for its sequences."""
 
     def __init__(self, controller: TierController, block_size: int) -> None:
-        self.controller, self.host, self._block_size = controller, controller.host, block_size
+        self.controller, self.host, self.fetches = controller, controller.host, controller.fetches
+        self._block_size = block_size
         self.hit_tokens = 0
 
     def arrived(self, seq: Seq, num_in_pool: int) -> None:
         """`seq` is queued; its first blocks are in the pool. Fetch the rest from the stores."""
-        hashes = self._usable(seq) if self.controller.is_fetching else []
+        hashes = self._usable(seq) if self.fetches.is_on else []
         if len(hashes) > num_in_pool:
             metas = [self._meta(seq, hashes, index) for index in range(len(hashes))]
-            self.controller.fetch(seq.request_id, hashes, metas, num_in_pool)
+            self.fetches.fetch(seq.request_id, hashes, metas, num_in_pool)
 
     def is_waiting(self, seq: Seq) -> bool:
         """Whether `seq` is skipped until its blocks have come."""
-        return self.controller.is_waiting(seq.request_id)
+        return self.fetches.is_waiting(seq.request_id)
 
     @staticmethod
     def _usable(seq: Seq) -> Sequence[BlockHash]:
@@ -57,7 +58,7 @@ class LowerTiers:
     def admitted(self, seq: Seq, num_in_pool: int) -> None:
         """`seq` has its blocks. The first were in the pool, and under "selective" are saved."""
         controller, rules, hints = self.controller, self.controller.rules, seq.request.hints
-        controller.end_fetch(seq.request_id)
+        self.fetches.end(seq.request_id)
         hashes = self._usable(seq)
         controller.used(hashes[: num_in_pool + seq.num_loaded_blocks], hints.priority, keep=hints.keep)
         if not hints.keep or rules.write != "selective":
@@ -90,13 +91,13 @@ class LowerTiers:
         hashes = seq.full_hashes()
         metas = [self._meta(seq, hashes, index) for index in range(num_here, len(hashes))]
         until_s = self.host.now_s() + ttl_s
-        return self.controller.prefetch(seq.request_id, hashes[num_here:], metas, until_s, on_found)
+        return self.fetches.prefetch(seq.request_id, hashes[num_here:], metas, until_s, on_found)
 
     def gone(self, seq: Seq) -> None:
         """`seq` releases its blocks, or left its queue."""
         seq.end_load()
         seq.num_loaded_blocks = 0
-        self.controller.end_fetch(seq.request_id)
+        self.fetches.end(seq.request_id)
 
     def end_step(self, pool: BlockPool, prefill_tokens_per_s: float) -> None:
         """Under write-back: save what would be evicted next. prefill_tokens_per_s: measured."""

@@ -145,7 +145,7 @@ class Engine:
 
     def max_wait_s(self) -> float | None:
         """How long nothing need be done unless the engine is called otherwise; None: no limit."""
-        fetched_s = self.tiers.controller.next_deadline_s() if self.tiers is not None else None
+        fetched_s = self.tiers.fetches.next_deadline_s() if self.tiers is not None else None
         until_s = min(self.scheduler.queues.next_deadline_s(), math.inf if fetched_s is None else fetched_s)
         return None if until_s == math.inf else max(0.0, until_s - self._clock())
 

@@ -131,7 +131,7 @@ def load_report(
         prefix_hit_tokens=scheduler.admission.hit_tokens,
         prefix_query_tokens=scheduler.admission.query_tokens,
         tier_hit_tokens=tiers.hit_tokens if tiers is not None else 0,
-        fetching=tiers.controller.num_fetching if tiers is not None else 0,
+        fetching=len(tiers.fetches) if tiers is not None else 0,
         waiting_by_priority=dict(queues.waiting.num_by_priority + queues.reserving.num_by_priority),
         waiting_tenants=len(scheduler.fair_share.num_waiting),
         deadline_refusals=scheduler.num_overdue,

@@ -1,4 +1,4 @@
-"""Copies between tiers: a queue by urgency with a limit on the bytes under way, and the threads that run it.
+"""Copies between tiers: a queue by urgency, and the threads that run it.
 
 `JobQueue` is pure. `IoThreads` runs its jobs; the owner collects results with `finished`.
 """
@@ -14,7 +14,20 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
+MAX_JOBS = 1024  # queued at once
 _BATCH_BYTES = 8 << 20  # of one job: a more urgent job waits no longer than these take
+
+
+@dataclass(slots=True)
+class CopyStats:
+    """Totals since the start, of copies out of the pool and back. Counts are blocks."""
+
+    saved: int = 0
+    unsaved: int = 0  # no room
+    loaded: int = 0
+    corrupt: int = 0  # failed their checksums
+    save_s: float = 0.0
+    load_s: float = 0.0
 
 
 def batch_blocks(block_bytes: int) -> int:
@@ -42,17 +55,12 @@ class IoJob:
 
 
 class JobQueue:
-    """At most `max_jobs` queued and `max_bytes` under way; a larger job runs alone. FIFO within an urgency.
+    """At most `max_jobs` queued jobs. FIFO within an urgency."""
 
-    Nothing overtakes the most urgent job while it waits for bytes, so large jobs are not starved.
-    """
-
-    def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
-        self._max_jobs, self._max_bytes = max_jobs, max_bytes
+    def __init__(self, max_jobs: int) -> None:
+        self._max_jobs = max_jobs
         self._heap: list[tuple[Urgency, int, IoJob]] = []
         self._count = 0
-        self.bytes_under_way = 0
-        self.num_under_way = 0
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -70,21 +78,8 @@ class JobQueue:
         return True
 
     def take(self) -> IoJob | None:
-        """The next job, under way from now on; None when none may start."""
-        if not self._heap:
-            return None
-        job = self._heap[0][2]
-        if self.num_under_way and self.bytes_under_way + job.num_bytes > self._max_bytes:
-            return None
-        heapq.heappop(self._heap)
-        self.bytes_under_way += job.num_bytes
-        self.num_under_way += 1
-        return job
-
-    def done(self, job: IoJob) -> None:
-        """This job is no longer under way."""
-        self.bytes_under_way -= job.num_bytes
-        self.num_under_way -= 1
+        """The next job; None when there is none."""
+        return heapq.heappop(self._heap)[2] if self._heap else None
 
     def drop_all(self) -> list[IoJob]:
         """Empty the queue; returns the dropped jobs."""
@@ -129,6 +124,7 @@ class IoThreads:
         self._changed = threading.Condition()
         self._finished: deque[tuple[IoJob, object]] = deque()
         self._threads: list[threading.Thread] = []
+        self._num_running = 0
         self._is_stopping = False
 
     def start(self) -> None:
@@ -146,16 +142,13 @@ class IoThreads:
 
     def finished(self) -> list[tuple[IoJob, object]]:
         """Jobs that ended since the last call, with their results or exceptions."""
-        ended: list[tuple[IoJob, object]] = []
-        while self._finished:
-            ended.append(self._finished.popleft())
-        return ended
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     @property
     def is_idle(self) -> bool:
         """Nothing is queued, under way, or finished and not yet collected."""
         with self._changed:
-            return not (len(self._queue) or self._queue.num_under_way or self._finished)
+            return not (len(self._queue) or self._num_running or self._finished)
 
     def close(self) -> None:
         """Drop queued jobs and wait for those under way. Blocking."""
@@ -171,7 +164,7 @@ class IoThreads:
         while (job := self._next()) is not None:
             result = run(job)
             with self._changed:
-                self._queue.done(job)
+                self._num_running -= 1
                 self._finished.append((job, result))
                 self._changed.notify_all()
             self._wake()
@@ -182,4 +175,5 @@ class IoThreads:
                 if self._is_stopping:
                     return None
                 self._changed.wait()
+            self._num_running += 1
             return job

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, MakeThreads, Urgency, run
+from kvrelay.kvcache.memory.jobs import MAX_JOBS, CopyStats, IoJob, IoThreads, JobQueue, MakeThreads, Urgency, run
 from kvrelay.kvcache.memory.loads import BlockSlab, Load
 from kvrelay.types import BlockHash, BlockId
 
 logger = logging.getLogger(__name__)
 
 _BLEND = 0.3  # weight of the newest copy in the speeds
-_MAX_JOBS = 1024
 _PROBE_BLOCKS = 16
 _INLINE_S = 0.004
 """Loads shorter than this run on the engine's thread: a thread, and a step that waits for layers, cost 8 ms."""
@@ -42,17 +41,6 @@ class SwapLoad(Load):
     """The load of a swapped-out sequence."""
 
 
-@dataclass(slots=True)
-class SwapStats:
-    """Totals since the start. Counts are blocks."""
-
-    saved: int = 0
-    loaded: int = 0
-    corrupt: int = 0
-    save_s: float = 0.0
-    load_s: float = 0.0
-
-
 class SwapArea:
     """Rows of a slab, their owners, and the copies. All methods run on the engine's thread; jobs on an I/O thread."""
 
@@ -66,13 +54,13 @@ class SwapArea:
         make_threads: MakeThreads = IoThreads,
     ) -> None:
         self.slab, self.is_checked, self._clock = slab, is_checked, clock
-        self.stats = SwapStats()
+        self.stats = CopyStats()
         self.save_bytes_per_s = self.load_bytes_per_s = 0.0  # measured; 0: not yet
         self.latency_s = 0.0  # of a swap out and back of one block
         self._free = list(range(slab.num_rows - 1, -1, -1))
         self.held: set[int] = set()  # rows of swapped-out sequences
         self.loading: set[int] = set()  # rows of loads that `poll` has not collected
-        self._io = make_threads("kv-swap", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=1 << 62), wake)
+        self._io = make_threads("kv-swap", 1, JobQueue(MAX_JOBS), wake)
 
     def start(self) -> None:
         self._io.start()

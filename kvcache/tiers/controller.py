@@ -5,32 +5,45 @@ that are held for them, and report through `poll`. Copies within memory and call
 own, so a slow disk never delays a step. Imports no torch.
 """
 
+import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.jobs import IoThreads, JobQueue, MakeThreads
+from kvrelay.kvcache.memory.jobs import (
+    MAX_JOBS,
+    CopyStats,
+    IoJob,
+    IoThreads,
+    JobQueue,
+    MakeThreads,
+    Urgency,
+    batch_blocks,
+)
 from kvrelay.kvcache.memory.loads import BlockSlab, Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, SharingStore
+from kvrelay.kvcache.stores.store import BlockStore, SharingStore
 from kvrelay.kvcache.tiers.fetches import Fetches
-from kvrelay.kvcache.tiers.host_copies import HostCopies
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
-from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules, TierStats
+from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules
 from kvrelay.plane.reports import TierLoad
 from kvrelay.types import BlockHash, BlockId
 
-_MAX_JOBS = 1024
-MAX_BYTES = 256 << 20  # under way: keeps a fast disk busy, and is little beside a host tier
+logger = logging.getLogger(__name__)
+
 _STORE_THREADS = 2  # one reads while another writes, or waits for a remote store
 _SPARE_SHARE = 8  # write-back begins when less than an eighth of the pool is free
 _WRITE_BACK_PAUSE = 20  # write-back looks for blocks to save for a twentieth of the time at most
 
 
 class TierController:
-    """All tiers below a worker's pool. All methods run on the engine's thread."""
+    """All tiers below a worker's pool. All methods run on the engine's thread.
+
+    More than 12 attributes: its parts, and the copies under way.
+    """
 
     def __init__(
         self,
@@ -40,7 +53,6 @@ class TierController:
         stores: Sequence[BlockStore],
         rules: TierRules,
         *,
-        max_bytes: int = MAX_BYTES,
         wake: Callable[[], None],
         clock: Callable[[], float],
         make_threads: MakeThreads = IoThreads,
@@ -50,20 +62,20 @@ class TierController:
         Args:
             slab, index: the host tier's memory, and its empty index of as many rows.
             stores: below the host tier, nearest first; not started.
-            max_bytes: under way at once, of copies within memory and of calls of the stores each.
             wake: called from I/O threads when `poll` has something to do.
             clock: seconds, monotonic.
         """
-        self.rules, self.stats = rules, TierStats()
+        self.rules, self.stats = rules, CopyStats()
         self.host = HostTier(slab, index, clock)
         self._pool, self._stores = pool, stores
-        self._sharing_stores = [store for store in stores if isinstance(store, SharingStore)]
-        self._copies = make_threads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
-        self._io = make_threads("kv-store", _STORE_THREADS, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
+        self._copies = make_threads("kv-tier", 1, JobQueue(MAX_JOBS), wake)
+        self._io = make_threads("kv-store", _STORE_THREADS, JobQueue(MAX_JOBS), wake)
         self._offload = Offload(self.host, stores, self._io, is_checked=rules.is_checked)
-        self._between = HostCopies(pool, self.host, self._offload, self._copies, rules, self.stats)
-        self._fetches = Fetches(self.host, stores, self._offload, self._io, rules)
+        self.fetches = Fetches(self.host, stores, self._offload, self._io, rules)
         self._next_write_back_s = 0.0
+        self._loads: set[Load] = set()  # under way
+        self._saving: dict[BlockHash, BlockId] = {}
+        self._pin_when_saved: dict[BlockHash, float] = {}  # of those being saved: until when
 
     # ---- life
 
@@ -86,7 +98,7 @@ class TierController:
         self._copies.close()
         self._io.close()
         self.poll()
-        self._fetches.end_all()
+        self.fetches.end_all()
         for store in self._stores:
             store.close()
 
@@ -95,7 +107,7 @@ class TierController:
         for threads in (self._copies, self._io):
             for job, result in threads.finished():
                 job.then(result)
-        self._fetches.tick()
+        self.fetches.tick()
 
     @property
     def is_idle(self) -> bool:
@@ -117,78 +129,117 @@ class TierController:
             candidates: (count) -> up to `count` such blocks.
             prefill_tokens_per_s: measured, for the choice between fetching and computing.
         """
-        self._fetches.prefill_tokens_per_s = prefill_tokens_per_s
+        self.fetches.prefill_tokens_per_s = prefill_tokens_per_s
         began_s = self.host.now_s()
         if self.rules.write != "write-back" or began_s < self._next_write_back_s:
             return
-        wanted = self._pool.num_blocks // _SPARE_SHARE - self._pool.counts().free - len(self._between)
+        wanted = self._pool.num_blocks // _SPARE_SHARE - self._pool.counts().free - len(self._saving)
         if wanted > 0:
-            self._between.save([block for block in candidates(wanted) if block.digest not in self.host])
+            self.save([block for block in candidates(wanted) if block.digest not in self.host])
         self._offload.put_next_victims()
         now_s = self.host.now_s()
         self._next_write_back_s = now_s + _WRITE_BACK_PAUSE * (now_s - began_s)
 
     def save(self, blocks: Sequence[IndexedBlock]) -> None:
         """Copy the blocks that the host tier does not have into it; the pool's blocks are held meanwhile."""
-        self._between.save(blocks)
+        missing = [block for block in blocks if block.digest not in self.host and block.digest not in self._saving]
+        step = batch_blocks(self.host.block_bytes)
+        for first in range(0, len(missing), step):
+            self._save_batch(missing[first : first + step])
 
     def pin(self, blocks: Sequence[IndexedBlock], until_s: float) -> None:
         """Keep these in the host tier and the stores until then, within each one's limit for pins; saves them first."""
-        self._between.pin(blocks, until_s)
+        self._pin([block.digest for block in blocks if block.digest in self.host], until_s)
+        self.save(blocks)
+        for block in blocks:
+            if block.digest in self._saving:
+                self._pin_when_saved[block.digest] = max(until_s, self._pin_when_saved.get(block.digest, until_s))
+
+    def _pin(self, hashes: Sequence[BlockHash], until_s: float) -> None:
+        self.host.pin(hashes, until_s)
+        self._offload.pin(hashes, until_s - self.host.now_s())
 
     def unpin(self, hashes: Sequence[BlockHash], shared: Container[BlockHash] = ()) -> None:
         """End the pins of these blocks. `shared`: other pins cover these, so the stores keep their pins of them."""
         self.host.unpin(hashes)
         self._offload.unpin([digest for digest in hashes if digest not in shared])
-        self._between.cancel_pins(hashes)
+        for digest in hashes:
+            self._pin_when_saved.pop(digest, None)
+
+    def _save_batch(self, batch: Sequence[IndexedBlock]) -> None:
+        rows = self.host.reserve([block.meta for block in batch])
+        self.stats.unsaved += len(batch) - len(rows)
+        batch = batch[: len(rows)]
+        if not batch:
+            return
+        blocks = [block.block for block in batch]
+        slab, clock = self.host.slab, self.host.now_s
+
+        def work() -> tuple[list[int], float]:
+            began_s = clock()
+            return slab.save(blocks, rows), clock() - began_s
+
+        job = IoJob(Urgency.SAVE, len(blocks) * slab.block_bytes, work, lambda result: self._saved(batch, rows, result))
+        if not self._copies.put(job):
+            self.host.cancel(rows)
+            self.stats.unsaved += len(batch)
+            return
+        self._pool.acquire(blocks)
+        self._saving.update((block.digest, block.block) for block in batch)
+
+    def _saved(self, batch: Sequence[IndexedBlock], rows: Sequence[int], result: object) -> None:
+        for block in batch:
+            del self._saving[block.digest]
+        self._pool.release([block.block for block in batch])
+        pins = [(block.digest, self._pin_when_saved.pop(block.digest, None)) for block in batch]
+        if not isinstance(result, tuple):
+            self.host.cancel(rows)
+            self.stats.unsaved += len(batch)
+            return
+        checksums, seconds = result
+        for block, row, checksum in zip(batch, rows, checksums, strict=True):
+            self.host.put(block.digest, row, checksum, block.meta)
+        for until_s in {until_s for _, until_s in pins if until_s is not None}:
+            self._pin([digest for digest, end_s in pins if end_s == until_s and digest in self.host], until_s)
+        self.stats.saved += len(batch)
+        self.stats.save_s += seconds
+        if self.rules.write != "write-back":
+            self._offload.put([block.digest for block in batch if block.digest in self.host])
 
     # ---- up
 
     def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
-        """Load these blocks of the host tier, all of which are there, into `blocks`, which the caller holds
-        meanwhile.
-        """
-        return self._between.load(hashes, blocks)
+        """Load these blocks, all of which are in the host tier, into `blocks`, which the caller holds meanwhile."""
+        rows = self.host.hold(hashes)
+        load = Load(hashes, rows, blocks)
+        self._loads.add(load)
+        expected = self.host.checksums(rows)
+        slab = self.host.slab
+        work = partial(load.run, slab, expected, is_checked=self.rules.is_checked, clock=self.host.now_s)
+        job = IoJob(Urgency.LOAD, len(blocks) * slab.block_bytes, work, lambda result: self._loaded(load, result))
+        if not self._copies.put(job):  # the worker is shutting down
+            load.over()
+            self._loaded(load, None)
+        return load
+
+    def _loaded(self, load: Load, result: object) -> None:
+        load.over()
+        self._loads.discard(load)
+        if load.corrupt:
+            logger.error("%d blocks in the host tier failed their checksums; they are recomputed", len(load.corrupt))
+            self.stats.corrupt += len(load.corrupt)
+        if isinstance(result, float) and not load.corrupt:
+            self.stats.loaded += len(load.blocks)
+            self.stats.load_s += result
+        else:
+            self.discard_load(load)
+        self.host.unhold(load.rows)
 
     def discard_load(self, load: Load) -> None:
-        """Forget the blocks that this load, which is over, did not bring."""
-        self._between.discard(load)
-
-    @property
-    def is_fetching(self) -> bool:
-        """Whether `fetch` may bring anything."""
-        return bool(self._stores) and self.rules.prefetch != "off"
-
-    def fetch(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], start: int) -> None:
-        """Fetch a queued request's blocks from the stores; those before `start` are in the pool."""
-        first = start + self.host.match(hashes, start)
-        if self.is_fetching and first < len(hashes):
-            held = self.host.hold(hashes[start:first])  # of no use without these
-            self._fetches.fetch(request_id, hashes[first:], metas[first:], held)
-
-    def prefetch(
-        self,
-        request_id: str,
-        hashes: Sequence[BlockHash],
-        metas: Sequence[BlockMeta],
-        pin_until_s: float,
-        on_found: Callable[[int], None],
-    ) -> bool:
-        """Fetch blocks from the stores ahead of their request: see Fetches.prefetch."""
-        wanted = hashes if self.is_fetching else []
-        return self._fetches.prefetch(request_id, wanted, metas, pin_until_s, on_found)
-
-    def is_waiting(self, request_id: str) -> bool:
-        """Whether this request waits for its fetch and should not be admitted yet."""
-        return self._fetches.is_waiting(request_id)
-
-    def next_deadline_s(self) -> float | None:
-        """When the next request stops waiting for its fetch; None: no request waits."""
-        return self._fetches.next_deadline_s()
-
-    def end_fetch(self, request_id: str) -> None:
-        """This request was admitted, or is gone."""
-        self._fetches.end(request_id)
+        """Forget the blocks that this load, which is over, did not bring, so that no other request tries them."""
+        missed = set(load.corrupt or load.hashes)
+        rows = zip(load.hashes, load.rows, strict=True)
+        self.host.forget([digest for digest, row in rows if digest in missed and self.host.row(digest) == row])
 
     # ---- reports
 
@@ -197,14 +248,10 @@ class TierController:
         change = self.host.drain_changes()
         if change is None:
             return []
-        for store in self._sharing_stores:
-            store.host_tier_changed(change.stored, change.removed)
+        for store in self._stores:
+            if isinstance(store, SharingStore):
+                store.host_tier_changed(change.stored, change.removed)
         return [change]
-
-    @property
-    def num_fetching(self) -> int:
-        """Queued requests with a fetch."""
-        return len(self._fetches)
 
     def tier_loads(self) -> list[TierLoad]:
         """One for the host tier and one for each store."""
@@ -215,7 +262,7 @@ class TierController:
 
     def held_blocks(self) -> list[BlockId]:
         """Blocks of the pool that are being copied: one reference each."""
-        return self._between.held_blocks()
+        return list(self._saving.values())
 
     def reset(self) -> None:
         """Discard all entries of the host tier (not of the stores)."""
@@ -226,7 +273,7 @@ class TierController:
         self.host.index.check()
 
 
-def _host_load(host: HostTier, stats: TierStats) -> TierLoad:
+def _host_load(host: HostTier, stats: CopyStats) -> TierLoad:
     num_cached = host.counts().cached
     return TierLoad(
         tier="host",

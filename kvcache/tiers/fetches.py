@@ -7,6 +7,7 @@ thread; I/O threads call the stores. Pure.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency, batch_blocks
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
@@ -15,7 +16,6 @@ from kvrelay.kvcache.tiers.offload import Offload
 from kvrelay.kvcache.tiers.rules import TierRules
 from kvrelay.types import BlockHash
 
-_LOOKUP_BYTES = 0
 MAX_PREFETCHES = 64  # under way at once
 
 
@@ -40,8 +40,9 @@ class _Part:
     """A run of a fetch's blocks from one store, with the rows for them."""
 
     store: BlockStore
-    first: int  # index in RequestFetch.hashes
-    rows: tuple[int, ...]
+    hashes: Sequence[BlockHash]
+    metas: Sequence[BlockMeta]
+    rows: Sequence[int]
 
 
 class Fetches:
@@ -62,12 +63,19 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def fetch(
-        self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], held: Sequence[int] = ()
-    ) -> None:
-        """Fetch these blocks for a queued request, once. `held`: rows to release together with what arrives."""
-        now_s = self._host.now_s()
-        fetch = RequestFetch(request_id, hashes, metas, now_s + self._rules.longest_wait_s, held=list(held))
+    @property
+    def is_on(self) -> bool:
+        """Whether a fetch may bring anything."""
+        return bool(self._stores) and self._rules.prefetch != "off"
+
+    def fetch(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], start: int = 0) -> None:
+        """Fetch a queued request's blocks from the stores, once; those before `start` are in the pool."""
+        first = start + self._host.match(hashes, start)
+        if not self.is_on or first >= len(hashes):
+            return
+        held = self._host.hold(hashes[start:first])  # the others are of no use without these
+        now_s, hashes, metas = self._host.now_s(), hashes[first:], metas[first:]
+        fetch = RequestFetch(request_id, hashes, metas, now_s + self._rules.longest_wait_s, held=held)
         fetch.is_overdue = fetch.until_s <= now_s or self._is_stalled(now_s)
         ahead = next((other for other in self._prefetches.values() if hashes[0] in other.hashes), None)
         if request_id in self._fetches or (ahead is None and not self._look_up(fetch)):
@@ -90,7 +98,7 @@ class Fetches:
 
         `on_found` is called once, with the number of blocks being read. False, and no call: too many are under way.
         """
-        if not hashes:
+        if not hashes or not self.is_on:
             on_found(0)
             return True
         fetch = RequestFetch(request_id, hashes, metas, pin_until_s, on_found)
@@ -174,7 +182,7 @@ class Fetches:
                 found += [index] * run
             return found
 
-        return self._submit(fetch, _LOOKUP_BYTES, look_up, lambda result: self._looked_up(fetch, result))
+        return self._submit(fetch, 0, look_up, lambda result: self._looked_up(fetch, result))
 
     def _looked_up(self, fetch: RequestFetch, result: object) -> None:
         num_reading = self._read_found(fetch, result) if isinstance(result, list) and not fetch.is_over else 0
@@ -187,8 +195,8 @@ class Fetches:
         while first < len(found):
             store = self._stores[found[first]]
             end = next((i for i in range(first, len(found)) if found[i] != found[first]), len(found))
-            count = self._num_worth(store, end - first) if fetch.on_found is None else end - first
-            rows = self._host.reserve(fetch.metas[first : first + count])
+            is_worth = fetch.on_found is not None or self._is_worth_reading(store)
+            rows = self._host.reserve(fetch.metas[first:end]) if is_worth else []
             self._read(fetch, store, first, rows)
             num_reading += len(rows)
             if len(rows) < end - first:  # blocks after a gap are of no use
@@ -196,54 +204,48 @@ class Fetches:
             first = end
         return num_reading
 
-    def _num_worth(self, store: BlockStore, num_blocks: int) -> int:
-        """How many of `num_blocks` are read sooner than computed."""
-        if self._rules.prefetch == "wait":
-            return num_blocks
+    def _is_worth_reading(self, store: BlockStore) -> bool:
+        """Whether its blocks are read sooner than computed."""
         bandwidth = self._speeds[store.name].bytes_per_s(self._host.now_s())
         block_bytes, block_tokens = self._host.block_bytes, self._rules.block_tokens
-        return worth_fetching(num_blocks, block_bytes, block_tokens, bandwidth, self.prefill_tokens_per_s)
+        return self._rules.prefetch == "wait" or is_worth_fetching(
+            block_bytes, block_tokens, bandwidth, self.prefill_tokens_per_s
+        )
 
     def _read(self, fetch: RequestFetch, store: BlockStore, first: int, rows: Sequence[int]) -> None:
         step = batch_blocks(self._host.block_bytes)
         for begin in range(0, len(rows), step):
-            part = _Part(store, first + begin, tuple(rows[begin : begin + step]))
-            hashes = fetch.hashes[part.first : part.first + len(part.rows)]
-
-            def read(part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> list[int | None]:
-                if fetch.is_over:  # too late to be of use
-                    return [None] * len(part.rows)
-                return self._read_part(part, hashes)
-
-            def then(result: object, part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> None:
-                self._arrived(fetch, part, hashes, result)
-
+            some = slice(first + begin, first + min(begin + step, len(rows)))
+            part = _Part(store, fetch.hashes[some], fetch.metas[some], rows[begin : begin + step])
+            read, then = partial(self._read_part, fetch, part), partial(self._arrived, fetch, part)
             if not self._submit(fetch, len(part.rows) * self._host.block_bytes, read, then):
-                self._arrived(fetch, part, hashes, None)
+                then(None)
 
-    def _read_part(self, part: _Part, hashes: Sequence[BlockHash]) -> list[int | None]:
+    def _read_part(self, fetch: RequestFetch, part: _Part) -> list[int | None]:
         """Runs on an I/O thread: load blocks into rows; returns the checksum of each that arrived."""
+        if fetch.is_over:  # too late to be of use
+            return [None] * len(part.rows)
         clock, slab = self._host.now_s, self._host.slab
         began_s = clock()
-        loaded = part.store.load(hashes, [slab.row(row) for row in part.rows])
+        loaded = part.store.load(part.hashes, [slab.row(row) for row in part.rows])
         now_s = clock()
         self._speeds[part.store.name].observe(sum(loaded) * slab.block_bytes, now_s - began_s, now_s)
         return [slab.checksum(row) if is_here else None for row, is_here in zip(part.rows, loaded, strict=True)]
 
-    def _arrived(self, fetch: RequestFetch, part: _Part, hashes: Sequence[BlockHash], result: object) -> None:
+    def _arrived(self, fetch: RequestFetch, part: _Part, result: object) -> None:
         checksums = result if isinstance(result, list) else [None] * len(part.rows)
-        metas = fetch.metas[part.first : part.first + len(part.rows)]
+        arrived: list[BlockHash] = []
         held: list[int] = []
-        for digest, meta, row, checksum in zip(hashes, metas, part.rows, checksums, strict=True):
+        for digest, meta, row, checksum in zip(part.hashes, part.metas, part.rows, checksums, strict=True):
             if checksum is None:
                 self._host.cancel((row,))
                 continue
             self._host.put(digest, row, checksum, meta)
             held += self._host.hold((digest,))
-        arrived = [digest for digest, checksum in zip(hashes, checksums, strict=True) if checksum is not None]
+            arrived.append(digest)
         self._offload.mark_stored(part.store, arrived)
         if fetch.on_found is not None:
-            self._host.pin(hashes, fetch.until_s)
+            self._host.pin(part.hashes, fetch.until_s)
         if fetch.on_found is not None or fetch.is_over:
             self._host.unhold(held)
         else:
@@ -290,22 +292,12 @@ class StoreSpeed:
         return self._bytes_per_s if now_s - self._measured_s < _FORGET_S else 0.0
 
 
-def worth_fetching(
-    num_blocks: int, block_bytes: int, block_tokens: int, bandwidth: float, prefill_tokens_per_s: float
-) -> int:
-    """How many of these blocks to fetch rather than compute: all or none.
+def is_worth_fetching(block_bytes: int, block_tokens: int, bandwidth: float, prefill_tokens_per_s: float) -> bool:
+    """Whether to fetch blocks rather than compute them; both costs are proportional to their number.
 
-    Both costs are proportional to the number of blocks. A path without a measurement is tried, to get one; without a
-    measured prefill speed, fetching counts as faster.
-
-    Args:
-        block_bytes: of one block in transit, compressed or not.
-        block_tokens: of one block.
-        bandwidth: bytes per second of the path; 0: not measured.
-        prefill_tokens_per_s: of this worker; 0: not measured.
+    A path without a measurement (bandwidth 0 bytes per second) is tried, to get one; without a measured prefill speed
+    (0), fetching counts as faster.
     """
-    if num_blocks <= 0:
-        return 0
     if bandwidth <= 0 or prefill_tokens_per_s <= 0:
-        return num_blocks
-    return num_blocks if block_bytes / bandwidth < block_tokens / prefill_tokens_per_s else 0
+        return True
+    return block_bytes / bandwidth < block_tokens / prefill_tokens_per_s

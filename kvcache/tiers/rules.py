@@ -1,4 +1,4 @@
-"""The settings and totals that the parts of the tier controller share. Pure."""
+"""The settings that the parts of the tier controller share. Pure."""
 
 from dataclasses import dataclass
 
@@ -47,15 +47,3 @@ class IndexedBlock:
     digest: BlockHash
     block: BlockId
     meta: BlockMeta
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Totals since the start. Counts are blocks."""
-
-    saved: int = 0  # pool to host tier
-    unsaved: int = 0  # no room in the queue or in the host tier
-    loaded: int = 0  # host tier to pool
-    corrupt: int = 0  # in the host tier
-    save_s: float = 0.0
-    load_s: float = 0.0

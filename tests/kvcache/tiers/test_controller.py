@@ -82,7 +82,6 @@ class World:
             TierIndex(slots, Lru(), keep_changes=True),
             list(stores),
             TierRules(**rules),
-            max_bytes=1 << 20,
             wake=self.woken.release,
             clock=clock,
         )
@@ -256,15 +255,15 @@ def test_what_fell_out_of_the_host_tier_is_fetched_from_the_store_for_a_request_
     hashes = [entry.digest for entry in first]
     assert it.tiers.host.match(hashes, 0) == 0
     store.gate.clear()
-    it.tiers.fetch("r1", hashes, [entry.meta for entry in first], 0)
-    assert it.tiers.is_waiting("r1")
+    it.tiers.fetches.fetch("r1", hashes, [entry.meta for entry in first], 0)
+    assert it.tiers.fetches.is_waiting("r1")
     store.gate.set()
     it.settle()
-    assert not it.tiers.is_waiting("r1")
+    assert not it.tiers.fetches.is_waiting("r1")
     assert it.tiers.host.match(hashes, 0) == 4
     assert it.tiers.host.index.counts().held == 4  # nobody takes them away before the request has its turn
     load, blocks = it.bring_up(first)
-    it.tiers.end_fetch("r1")
+    it.tiers.fetches.end("r1")
     load.wait_over()
     it.settle()
     assert torch.equal(it.storage.tensor[:, list(blocks)], expected)
@@ -278,9 +277,9 @@ def test_how_long_a_request_waits_for_a_store(world, prefetch, is_waiting):
     entries, _ = it.named(2)
     store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 2, [])
     store.gate.clear()
-    it.tiers.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
-    assert it.tiers.is_waiting("r1") is is_waiting
-    it.tiers.end_fetch("r1")
+    it.tiers.fetches.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    assert it.tiers.fetches.is_waiting("r1") is is_waiting
+    it.tiers.fetches.end("r1")
     store.gate.set()
     it.settle()
     assert it.tiers.host.index.counts().held == 0
@@ -295,9 +294,9 @@ def test_a_store_that_fails_costs_a_miss(world):
     it = world(slots=4, stores=[store])
     entries, _ = it.named(2)
     store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 2, [])
-    it.tiers.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    it.tiers.fetches.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
     it.settle()
-    assert not it.tiers.is_waiting("r1")
+    assert not it.tiers.fetches.is_waiting("r1")
     assert it.tiers.host.match([entry.digest for entry in entries], 0) == 0
     assert it.tiers.host.index.counts().reserved == 0
 
@@ -334,24 +333,24 @@ def hung(world, **rules):
 
 
 def want(it, name, entries):
-    it.tiers.fetch(name, [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    it.tiers.fetches.fetch(name, [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
 
 
 def test_a_store_that_hangs_stops_a_request_that_waits_for_all_for_a_minute_and_the_next_not_at_all(world):
     it, clock, entries = hung(world, prefetch="wait")
     want(it, "r1", entries)
-    assert it.tiers.is_waiting("r1")
-    assert it.tiers.next_deadline_s() == clock.now_s + WAIT_LIMIT_S
+    assert it.tiers.fetches.is_waiting("r1")
+    assert it.tiers.fetches.next_deadline_s() == clock.now_s + WAIT_LIMIT_S
     clock.now_s += WAIT_LIMIT_S
     it.tiers.poll()
-    assert not it.tiers.is_waiting("r1")
-    assert it.tiers.next_deadline_s() is None  # or an engine with nothing to do would step for ever
+    assert not it.tiers.fetches.is_waiting("r1")
+    assert it.tiers.fetches.next_deadline_s() is None  # or an engine with nothing to do would step for ever
     want(it, "r2", entries)
-    assert not it.tiers.is_waiting("r2")
+    assert not it.tiers.fetches.is_waiting("r2")
     it.tiers._stores[0].gate.set()
     it.settle()
     want(it, "r3", [*entries[:3], it.named(1, salt="new")[0][0]])  # it answers again
-    assert it.tiers.is_waiting("r3")
+    assert it.tiers.fetches.is_waiting("r3")
 
 
 def test_what_is_fetched_for_a_request_that_is_gone_is_not_read(world, monkeypatch):
@@ -363,7 +362,7 @@ def test_what_is_fetched_for_a_request_that_is_gone_is_not_read(world, monkeypat
         it.woken.acquire(timeout=1)
         it.tiers.poll()
         assert time.monotonic() < deadline
-    it.tiers.end_fetch("r1")
+    it.tiers.fetches.end("r1")
     it.tiers._stores[0].gate.set()
     it.settle()
     assert it.tiers._stores[0].num_loads <= 2  # those that two threads had begun
@@ -439,7 +438,7 @@ def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_
 
 
 def test_sinks_leave_room_in_line_for_what_a_request_waits_for():
-    queue = JobQueue(max_jobs=8, max_bytes=1)
+    queue = JobQueue(8)
     assert [queue.put(IoJob(Urgency.OFFLOAD, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
     assert [queue.put(IoJob(Urgency.FETCH, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
     assert queue.put(IoJob(Urgency.LOAD, 1, list, print))

@@ -4,34 +4,29 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvrelay.kvcache.tiers.fetches import StoreSpeed, worth_fetching
+from kvrelay.kvcache.tiers.fetches import StoreSpeed, is_worth_fetching
 
 pytestmark = pytest.mark.pure
 
 MIB = 1 << 20
 
 
-def worth(num_blocks: int = 10, *, bandwidth: float = 1e9, prefill: float = 1000.0) -> int:
-    return worth_fetching(num_blocks, MIB, 16, bandwidth, prefill)
+def worth(*, bandwidth: float = 1e9, prefill: float = 1000.0) -> bool:
+    return is_worth_fetching(MIB, 16, bandwidth, prefill)
 
 
 def test_a_fast_path_is_taken_and_a_slow_one_is_not():
-    assert worth() == 10  # 11 ms against 160 ms
-    assert worth(bandwidth=1e6) == 0  # 10 s
+    assert worth()  # 11 ms against 160 ms
+    assert not worth(bandwidth=1e6)  # 10 s
 
 
 def test_what_was_not_measured_is_tried():
-    assert worth(bandwidth=0.0) == worth(prefill=0.0) == 10
+    assert worth(bandwidth=0.0) and worth(prefill=0.0)
 
 
-def test_nothing_is_nothing():
-    assert worth(0) == worth(-1) == 0
-
-
-@given(st.integers(1, 10_000), st.floats(1e6, 1e11), st.floats(1, 1e6))
-def test_it_is_all_where_fetching_is_sooner_and_none_where_not(num_blocks, bandwidth, prefill):
-    is_sooner = MIB / bandwidth < 16 / prefill
-    assert worth_fetching(num_blocks, MIB, 16, bandwidth, prefill) == (num_blocks if is_sooner else 0)
+@given(st.floats(1e6, 1e11), st.floats(1, 1e6))
+def test_it_is_where_fetching_is_sooner(bandwidth, prefill):
+    assert worth(bandwidth=bandwidth, prefill=prefill) == (MIB / bandwidth < 16 / prefill)
 
 
 def test_a_store_that_was_slow_once_is_measured_again_after_a_while():

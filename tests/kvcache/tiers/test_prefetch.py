@@ -34,7 +34,7 @@ def stored(world):  # noqa: F811
 def ahead(it, hashes, metas, *, ttl_s=SOON_S, name="p"):
     """Prefetch; the list gets what it is told."""
     told = []
-    assert it.tiers.prefetch(name, hashes, metas, time.monotonic() + ttl_s, told.append)
+    assert it.tiers.fetches.prefetch(name, hashes, metas, time.monotonic() + ttl_s, told.append)
     return told
 
 
@@ -56,7 +56,7 @@ def test_what_was_prefetched_outlives_pressure_and_holds_nothing(stored):
     fill(it, 8, "other")
     assert it.tiers.host.match(hashes, 0) == 4
     counts = it.tiers.host.index.counts()
-    assert (counts.held, counts.reserved, it.tiers.num_fetching) == (0, 0, 0)
+    assert (counts.held, counts.reserved, len(it.tiers.fetches)) == (0, 0, 0)
     assert it.pool.counts().used == 0
 
 
@@ -67,7 +67,7 @@ def test_a_prefetch_whose_request_never_comes_ends_by_itself(stored):
     fill(it, 8, "other")
     assert it.tiers.host.match(hashes, 0) == 0
     assert it.tiers.host.index.counts().pinned == 0
-    assert len(it.tiers._fetches._prefetches) == 0
+    assert len(it.tiers.fetches._prefetches) == 0
 
 
 def test_a_request_waits_for_a_prefetch_under_way_and_asks_for_the_rest(stored):
@@ -77,14 +77,14 @@ def test_a_request_waits_for_a_prefetch_under_way_and_asks_for_the_rest(stored):
     store.load = lambda digests, into: asked.extend(digests) or load(digests, into)
     store.gate.clear()
     ahead(it, hashes[:3], metas[:3])
-    it.tiers.fetch("r", hashes, metas, 0)
-    assert it.tiers.is_waiting("r")
+    it.tiers.fetches.fetch("r", hashes, metas, 0)
+    assert it.tiers.fetches.is_waiting("r")
     store.gate.set()
     it.settle()
-    assert not it.tiers.is_waiting("r")
+    assert not it.tiers.fetches.is_waiting("r")
     assert sorted(asked) == sorted(hashes)  # each once
     assert it.tiers.host.index.counts().held == 4
-    it.tiers.end_fetch("r")
+    it.tiers.fetches.end("r")
     assert it.tiers.host.index.counts().held == 0
 
 
@@ -92,8 +92,8 @@ def test_a_request_that_goes_while_it_waits_for_a_prefetch_leaves_nothing(stored
     it, store, hashes, metas = stored
     store.gate.clear()
     ahead(it, hashes[:2], metas[:2])
-    it.tiers.fetch("r", hashes, metas, 0)
-    it.tiers.end_fetch("r")
+    it.tiers.fetches.fetch("r", hashes, metas, 0)
+    it.tiers.fetches.end("r")
     store.gate.set()
     it.settle()
     assert it.tiers.host.index.counts().held == 0
@@ -118,7 +118,7 @@ def test_a_store_that_fails_is_told_as_nothing(stored):
     told = ahead(it, hashes, metas)
     it.settle()
     assert told == [0]
-    assert len(it.tiers._fetches._prefetches) == 0
+    assert len(it.tiers.fetches._prefetches) == 0
 
 
 def test_their_number_is_bounded(stored):
@@ -127,7 +127,7 @@ def test_their_number_is_bounded(stored):
     for index in range(MAX_PREFETCHES):
         ahead(it, hashes, metas, name=str(index))
     told = []
-    assert not it.tiers.prefetch("one more", hashes, metas, SOON_S, told.append)
+    assert not it.tiers.fetches.prefetch("one more", hashes, metas, SOON_S, told.append)
     store.gate.set()
     it.settle()
     assert told == []
@@ -175,7 +175,7 @@ def test_a_pin_ends_early_even_before_its_block_has_arrived(world):  # noqa: F81
     it.tiers.unpin([entry.digest for entry in entries])
     it.settle()
     assert it.tiers.host.index.counts().pinned == 0
-    assert not it.tiers._between._pin_when_saved
+    assert not it.tiers._pin_when_saved
 
 
 def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
@@ -185,4 +185,4 @@ def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
     it.settle()
     assert it.tiers.host.index.counts().pinned == 4
     assert it.tiers.host.match([entry.digest for entry in entries], 0) == 7
-    assert not it.tiers._between._pin_when_saved
+    assert not it.tiers._pin_when_saved

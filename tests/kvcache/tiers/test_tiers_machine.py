@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers import fetches, rules
-from kvrelay.kvcache.tiers.host_copies import HostCopies
+from kvrelay.kvcache.tiers.controller import TierController
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
 from tests.kvcache.pool import machine_steps
@@ -55,19 +55,19 @@ def test_the_lives_of_the_kv_cache_take_enough_steps_together():
 def broken(monkeypatch, what):
     """Each is a line of the code gone wrong."""
     if what == "a saved block is given back at once":
-        real = HostCopies._save_batch
+        real = TierController._save_batch
 
         def save(self, batch):
             before = set(self._saving)
             real(self, batch)
             self._pool.release([block for digest, block in self._saving.items() if digest not in before])
 
-        def saved(self, batch, rows, result, real=HostCopies._saved):
+        def saved(self, batch, rows, result, real=TierController._saved):
             self._pool.acquire([entry.block for entry in batch if self._pool.num_holders(entry.block)])
             real(self, batch, rows, result)
 
-        monkeypatch.setattr(HostCopies, "_save_batch", save)
-        monkeypatch.setattr(HostCopies, "_saved", saved)
+        monkeypatch.setattr(TierController, "_save_batch", save)
+        monkeypatch.setattr(TierController, "_saved", saved)
     elif what == "a generation is skipped":
         monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._ledger.generations[block] // 2 * 2)
     elif what == "holds are ignored in eviction":
@@ -92,7 +92,7 @@ def broken(monkeypatch, what):
     elif what == "a request waits for all for ever":
         monkeypatch.setattr(rules, "WAIT_LIMIT_S", float("inf"))
     elif what == "what failed is found again":
-        monkeypatch.setattr(HostCopies, "discard", lambda self, load: None)
+        monkeypatch.setattr(TierController, "discard_load", lambda self, load: None)
     elif what == "a checksum is kept when its row changes hands":
         put = HostTier.put
 

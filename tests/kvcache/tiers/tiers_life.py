@@ -182,7 +182,7 @@ class InlineThreads:
     """
 
     def __init__(self, name: str, num_threads: int, queue: JobQueue, wake: Callable[[], None]) -> None:
-        self.queue = JobQueue(max_jobs=MAX_JOBS, max_bytes=3 * BLOCK_BYTES)
+        self.queue = JobQueue(MAX_JOBS)
         self.num_threads, self.under_way, self.ended = num_threads, [], []
         self.is_stopping = False
 
@@ -214,7 +214,6 @@ class InlineThreads:
             result = job.work()
         except Trouble as error:
             result = error
-        self.queue.done(job)
         self.ended.append((job, result))
         return True
 
@@ -264,7 +263,6 @@ class Life:
             self.index,
             self.stores,
             self.rules,
-            max_bytes=1,
             wake=lambda: None,
             clock=lambda: self.now_s,
             make_threads=InlineThreads,
@@ -310,13 +308,13 @@ class Life:
         prompt = PROMPTS[argument % len(PROMPTS)]
         seq = Seq(str(self.arrivals), prompt, argument // 128, self.now_s)
         self.waiting.append(seq)
-        self.tiers.fetch(seq.name, prompt.hashes, prompt.metas, len(self.pool.match(prompt.chain)))
+        self.tiers.fetches.fetch(seq.name, prompt.hashes, prompt.metas, len(self.pool.match(prompt.chain)))
 
     def admit(self, argument: int) -> None:
         if not self.waiting:
             return
         seq = self.waiting[argument % len(self.waiting)]
-        if self.tiers.is_waiting(seq.name):
+        if self.tiers.fetches.is_waiting(seq.name):
             return
         hashes, match = seq.prompt.hashes, self.pool.match(seq.prompt.chain)
         for digest, block in zip(hashes, match.blocks, strict=False):
@@ -337,7 +335,7 @@ class Life:
             chosen = range(len(match), len(match) + below)
             seq.load = self.tiers.load([hashes[i] for i in chosen], [BlockId(seq.blocks[i]) for i in chosen])
             seq.load_generations = [self.index.generation[slot] for slot in seq.load.rows]
-        self.tiers.end_fetch(seq.name)
+        self.tiers.fetches.end(seq.name)
         self.tiers.used(hashes[: len(match) + below], seq.priority)
         if self.rules.write == "selective":
             self.tiers.save([self.entry(seq, i) for i in range(len(match))])
@@ -395,9 +393,7 @@ class Life:
         while not load.is_over:
             assert load.rows and self.copies.step(0), "a load that nobody works on is awaited"
         now = [self.index.generation[slot] for slot in load.rows]
-        assert now == seq.load_generations or load not in self.tiers._between._loads, (
-            "a slot was handed out while it was read"
-        )
+        assert now == seq.load_generations or load not in self.tiers._loads, "a slot was handed out while it was read"
         return load
 
     def drop_blocks(self, seq: Seq) -> None:
@@ -413,7 +409,7 @@ class Life:
         seq = everyone[argument % len(everyone)]
         if seq.load is not None:
             self.settle(seq)
-        self.tiers.end_fetch(seq.name)
+        self.tiers.fetches.end(seq.name)
         if seq in self.running:
             self.running.remove(seq)
             self.drop_blocks(seq)
@@ -451,7 +447,7 @@ class Life:
         def told(num_coming: int) -> None:
             self.unanswered.remove(name)  # once
 
-        if not self.tiers.prefetch(name, prompt.hashes[here:], prompt.metas[here:], self.now_s + 5.0, told):
+        if not self.tiers.fetches.prefetch(name, prompt.hashes[here:], prompt.metas[here:], self.now_s + 5.0, told):
             self.unanswered.remove(name)
 
     def write_back(self, argument: int) -> None:
@@ -480,11 +476,11 @@ class Life:
     def poll(self, argument: int) -> None:
         self.tiers.poll()
         assert not self.copies.ended and not self.io.ended
-        deadline_s = self.tiers.next_deadline_s()
+        deadline_s = self.tiers.fetches.next_deadline_s()
         assert deadline_s is None or deadline_s > self.now_s, "an engine with nothing to do would step for ever"
         for seq in self.waiting:
             waited_s = self.now_s - seq.arrived_s
-            is_waiting = self.tiers.is_waiting(seq.name)
+            is_waiting = self.tiers.fetches.is_waiting(seq.name)
             assert not is_waiting or waited_s < 60.0, "a request waits for ever"
 
     def tick(self, argument: int) -> None:
@@ -524,10 +520,10 @@ class Life:
         pool, index = self.pool.counts(), self.index.counts()
         assert pool.free + pool.used + pool.cached == BLOCKS, "a block is lost"
         assert index.free + index.reserved + index.cached + index.leaving == SLOTS, "a slot is lost"
-        held = sum(len(load.rows) for load in self.tiers._between._loads) + self.tiers._offload._num_held
-        held += sum(len(fetch.held) for fetch in self.tiers._fetches._fetches.values())
+        held = sum(len(load.rows) for load in self.tiers._loads) + self.tiers._offload._num_held
+        held += sum(len(fetch.held) for fetch in self.tiers.fetches._fetches.values())
         assert sum(self.index.rows.holds.values()) == held, "a hold is lost or nobody's"
-        assert index.reserved == len(self.tiers._between._saving) + self.io.num_rows(Urgency.FETCH), (
+        assert index.reserved == len(self.tiers._saving) + self.io.num_rows(Urgency.FETCH), (
             "a reserved slot is nobody's"
         )
         assert self.io.num_rows(Urgency.OFFLOAD) == self.tiers._offload._num_held
@@ -547,8 +543,8 @@ class Life:
         for block in [block for seq in self.running for block in seq.blocks] + list(self.tiers.held_blocks()):
             holders[block] = holders.get(block, 0) + 1
         assert holders == {b: n for b in range(BLOCKS) if (n := self.pool.num_holders(b))}, "a reference is nobody's"
-        assert self.tiers.num_fetching <= len(self.waiting), "a fetch is nobody's"
-        assert len(self.unanswered) <= len(self.tiers._fetches._prefetches) <= MAX_JOBS * 2 + 2
+        assert len(self.tiers.fetches) <= len(self.waiting), "a fetch is nobody's"
+        assert len(self.unanswered) <= len(self.tiers.fetches._prefetches) <= MAX_JOBS * 2 + 2
         assert all(len(known) <= 4 * SLOTS for known in self.tiers._offload._known.values())
 
     def end(self, argument: int) -> None:
@@ -568,7 +564,7 @@ class Life:
         self.check()
         self.publish(0)
         assert not self.unanswered, "a prefetch was never answered"
-        assert not self.tiers._between._pin_when_saved and not self.tiers._fetches._prefetches
+        assert not self.tiers._pin_when_saved and not self.tiers.fetches._prefetches
         assert self.pool.counts().free == BLOCKS, "a block was never given back"
         assert self.index.counts().free == SLOTS, "a slot was never given back"
         assert not any(store.is_open for store in self.stores)
