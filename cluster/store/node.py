@@ -252,14 +252,8 @@ class StoreNode(SlabDelegate):
         """Of its rows; None before the size of blocks is known."""
         return None if self._index is None else self._index.counts()
 
-    def check(self) -> None:
-        """Raise AssertionError unless every row is accounted for."""
-        if self._index is not None:
-            self._index.check()
-
     def describe(self) -> bytes:
-        index = self._index
-        counts = None if index is None else index.counts()
+        index, counts = self._index, self.counts()
         cached = [] if index is None else [row for key in index.hashes() if (row := index.row(key)) is not None]
         return json.dumps(
             {
@@ -267,11 +261,8 @@ class StoreNode(SlabDelegate):
                 "epoch": self.epoch,
                 "capacity_bytes": self.memory.layout.num_bytes,
                 "block_bytes": self.block_bytes,
-                "rows": 0 if index is None else index.num_rows,
-                "blocks": 0 if counts is None else counts.cached,
-                "held": 0 if counts is None else counts.held,
-                "reserved": 0 if counts is None else counts.reserved,
-                "pinned": 0 if counts is None else counts.pinned,
+                "blocks": len(cached),
+                "rows": {} if counts is None else asdict(counts),
                 "used_bytes": sum(self._blocks[row].num_bytes for row in cached),
                 "evicted": 0 if index is None else index.num_evicted,
                 "holder_keys": len(self._holders),

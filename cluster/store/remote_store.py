@@ -65,7 +65,7 @@ class RemoteStore(CountingStore):
         self._client = StoreClient(
             options,
             codec=codec,
-            transit_bytes=codec.encoded_bytes(block_bytes) or codec.most_bytes(block_bytes),
+            transit_bytes=codec.most_bytes(block_bytes),
             memory=memory if self.is_shareable else None,
             shared=self.shared,
         )

@@ -38,9 +38,7 @@ class Codec(Protocol):
     """Blocks to bytes and back. Thread-safe."""
 
     name: str  # in settings and namespaces
-
-    def encoded_bytes(self, block_bytes: int) -> int | None:
-        """The encoded size of a block of `block_bytes`; None: it depends on the content."""
+    is_fixed: bool  # every block of one size has the same encoded size
 
     def most_bytes(self, block_bytes: int) -> int:
         """The largest encoded size of a block of `block_bytes`."""
@@ -55,10 +53,7 @@ class Codec(Protocol):
 class NoCodec:
     """Blocks as they are."""
 
-    name = "none"
-
-    def encoded_bytes(self, block_bytes: int) -> int | None:
-        return block_bytes
+    name, is_fixed = "none", True
 
     def most_bytes(self, block_bytes: int) -> int:
         return block_bytes
@@ -79,13 +74,10 @@ class LosslessCodec:
     than what zstd or LZ4 make of the same bytes (bench/results/2026-11-22-kv-cache.md).
     """
 
-    name = "lossless"
+    name, is_fixed = "lossless", False
 
     def __init__(self, dtype: str) -> None:
         self._width = ITEM_BYTES[dtype]
-
-    def encoded_bytes(self, block_bytes: int) -> int | None:
-        return None
 
     def most_bytes(self, block_bytes: int) -> int:
         plane = block_bytes // self._width
@@ -114,19 +106,16 @@ class LosslessCodec:
 class QuantisingCodec:
     """One byte per number and a 16-bit scale per group."""
 
+    is_fixed = True
+
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
         """`name`: "int8" or "fp8" (e4m3)."""
         self.name, self._dtype = name, dtype
         self._group = _group_of(head_dim)
 
-    def encoded_bytes(self, block_bytes: int) -> int | None:
+    def most_bytes(self, block_bytes: int) -> int:
         count = block_bytes // ITEM_BYTES[self._dtype]
         return count + 2 * (count // self._group)
-
-    def most_bytes(self, block_bytes: int) -> int:
-        size = self.encoded_bytes(block_bytes)
-        assert size is not None
-        return size
 
     def encode(self, block: memoryview) -> memoryview:
         made = quantise(np.frombuffer(block, np.uint8), self._dtype, self._group, self.name)
@@ -136,7 +125,7 @@ class QuantisingCodec:
         return np.concatenate((scales.view(np.uint8), codes)).data
 
     def decode(self, data: memoryview, into: memoryview) -> None:
-        if data.nbytes != self.encoded_bytes(into.nbytes):
+        if data.nbytes != self.most_bytes(into.nbytes):
             raise CodecError(f"{data.nbytes} bytes are no block of {into.nbytes} in {self.name}")
         count = into.nbytes // ITEM_BYTES[self._dtype]
         cut = 2 * (count // self._group)

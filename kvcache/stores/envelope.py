@@ -6,8 +6,7 @@ Everything read back is verified: a block of another model, truncated or changed
 import logging
 import struct
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import xxhash
 
@@ -70,17 +69,6 @@ class EnvelopeStore(CountingStore):
         self.name, self._block_bytes, self._namespace = name, block_bytes, namespace
         self._codec = codec or NoCodec()
         self._lock, self._back_off = threading.Lock(), BackOff()
-
-    def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        return self.contains(hashes)
-
-    @abstractmethod
-    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """See BlockStore."""
-
-    @abstractmethod
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """See BlockStore."""
 
     def _sealed(self, digest: BlockHash, block: memoryview) -> bytes | None:
         """A block's envelope; None: the codec cannot encode it."""

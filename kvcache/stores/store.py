@@ -5,6 +5,7 @@ and may be called from several threads at once; only the tier controller's I/O t
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -94,8 +95,8 @@ class SharingStore(BlockStore, Protocol):
         """The host tier has these blocks from now on, and no longer has those. Called on the engine's thread."""
 
 
-class CountingStore:
-    """What stores outside this process share: totals of what is loaded and stored. Thread-safe."""
+class CountingStore(ABC):
+    """What all stores share: totals of what is loaded and stored. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._count_lock, self._stats = clock, threading.Lock(), StoreStats()
@@ -128,17 +129,25 @@ class CountingStore:
         self.count(stored_blocks=len(stored), rejected_blocks=len(new) - len(stored), store_s=self._clock() - began_s)
         return [digest in kept or digest in stored for digest in hashes]
 
+    @abstractmethod
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """See BlockStore."""
+
+    @abstractmethod
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """See BlockStore."""
+
     def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which of these blocks are stored, as `store` asks before it writes."""
-        raise NotImplementedError
+        return self.contains(hashes)
 
+    @abstractmethod
     def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """`load` without counting."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
         """Store blocks that are not stored yet; returns which are now."""
-        raise NotImplementedError
 
 
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0

@@ -6,12 +6,13 @@ Owns locks, manifests, and the treatment of subfolders of other namespaces. Segm
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.stores.disk.format import Geometry
@@ -25,11 +26,11 @@ _LOCK, _MANIFEST = "lock", "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class FolderManifest:
-    """The manifest of a subfolder. `record_bytes` is 0 until the size of records is known."""
+    """The manifest of a subfolder. Sizes are 0 until the size of records is known."""
 
     fields: dict[str, str]
-    record_bytes: int = 0
-    rows_per_segment: int = 0
+    record_bytes: int
+    rows_per_segment: int
 
 
 class WorkerFolder:
@@ -60,10 +61,8 @@ class WorkerFolder:
         sizes = (geometry.record_bytes, geometry.rows_per_segment) if geometry else (0, 0)
         manifest = FolderManifest(dict(namespace.fields), *sizes)
         new = self.path / f"{_MANIFEST}.new"
-        with open(new, "w") as file:
-            json.dump(
-                {"fields": manifest.fields, "record_bytes": sizes[0], "rows_per_segment": sizes[1]}, file, indent=1
-            )
+        with open(new, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.path / _MANIFEST)
@@ -148,12 +147,10 @@ def _subfolders(root: Path) -> list[Path]:
 def _read_manifest(path: Path) -> FolderManifest | None:
     """None: missing or unreadable; the files beside it then belong to no namespace."""
     try:
-        data = json.loads((path / _MANIFEST).read_text())
-        fields = {str(name): str(value) for name, value in data["fields"].items()}
-        return FolderManifest(fields, int(data["record_bytes"]), int(data["rows_per_segment"]))
+        return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=FolderManifest)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except msgspec.DecodeError as error:
         logger.warning("%s has an unreadable manifest (%s): its blocks are discarded", path, error)
         return None
 

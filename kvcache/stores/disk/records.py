@@ -176,7 +176,6 @@ class Segments:
 class ReadItem:
     """One block to load, and after `read` its result."""
 
-    index: int  # in the caller's order
     header: RecordHeader
     into: memoryview
     is_done: bool = False
@@ -187,7 +186,6 @@ class ReadItem:
 class WriteItem:
     """One block to store in a row reserved for it, and after `write` its result."""
 
-    index: int  # in the caller's order
     row: int
     sequence: int
     digest: BlockHash
@@ -196,7 +194,6 @@ class WriteItem:
     header: RecordHeader | None = None  # set when it is on the disk
     error: OSError | None = None
     is_unfit: bool = False  # encoded, it is larger than a record
-    is_rejected: bool = False  # it cannot be encoded
 
 
 _Item = TypeVar("_Item", ReadItem, WriteItem)
@@ -343,7 +340,6 @@ class RecordIo:
                 encoded = self._codec.encode(item.block)
             except CodecError as error:
                 logger.warning("a block is not stored on disk: %s", error)
-                item.is_rejected = True
                 return None
             if encoded.nbytes > room.nbytes:
                 item.is_unfit = True

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,7 @@ class DiskStore(CountingStore):
         Raises:
             StoreError: not writable, too small for a block, or (with foreign="refuse") of another namespace.
         """
-        least = smallest_limit(self._codec.encoded_bytes(self.block_bytes) or self.block_bytes)
+        least = smallest_limit(self._codec.most_bytes(self.block_bytes) if self._codec.is_fixed else self.block_bytes)
         if self.limit_bytes < least:
             raise StoreError(
                 str(self.path),
@@ -119,9 +119,8 @@ class DiskStore(CountingStore):
             elif manifest.record_bytes:
                 self._open_volume(manifest.record_bytes - PAGE_BYTES, manifest.rows_per_segment)
                 return
-            size = self._codec.encoded_bytes(self.block_bytes)
-            if size is not None:
-                self._open_volume(size, None)
+            if self._codec.is_fixed:
+                self._open_volume(self._codec.most_bytes(self.block_bytes), None)
         except OSError as error:
             self._close_folder()
             raise StoreError(str(folder.path), f"{error.strerror}: {self._remedy(error)}") from error
@@ -190,24 +189,19 @@ class DiskStore(CountingStore):
         with self._visit() as volume:
             outcome = Outcome() if volume is None else volume.load(hashes, into)
             self._note(outcome)
-            return [index in outcome.done for index in range(len(hashes))]
+            return [digest in outcome.done for digest in hashes]
 
-    def store(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
-    ) -> list[bool]:
-        """Store copies: see BlockStore. False also for blocks that the admission filter refuses."""
-        began_s = self._clock()
-        self._fit_records(blocks)
+    def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
+        """Without the blocks that the admission filter refuses."""
+        self._fit_records([block for block, _ in new.values()])
         with self._visit() as volume:
-            outcome = Outcome(num_rejected=len(hashes)) if volume is None else volume.store(hashes, blocks, metas)
+            outcome = Outcome() if volume is None else volume.store(new)
             self._note(outcome)
             with self._lock:
                 self._num_unfit += outcome.num_unfit
                 self._num_fit += outcome.num_written
-        self.count(
-            stored_blocks=outcome.num_written, rejected_blocks=outcome.num_rejected, store_s=self._clock() - began_s
-        )
-        return [index in outcome.done for index in range(len(hashes))]
+        self.count(stored_blocks=outcome.num_written - len(outcome.done))
+        return outcome.done
 
     def _note(self, outcome: Outcome) -> None:
         """Count and log what went wrong."""
@@ -251,12 +245,6 @@ class DiskStore(CountingStore):
             capacity_bytes=capacity,
             evicted_blocks=stats.evicted_blocks + num_evicted,
         )
-
-    def check(self) -> None:
-        """Raise AssertionError unless every row is in exactly one state."""
-        with self._visit() as volume:
-            if volume is not None:
-                volume.check()
 
     # ---- the volume in use, and its replacement
 
@@ -302,7 +290,7 @@ class DiskStore(CountingStore):
 
     def _fit_records(self, blocks: Sequence[memoryview]) -> None:
         """Where encoded sizes vary, choose the size of records from a sample; again when too many blocks do not fit."""
-        if self._codec.encoded_bytes(self.block_bytes) is not None or not blocks:
+        if self._codec.is_fixed or not blocks:
             return
         with self._lock:
             is_outgrown = self._num_unfit >= max(_UNFIT_LIMIT, self._num_fit // 8)

@@ -7,7 +7,8 @@ in the outcome, not raised.
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.kvcache.index.tier_index import TierIndex
@@ -21,13 +22,12 @@ _RETRY_S = 60.0  # before segments that the disk had no room for are tried again
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of a call; indices are the caller's."""
+    """The result of a call."""
 
-    done: set[int] = field(default_factory=set)
-    num_written: int = 0
+    done: set[BlockHash] = field(default_factory=set)
+    num_written: int = 0  # of those, others were written by another thread meanwhile
     num_corrupt: int = 0
-    num_rejected: int = 0  # not admitted, no room, or too large once encoded
-    num_unfit: int = 0  # of those, too large once encoded
+    num_unfit: int = 0  # too large once encoded
     errors: list[OSError] = field(default_factory=list)
 
 
@@ -102,20 +102,13 @@ class Volume:
                 return 0
             return self._index.pin(hashes, self._clock() + ttl_s)
 
-    def check(self) -> None:
-        """Raise AssertionError unless index and headers agree."""
-        with self._lock:
-            self._index.check()
-            for digest in self._index.hashes():
-                assert self._headers[digest].row == self._index.row(digest), "a header names another row"
-
     # ---- loading
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> Outcome:
         """Read and verify the blocks that are here."""
         with self._lock:
-            here = [index for index, digest in enumerate(hashes) if digest in self._index]
-            items = [ReadItem(index, self._headers[hashes[index]], into[index]) for index in here]
+            entries = zip(hashes, into, strict=True)
+            items = [ReadItem(self._headers[digest], view) for digest, view in entries if digest in self._index]
             held = self._index.hold([item.header.digest for item in items])
         try:
             self._records.read(items)
@@ -125,18 +118,16 @@ class Volume:
             with self._lock:
                 self._index.use([item.header.digest for item in items if item.is_done], self._clock())
                 self._index.unhold(held)
-        outcome = Outcome({item.index for item in items if item.is_done})
-        outcome.errors = [item.error for item in items if item.error is not None]
-        outcome.num_corrupt = len(bad) - len({item.header.digest for item in items if item.error is not None})
-        return outcome
+        failed = {item.header.digest: item.error for item in items if item.error is not None}
+        done = {item.header.digest for item in items if item.is_done} - bad.keys()
+        return Outcome(done, num_corrupt=len(bad) - len(failed), errors=list(failed.values()))
 
     def _discard(self, rows: dict[BlockHash, int]) -> None:
         """Forget these entries, whose rows are held, here and for later processes."""
         if not rows:
             return
         with self._lock:
-            mine = [digest for digest, row in rows.items() if self._index.row(digest) == row]
-            self._forget(mine)
+            self._forget([digest for digest, row in rows.items() if self._index.row(digest) == row])
         self._erase(rows.values())
 
     def _forget(self, hashes: Iterable[BlockHash]) -> None:
@@ -156,7 +147,7 @@ class Volume:
         """Delete these blocks, here and for later processes."""
         with self._lock:
             unwanted = set(hashes)
-            self._wait_for_writes(lambda: unwanted & (self._writing.keys() | self._overwritten()))
+            self._wait_for_writes(lambda: unwanted & {*self._writing, *map(self._stale.get, self._writing.values())})
             here = [digest for digest in unwanted if digest in self._index]
             held = self._index.hold(here)
             self._forget(here)
@@ -170,10 +161,6 @@ class Volume:
             self._index.cancel(stale)
         return Outcome(errors=[error] if error is not None else [])
 
-    def _overwritten(self) -> set[BlockHash]:
-        """Evicted blocks whose rows are being written."""
-        return {self._stale[row] for row in self._writing.values() if row in self._stale}
-
     def _wait_for_writes(self, concern: Callable[[], object]) -> None:
         """Wait until `concern()` is empty: other threads' writes, which always end."""
         while concern():
@@ -181,13 +168,15 @@ class Volume:
 
     # ---- storing
 
-    def store(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]) -> Outcome:
+    def store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> Outcome:
         """Store the blocks that are admitted and find room."""
         outcome = Outcome()
         with self._lock:
-            held = self._index.hold([digest for digest in hashes if digest in self._index])
-            wanted = self._wanted(hashes, metas, outcome)
-            items = self._items(wanted, hashes, blocks, metas, outcome)  # not evicting the prompt's own prefix
+            parents = {
+                meta.parent for _, meta in new.values() if meta.parent is not None and meta.parent in self._index
+            }
+            held = self._index.hold(parents)  # do not evict what these continue
+            items = self._items(new, outcome)
             self._index.unhold(held)
             self._writing.update((item.digest, item.row) for item in items)
         try:
@@ -195,39 +184,25 @@ class Volume:
         finally:
             with self._lock:
                 self._settle(items, outcome)
-                self._wait_for_writes(lambda: self._writing.keys() & hashes)
-                outcome.done = {index for index, digest in enumerate(hashes) if digest in self._index}
+                self._wait_for_writes(lambda: self._writing.keys() & new.keys())
+                outcome.done = {digest for digest in new if digest in self._index}
         return outcome
 
-    def _wanted(self, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], outcome: Outcome) -> list[int]:
-        """Indices of the blocks to write. Each offer of a block is counted once by the admission filter."""
-        wanted: dict[BlockHash, int] = {}
-        for index, (digest, meta) in enumerate(zip(hashes, metas, strict=True)):
-            if digest in self._index or digest in self._writing or digest in wanted:
+    def _items(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]], outcome: Outcome) -> list[WriteItem]:
+        """Reserve rows for the admitted blocks, as many as find room, from the start of the prompt on."""
+        admitted: defaultdict[str, list[BlockHash]] = defaultdict(list)  # by tenant
+        for digest, (_, meta) in new.items():  # each offer is counted once by the admission filter
+            if digest in self._index or digest in self._writing:
                 continue
             if self._index.wants(digest) or meta.priority > 0 or meta.pin_s > 0:
-                wanted[digest] = index
-            else:
-                outcome.num_rejected += 1
-        return list(wanted.values())
-
-    def _items(
-        self,
-        wanted: Sequence[int],
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[memoryview],
-        metas: Sequence[BlockMeta],
-        outcome: Outcome,
-    ) -> list[WriteItem]:
-        """Reserve rows for as many as find room, from the start of the prompt on."""
+                admitted[meta.tenant].append(digest)
         items: list[WriteItem] = []
-        for tenant in dict.fromkeys(metas[index].tenant for index in wanted):
-            mine = [index for index in wanted if metas[index].tenant == tenant]
+        for tenant, mine in admitted.items():
             rows = self._reserve(len(mine), tenant, outcome)
-            outcome.num_rejected += len(mine) - len(rows)
-            for index, row in zip(mine, sorted(rows), strict=False):
+            for digest, row in zip(mine, sorted(rows), strict=False):
                 self._sequence += 1
-                items.append(WriteItem(index, row, self._sequence, hashes[index], metas[index], blocks[index]))
+                block, meta = new[digest]
+                items.append(WriteItem(row, self._sequence, digest, meta, block))
         return items
 
     def _reserve(self, count: int, tenant: str, outcome: Outcome) -> list[int]:
@@ -282,7 +257,6 @@ class Volume:
                 continue
             self._index.cancel((item.row,))
             outcome.num_unfit += item.is_unfit
-            outcome.num_rejected += item.is_unfit or item.is_rejected
             if item.error is not None and item.error not in outcome.errors:
                 outcome.errors.append(item.error)
         self._write_ended.notify_all()

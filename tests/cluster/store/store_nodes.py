@@ -108,7 +108,8 @@ class Nodes:
             client.close()
         for name, service in self.services.items():
             self.run(service.aclose())
-            service.node.check()
+            if service.node._index is not None:
+                service.node._index.check()
             counts = service.node.counts()
             assert counts is None or (counts.held, counts.reserved, counts.leaving) == (0, 0, 0), (
                 f"{name} leaks: {counts}"

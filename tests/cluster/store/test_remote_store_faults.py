@@ -189,7 +189,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(make_nodes):
     until(lambda: service.node.counts().reserved == 0, "nothing is reserved for it")
     known = [n.to_bytes(16, "little") for n in range(16, 16 + service.node.stats.kept)]
     assert sum(get(store, known)) > 0
-    service.node.check()
+    service.node._index.check()
 
 
 def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
-from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, fetch, keep
+from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, check, fetch, keep
 
 
 def mount(path, size):
@@ -39,7 +39,7 @@ def main(path):
     assert 16 <= stats.num_blocks <= 42, stats  # half of 1 MiB, less what is not whole segments
     assert stats.failures >= 1
     assert assert_right(chain(8, salt="39")[0], fetch(store, chain(8, salt="39")[0])) == 8
-    store.check()
+    check(store)
     filler.unlink()
     now[0] = 61.0
     for number in range(40):

@@ -55,6 +55,16 @@ def assert_right(hashes, blocks):
     return len(served)
 
 
+def check(store):
+    """AssertionError unless every row of a disk store is in exactly one state, and index and headers agree."""
+    with store._visit() as volume:
+        if volume is not None:
+            with volume._lock:
+                volume._index.check()
+                for digest in volume._index.hashes():
+                    assert volume._headers[digest].row == volume._index.row(digest), "a header names another row"
+
+
 class StoreContract:
     outlives_close = True
     keeps_a_limit = True

@@ -93,7 +93,7 @@ def test_quantised_numbers_are_within_half_a_step_of_their_groups_largest(dtype,
     largest = np.abs(was).max(axis=1, keepdims=True)
     bound = largest * largest_error if name == "int8" else np.abs(was) * largest_error + largest * 2**-9 / 448
     assert (np.abs(now - was) <= bound + np.abs(was) * relative + 1e-6 * largest).all()
-    assert encoded.nbytes == codec.encoded_bytes(len(block)) == was.size * (1 + 2 / 64)
+    assert encoded.nbytes == codec.most_bytes(len(block)) == was.size * (1 + 2 / 64)
     assert decoded != block
 
 

@@ -22,6 +22,7 @@ from tests.kvcache.stores.store_contract import (
     StoreContract,
     assert_right,
     chain,
+    check,
     content,
     fetch,
     keep,
@@ -62,7 +63,7 @@ def open_disk(tmp_path):
 
     yield open_disk
     for store in stores:
-        store.check()
+        check(store)
         store.close()
 
 

@@ -18,7 +18,7 @@ from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.disk.volume import Volume
 from kvrelay.kvcache.stores.namespace import Namespace
 from tests.kvcache.stores import disk_writer
-from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, content, fetch, keep
+from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, check, content, fetch, keep
 
 SLOT_BYTES = BLOCK_BYTES + PAGE_BYTES
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,7 +43,7 @@ def open_disk(tmp_path):
 
     yield open_disk
     for store in stores:
-        store.check()
+        check(store)
         store.close()
 
 
@@ -178,7 +178,7 @@ def test_nothing_wrong_is_served_after_kill_9_in_the_middle_of_writes(tmp_path):
         for past in range(max(0, number - 100), number):
             hashes, _ = disk_writer.prompt(past)
             num_served += assert_right(hashes, fetch(store, hashes))
-        store.check()
+        check(store)
         assert store.stats().failures == 0
         store.close()
     assert num_served >= 4 * 20
