@@ -24,7 +24,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS, Route, offered
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import PairReport, Reason, TransferResult, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Reader, Transport
-from kvrelay.kvtransfer.transports.discovery import this_machine
+from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls

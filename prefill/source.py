@@ -21,7 +21,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import Reason, Ticket, TransferResult, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.kvtransfer.transports.discovery import this_machine
+from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source_link import WINDOW_BYTES, TargetAddress, TargetLink, TargetLinks
 from kvrelay.settings.transfer import TransferSettings

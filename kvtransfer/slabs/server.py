@@ -15,7 +15,7 @@ from kvrelay.errors import BackendUnavailable, ConnectionLost, PlaneError, Proto
 from kvrelay.kvtransfer.slabs import messages as wire
 from kvrelay.kvtransfer.slabs.messages import MISSING
 from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, SlabReader, StuckRead
-from kvrelay.kvtransfer.transports.discovery import this_machine
+from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls

@@ -23,8 +23,7 @@ from kvrelay.kvtransfer.mover.verification import ArrivingRead, Checksums
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, PoolExports, Route, untried
 from kvrelay.kvtransfer.slabs.messages import SlabOffer
 from kvrelay.kvtransfer.transports.base import Reader, Transport
-from kvrelay.kvtransfer.transports.discovery import this_machine
-from kvrelay.kvtransfer.transports.topology import Topology
+from kvrelay.kvtransfer.transports.topology import Topology, this_machine
 from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)

@@ -1,42 +1,53 @@
-"""Where a worker's memory and its network cards are, and which paths between two workers that speaks for.
+"""Which transports can connect two workers, and which network cards NIXL should use for a worker's memory.
 
-Plain data and pure functions; discovery.py fills the data from the machine. A `Topology` crosses
-the wire in the handshake. Nothing here says that a path works: transports find that out.
+NICs, PCI buses and NUMA nodes come from sysfs, GPUs' PCI addresses from torch where it is loaded (not run on hardware).
+Whatever cannot be read is left out or unknown. A `Topology` crosses the wire in the handshake. Nothing here says that a
+path works: transports find that out.
 """
 
-from collections.abc import Sequence
-from enum import IntEnum
+import contextlib
+import itertools
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from kvrelay.machine import UNKNOWN_NODE
+from kvrelay.kvtransfer.transports.base import host_id
+from kvrelay.machine import UNKNOWN_NODE, entries, node_cpus, text
 
-_SWITCH_DEPTH = 2  # host bridge and root port in common: what lies below is one PCIe switch
+logger = logging.getLogger(__name__)
+
 _MULTI_RAIL_RATIO = 2.0  # a NIC this much slower than the fastest is no rail beside it
+_PCI = re.compile(r"pci[0-9a-f]+:[0-9a-f]+|[0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+_ETHERNET = "1"  # ARPHRD_ETHER
+_TOKEN = secrets.token_hex(8)
 
 
-class Nic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One network device. `pci_path`: its PCI host bridge, bridges and own address, outermost first; empty: virtual."""
+class PciDevice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a NIC or GPU is. `pci_path`: host bridge, bridges and own address, outermost first; empty: virtual."""
 
-    name: str
+    name: str  # "cuda:n" for a GPU, as this process numbers it
+    numa_node: int = UNKNOWN_NODE
+    pci_path: list[str] = []
+
+
+class Nic(PciDevice, frozen=True, kw_only=True, omit_defaults=True):
+    """One network device."""
+
     kind: Literal["rdma", "ethernet"]
     is_up: bool
-    gbit_per_s: float = 0.0  # 0: unknown
+    gbit_per_s: float = 0.0  # of an RDMA device; 0: unknown
     port: int = 1  # of an RDMA device
-    numa_node: int = UNKNOWN_NODE
-    pci_path: list[str] = []
     addresses: list[str] = []  # IP
-
-
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One GPU as this process numbers it. GPUs of one `nvlink_domain` reach each other over NVLink."""
-
-    index: int
-    nvlink_domain: str = ""  # fabric cluster and clique, else the host
-    numa_node: int = UNKNOWN_NODE
-    pci_path: list[str] = []
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,90 +56,154 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: str  # equal on one host; "": unknown
     process: str  # different in every process
     numa_node: int = UNKNOWN_NODE  # of all cores that the process may use, where they have one in common
-    numa_distances: list[list[int]] = []  # [from node][to node], 10 = the same
     nics: list[Nic] = []
-    gpus: list[Gpu] = []
-
-    def gpu(self, device: str) -> Gpu | None:
-        """The GPU that "cuda:n" names, where it is known."""
-        kind, _, index = device.partition(":")
-        wanted = int(index or 0)
-        return next((gpu for gpu in self.gpus if kind == "cuda" and gpu.index == wanted), None)
+    gpus: list[PciDevice] = []
 
 
-# ---- affinity
+# ---- discovery
 
 
-class Near(IntEnum):
-    """How near a NIC is to memory, nearest first."""
-
-    SWITCH = 0
-    HOST_BRIDGE = 1
-    NODE = 2
-    FAR = 3
-    UNKNOWN = 4
+def this_machine() -> Topology:
+    """Read once (milliseconds, blocking); a NIC that comes up later is found by the next process."""
+    return _machine_of(os.getpid())  # a forked child is another process
 
 
-class Affinity(msgspec.Struct, frozen=True, order=True):
-    """Orders NICs by the way between them and a device."""
-
-    near: Near
-    cost: int  # PCI num_bridges on the way, or the NUMA distance
-    text: str
-
-
-def affinity(topology: Topology, nic: Nic, device: str) -> Affinity:
-    """How far it is from `nic` to the memory of `device` ("cpu": the process's cores): PCIe first, then NUMA."""
-    gpu = topology.gpu(device)
-    if gpu is not None and gpu.pci_path and nic.pci_path:
-        shared = _common_prefix(gpu.pci_path, nic.pci_path)
-        num_bridges = len(gpu.pci_path) + len(nic.pci_path) - 2 * shared
-        if shared >= _SWITCH_DEPTH:
-            return Affinity(Near.SWITCH, num_bridges, f"same PCIe switch as {device}")
-        if shared:
-            return Affinity(Near.HOST_BRIDGE, num_bridges, f"same PCIe host bridge as {device}")
-    node = gpu.numa_node if gpu is not None else topology.numa_node
-    whose = device if gpu is not None else "the worker's cores"
-    if UNKNOWN_NODE in (node, nic.numa_node):
-        return Affinity(Near.UNKNOWN, 0, f"affinity to {whose} unknown")
-    if node == nic.numa_node:
-        return Affinity(Near.NODE, 10, f"same NUMA node as {whose}")
-    distance = _distance(topology.numa_distances, node, nic.numa_node)
-    return Affinity(Near.FAR, distance, f"NUMA distance {distance} from {whose}")
+@lru_cache(maxsize=1)
+def _machine_of(pid: int) -> Topology:
+    return discover(
+        Path("/sys"),
+        host=host_id(),
+        process=f"{_TOKEN}-{pid}",
+        cores=os.sched_getaffinity(0),
+        addresses=_addresses(),
+        gpu_addresses=_gpu_addresses(),
+    )
 
 
-def _common_prefix(first: Sequence[str], second: Sequence[str]) -> int:
-    count = 0
-    for mine, theirs in zip(first, second, strict=False):
-        if mine != theirs:
-            break
-        count += 1
-    return count
+def discover(
+    root: Path,
+    *,
+    host: str,
+    process: str,
+    cores: Iterable[int] = (),
+    addresses: Mapping[str, Sequence[str]] | None = None,
+    gpu_addresses: Sequence[str] = (),
+) -> Topology:
+    """The topology that the sysfs at `root` shows.
 
-
-def _distance(distances: list[list[int]], node: int, other: int) -> int:
-    try:
-        return distances[node][other]
-    except IndexError:
-        return 255  # what the kernel calls unreachable; here: unknown
-
-
-def best_nics(topology: Topology, device: str) -> list[Nic]:
-    """The NICs that a transfer from or to `device` should use: RDMA if any is up, nearest first, fastest first.
-
-    Only those of the nearest kind, and none that is much slower than the fastest of them.
+    Args:
+        cores: that the process may use.
+        addresses: IP addresses of network devices, by name.
+        gpu_addresses: PCI address of each GPU, in this process's order.
     """
-    up = [nic for nic in topology.nics if nic.is_up]
-    rdma = [nic for nic in up if nic.kind == "rdma"]
-    candidates = rdma or [nic for nic in up if nic.pci_path]
-    if not candidates:
+    node_of = node_cpus(root)
+    nodes = {node_of.get(core, UNKNOWN_NODE) for core in cores}
+    gpus = {f"cuda:{index}": root / "bus/pci/devices" / address for index, address in enumerate(gpu_addresses)}
+    return Topology(
+        host=host,
+        process=process,
+        numa_node=nodes.pop() if len(nodes) == 1 else UNKNOWN_NODE,
+        nics=[*_rdma_nics(root), *_ethernet_nics(root, addresses or {})],
+        gpus=[
+            PciDevice(name=name, numa_node=_numa_node(device), pci_path=_pci_path(device))
+            for name, device in gpus.items()
+        ],
+    )
+
+
+def _number(written: str, default: int) -> int:
+    match = re.match(r"-?\d+", written)
+    return int(match.group()) if match else default
+
+
+def _pci_path(device: Path) -> list[str]:
+    """Host bridge, bridges, device: those parts of the resolved path that are PCI addresses."""
+    with contextlib.suppress(OSError):
+        return [part for part in device.resolve(strict=True).parts if _PCI.fullmatch(part)]
+    return []
+
+
+def _numa_node(device: Path) -> int:
+    """Of the device or of what it is plugged into (a virtio device has none of its own)."""
+    with contextlib.suppress(OSError):
+        where = device.resolve()
+        while _pci_path(where):
+            node = _number(text(where / "numa_node"), UNKNOWN_NODE)
+            if node != UNKNOWN_NODE:
+                return node
+            where = where.parent
+    return UNKNOWN_NODE
+
+
+def _rdma_nics(root: Path) -> Iterator[Nic]:
+    for folder in entries(root / "class/infiniband"):
+        for port in entries(folder / "ports"):
+            rate = re.match(r"[\d.]+", text(port / "rate"))
+            yield Nic(
+                name=folder.name,
+                kind="rdma",
+                port=_number(port.name, 1),
+                is_up="ACTIVE" in text(port / "state"),
+                gbit_per_s=float(rate.group()) if rate else 0.0,
+                numa_node=_numa_node(folder / "device"),
+                pci_path=_pci_path(folder / "device"),
+            )
+
+
+def _ethernet_nics(root: Path, addresses: Mapping[str, Sequence[str]]) -> Iterator[Nic]:
+    for folder in entries(root / "class/net"):
+        if text(folder / "type") == _ETHERNET:
+            is_up, known = text(folder / "operstate") == "up", list(addresses.get(folder.name, ()))
+            yield Nic(name=folder.name, kind="ethernet", is_up=is_up, addresses=known)
+
+
+def _addresses() -> dict[str, list[str]]:
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def _gpu_addresses() -> list[str]:
+    """PCI addresses in torch's order. Only a process that has torch loaded has a pool on a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
         return []
-    by_way = {nic.name: affinity(topology, nic, device) for nic in candidates}
-    nearest = min((by_way[nic.name].near, by_way[nic.name].cost) for nic in candidates)
-    near = [nic for nic in candidates if (by_way[nic.name].near, by_way[nic.name].cost) == nearest]
-    fastest = max(nic.gbit_per_s for nic in near)
+    try:
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0" for p in devices]
+    except (AttributeError, RuntimeError) as error:
+        logger.info("the GPUs' PCI addresses are unknown: %s", error)
+        return []
+
+
+# ---- network cards
+
+
+def rdma_nics(topology: Topology, device: str) -> list[Nic]:
+    """The RDMA NICs that a transfer from or to `device` ("cuda:n"; "cpu": the process's cores) should use.
+
+    Only those nearest to it, by PCI bridges in common and then by NUMA node, and none that is much slower than the
+    fastest of them; fastest first.
+    """
+    cores = PciDevice(name="cpu", numa_node=topology.numa_node)
+    memory = next((gpu for gpu in topology.gpus if gpu.name == device), cores)
+    up = [(_nearness(memory, nic), nic) for nic in topology.nics if nic.is_up and nic.kind == "rdma"]
+    nearest = max((nearness for nearness, _ in up), default=None)
+    near = [nic for nearness, nic in up if nearness == nearest]
+    fastest = max((nic.gbit_per_s for nic in near), default=0.0)
     rails = [nic for nic in near if nic.gbit_per_s * _MULTI_RAIL_RATIO >= fastest]
     return sorted(rails, key=lambda nic: (-nic.gbit_per_s, nic.name))
+
+
+def _nearness(memory: PciDevice, nic: Nic) -> tuple[int, bool]:
+    """(PCI bridges in common, same NUMA node): more is nearer."""
+    pairs = zip(memory.pci_path, nic.pci_path, strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return shared, memory.numa_node == nic.numa_node != UNKNOWN_NODE
 
 
 def ucx_devices(topology: Topology, device: str, host: str) -> list[str]:
@@ -139,13 +214,11 @@ def ucx_devices(topology: Topology, device: str, host: str) -> list[str]:
     """
     if _is_loopback(host):
         return ["lo"]
-    up = [nic for nic in topology.nics if nic.is_up]
-    own = [nic.name for nic in up if nic.kind == "ethernet" and host in nic.addresses]
-    rdma = [nic for nic in best_nics(topology, device) if nic.kind == "rdma"]
-    if rdma:
+    ethernet = [nic for nic in topology.nics if nic.is_up and nic.kind == "ethernet"]
+    own = [nic.name for nic in ethernet if host in nic.addresses]
+    if rdma := rdma_nics(topology, device):
         return [f"{nic.name}:{nic.port}" for nic in rdma] + own
-    num_ethernet = sum(nic.kind == "ethernet" for nic in up)
-    return own if num_ethernet > 1 else []
+    return own if len(ethernet) > 1 else []
 
 
 def _is_loopback(host: str) -> bool:
@@ -155,21 +228,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# ---- ranking
-
-_IN_PROCESS = ("loopback",)
-_BETWEEN_PROCESSES = ("tcp", "nixl")  # also between hosts; every other name is a transport of one host
-
-
-class PathKind(IntEnum):
-    """Kinds of paths, best first."""
-
-    PROCESS = 0
-    HOST = 1
-    NVLINK = 2
-    RDMA = 3
-    TCP = 4
-    TCP_BY_UCX = 5
+# ---- paths
 
 
 def rank_paths(
@@ -178,69 +237,21 @@ def rank_paths(
     """(transport, why), best first; transports that cannot reach from one to the other are left out.
 
     Args:
-        offers: what both sides can use, best first; keeps its order among equals.
+        offers: what both sides can use, best first: that order stands, but UCX over TCP comes last.
     """
-    ranked: list[tuple[PathKind, str, str]] = []
-    for name in offers:
-        path = _path(name, source, target, source_device, target_device)
-        if path is not None:
-            ranked.append((path[0], name, path[1]))
-    ranked.sort(key=lambda entry: entry[0])
-    return [(name, why) for _, name, why in ranked]
-
-
-def _path(
-    name: str, source: Topology, target: Topology, source_device: str, target_device: str
-) -> tuple[PathKind, str] | None:
     is_same_host = bool(source.host) and source.host == target.host
-    if name in _IN_PROCESS:
-        is_same_process = is_same_host and source.process == target.process
-        return (PathKind.PROCESS, "same process") if is_same_process else None
-    if name not in _BETWEEN_PROCESSES:
-        return (PathKind.HOST, "same host") if is_same_host else None
-    if name == "tcp":
-        return PathKind.TCP, _tcp(source, target, is_same_host=is_same_host)
-    return _nixl(source, target, source_device, target_device, is_same_host=is_same_host)
-
-
-def _nixl(
-    source: Topology, target: Topology, source_device: str, target_device: str, *, is_same_host: bool
-) -> tuple[PathKind, str]:
-    gpus = source.gpu(source_device), target.gpu(target_device)
-    if gpus[0] is not None and gpus[1] is not None and gpus[0].nvlink_domain:
-        if gpus[0].nvlink_domain == gpus[1].nvlink_domain:
-            return PathKind.NVLINK, f"NVLink domain {gpus[0].nvlink_domain}, {source_device} to {target_device}"
-    elif is_same_host:
-        return PathKind.HOST, "same host, through UCX"
-    ways = (_rdma(source, source_device), _rdma(target, target_device))
-    if ways[0] and ways[1]:
-        return PathKind.RDMA, f"RDMA {ways[0]}, to {ways[1]}"
-    why = _tcp(source, target, is_same_host=is_same_host)
-    return (
-        PathKind.TCP_BY_UCX,
-        f"{why} through UCX: slow, and a target that dies during a read can take the source down",
-    )
-
-
-def _rdma(topology: Topology, device: str) -> str:
-    """The NIC that a transfer of this device would use, with its affinity; "" where there is none."""
-    nics = [nic for nic in best_nics(topology, device) if nic.kind == "rdma"]
-    return ", ".join((*_named(nics[0]), affinity(topology, nics[0], device).text)) if nics else ""
-
-
-def _tcp(source: Topology, target: Topology, *, is_same_host: bool) -> str:
     if is_same_host:
-        return "TCP on one host"
-    ends = [_named(nics[0])[0] for nics in (_ethernet(source), _ethernet(target)) if nics]
-    slowest = min((nics[0].gbit_per_s for nics in (_ethernet(source), _ethernet(target)) if nics), default=0.0)
-    speed = f", {slowest:g} Gb/s" if slowest else ""
-    return f"TCP {' to '.join(ends)}{speed}" if ends else "TCP"
+        whys = {**dict.fromkeys(offers, "same host"), "nixl": "same host, through UCX", "loopback": "same process"}
+        if source.process != target.process:
+            del whys["loopback"]
+    elif (ours := rdma_nics(source, source_device)) and (theirs := rdma_nics(target, target_device)):
+        whys = {"nixl": f"RDMA {_named(ours[0])}, to {_named(theirs[0])}"}
+    else:
+        whys = {"nixl": "TCP through UCX: slow, and a target that dies during a read can take the source down"}
+        offers = sorted(offers, key="nixl".__eq__)
+    whys["tcp"] = "TCP on one host" if is_same_host else "TCP"
+    return [(name, whys[name]) for name in offers if name in whys]
 
 
-def _ethernet(topology: Topology) -> list[Nic]:
-    nics = [nic for nic in topology.nics if nic.is_up and nic.kind == "ethernet" and nic.pci_path]
-    return sorted(nics, key=lambda nic: (-nic.gbit_per_s, nic.name))
-
-
-def _named(nic: Nic) -> tuple[str, ...]:
-    return (nic.name, f"{nic.gbit_per_s:g} Gb/s") if nic.gbit_per_s else (nic.name,)
+def _named(nic: Nic) -> str:
+    return f"{nic.name}, {nic.gbit_per_s:g} Gb/s" if nic.gbit_per_s else nic.name

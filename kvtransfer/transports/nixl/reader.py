@@ -20,10 +20,9 @@ import numpy as np
 from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, Transport
-from kvrelay.kvtransfer.transports.discovery import this_machine
 from kvrelay.kvtransfer.transports.nixl import ucx
 from kvrelay.kvtransfer.transports.nixl.agent import NixlAgent, agent_for, device_index, import_nixl, memory_type
-from kvrelay.kvtransfer.transports.topology import ucx_devices
+from kvrelay.kvtransfer.transports.topology import this_machine, ucx_devices
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)

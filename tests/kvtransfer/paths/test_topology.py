@@ -1,21 +1,16 @@
 """Topology: what a fake sysfs says about NICs, GPUs and NUMA nodes, and which paths that speaks for."""
 
-import ctypes
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 
-from kvrelay.kvtransfer.transports.discovery import discover, fabrics_of, this_machine
 from kvrelay.kvtransfer.transports.topology import (
-    Affinity,
-    Gpu,
-    Near,
     Nic,
+    PciDevice,
     Topology,
-    affinity,
-    best_nics,
+    discover,
     rank_paths,
+    rdma_nics,
+    this_machine,
     ucx_devices,
 )
 
@@ -60,21 +55,20 @@ class Sysfs:
         self.write(folder / "ports/1/rate", rate)
         self.write(folder / "ports/1/state", state)
 
-    def ethernet(self, name, device=None, speed=-1, state="up", kind=1):
+    def ethernet(self, name, device=None, state="up", kind=1):
         folder = self._of_class("net", name, device)
-        for file, text in (("speed", speed), ("operstate", state), ("type", kind)):
+        for file, text in (("operstate", state), ("type", kind)):
             self.write(folder / file, text)
 
-    def node(self, number, cores, distances):
+    def node(self, number, cores):
         self.write(f"devices/system/node/node{number}/cpulist", cores)
-        self.write(f"devices/system/node/node{number}/distance", distances)
 
 
 def dgx(root, host="dgx-1", process="p", cores=(0,)):
     """Two sockets; each has a PCIe switch with two GPUs and a NIC for each, and a storage NIC at the root."""
     sysfs = Sysfs(root)
-    sysfs.node(0, "0-55,112-167", "10 32")
-    sysfs.node(1, "56-111,168-223", "32 10")
+    sysfs.node(0, "0-55,112-167")
+    sysfs.node(1, "56-111,168-223")
     gpus = []
     for node, bridge in ((0, "0a"), (1, "8a")):
         switch = (f"pci0000:{bridge}", f"0000:{bridge}:01.0", f"0000:{bridge[0]}b:00.0")
@@ -87,7 +81,7 @@ def dgx(root, host="dgx-1", process="p", cores=(0,)):
     storage = sysfs.device("pci0000:0a", "0000:0a:02.0", "0000:20:00.0", node=0)
     sysfs.rdma("mlx5_9", storage, rate="400 Gb/sec (4X NDR)")
     sysfs.rdma("mlx5_8", sysfs.device("pci0000:8a", "0000:8a:03.0", "0000:90:00.0", node=1), state="1: DOWN")
-    sysfs.ethernet("eno1", sysfs.device("pci0000:30", "0000:30:00.0", "0000:31:00.0", node=0), speed=25000)
+    sysfs.ethernet("eno1", sysfs.device("pci0000:30", "0000:30:00.0", "0000:31:00.0", node=0))
     sysfs.ethernet("docker0")
     sysfs.ethernet("lo", kind=772)
     return discover(
@@ -102,7 +96,7 @@ def dgx(root, host="dgx-1", process="p", cores=(0,)):
 
 def cloud_vm(root, host="vm-1", process="p"):
     sysfs = Sysfs(root)
-    sysfs.node(0, "0-3", "10")
+    sysfs.node(0, "0-3")
     virtio = sysfs.device("pci0000:00", "0000:00:03.0", node=-1) / "virtio2"
     virtio.mkdir()
     sysfs.ethernet("eth0", virtio)
@@ -122,17 +116,17 @@ def test_a_dgx_like_host_is_read(tmp_path):
         "mlx5_3": ("rdma", True, 200.0, 1),
         "mlx5_8": ("rdma", False, 200.0, 1),
         "mlx5_9": ("rdma", True, 400.0, 0),
-        "eno1": ("ethernet", True, 25.0, 0),
+        "eno1": ("ethernet", True, 0.0, -1),
         "docker0": ("ethernet", True, 0.0, -1),
     }
     assert found.nics[0].pci_path == ["pci0000:0a", "0000:0a:01.0", "0000:0b:00.0", "0000:0c:00.0", "0000:0d:00.0"]
-    assert [(gpu.index, gpu.numa_node, gpu.nvlink_domain) for gpu in found.gpus] == [
-        (0, 0, "dgx-1"),
-        (1, 0, "dgx-1"),
-        (2, 1, "dgx-1"),
-        (3, 1, "dgx-1"),
+    assert [(gpu.name, gpu.numa_node) for gpu in found.gpus] == [
+        ("cuda:0", 0),
+        ("cuda:1", 0),
+        ("cuda:2", 1),
+        ("cuda:3", 1),
     ]
-    assert (found.numa_node, found.numa_distances) == (1, [[10, 32], [32, 10]])
+    assert found.numa_node == 1
 
 
 def test_cores_on_several_nodes_have_no_node_in_common(tmp_path):
@@ -141,9 +135,7 @@ def test_cores_on_several_nodes_have_no_node_in_common(tmp_path):
 
 def test_a_plain_cloud_vm_is_read(tmp_path):
     found = cloud_vm(tmp_path)
-    assert [(nic.name, nic.is_up, nic.gbit_per_s, nic.pci_path) for nic in found.nics] == [
-        ("eth0", True, 0.0, ["pci0000:00", "0000:00:03.0"])
-    ]
+    assert [(nic.name, nic.is_up, nic.addresses) for nic in found.nics] == [("eth0", True, ["192.0.2.9"])]
     assert (found.gpus, found.numa_node) == ([], 0)
 
 
@@ -159,68 +151,6 @@ def test_this_machine_is_read_and_fits_into_a_handshake():
     assert this_machine() is found
 
 
-class FakeNvml:
-    """As pynvml: a GPU in a fabric, one that is still joining, one without."""
-
-    def __init__(self):
-        self.c_nvmlGpuFabricInfoV_t = FabricInfo
-        self.nvmlDeviceGetHandleByIndex = lambda index: index
-
-    def nvmlDeviceGetCount(self):
-        return 3
-
-    def nvmlDeviceGetPciInfo(self, handle):
-        return SimpleNamespace(busId=f"00000000:0{handle}:00.0".upper().encode())
-
-    def nvmlDeviceGetGpuFabricInfoV(self, handle, reference):
-        if handle == 2:
-            raise RuntimeError("Not Supported")
-        info = reference._obj
-        info.clusterUuid[:] = [0xAB] * 16
-        info.cliqueId, info.state = 7, 3 if handle == 0 else 2
-
-
-class FabricInfo(ctypes.Structure):
-    _fields_ = (("clusterUuid", ctypes.c_uint8 * 16), ("cliqueId", ctypes.c_uint32), ("state", ctypes.c_uint8))
-
-
-def test_an_nvlink_fabric_across_hosts_is_named_by_cluster_and_clique():
-    assert fabrics_of(FakeNvml()) == {"0000:00:00.0": "ab" * 16 + "/7"}
-
-
-# ---- affinity
-
-
-@pytest.mark.parametrize(
-    ("nic", "device", "near", "text"),
-    [
-        ("mlx5_0", "cuda:0", Near.SWITCH, "same PCIe switch as cuda:0"),
-        ("mlx5_9", "cuda:0", Near.HOST_BRIDGE, "same PCIe host bridge as cuda:0"),
-        ("eno1", "cuda:0", Near.NODE, "same NUMA node as cuda:0"),
-        ("mlx5_2", "cuda:0", Near.FAR, "NUMA distance 32 from cuda:0"),
-        ("mlx5_0", "cpu", Near.NODE, "same NUMA node as the worker's cores"),
-        ("mlx5_2", "cpu", Near.FAR, "NUMA distance 32 from the worker's cores"),
-        ("docker0", "cuda:0", Near.UNKNOWN, "affinity to cuda:0 unknown"),
-        ("mlx5_0", "cuda:7", Near.NODE, "same NUMA node as the worker's cores"),
-    ],
-)
-def test_affinity_is_pcie_distance_and_then_numa_distance(tmp_path, nic, device, near, text):
-    machine = dgx(tmp_path)
-    found = affinity(machine, next(each for each in machine.nics if each.name == nic), device)
-    assert (found.near, found.text) == (near, text)
-
-
-def test_fewer_pci_hops_are_nearer_within_one_switch():
-    near, far = Affinity(Near.SWITCH, 2, ""), Affinity(Near.SWITCH, 4, "")
-    assert near < far < Affinity(Near.HOST_BRIDGE, 1, "")
-
-
-def test_a_node_that_the_kernel_told_no_distance_for_is_far():
-    machine = Topology(host="h", process="p", numa_node=0, numa_distances=[[10]])
-    nic = Nic(name="n", kind="rdma", is_up=True, numa_node=3)
-    assert affinity(machine, nic, "cpu").cost == 255
-
-
 # ---- choosing NICs
 
 
@@ -230,7 +160,7 @@ def names(nics):
 
 def test_each_gpu_takes_the_nics_of_its_own_switch(tmp_path):
     machine = dgx(tmp_path)
-    assert [names(best_nics(machine, f"cuda:{index}")) for index in range(4)] == [
+    assert [names(rdma_nics(machine, f"cuda:{index}")) for index in range(4)] == [
         ["mlx5_0", "mlx5_1"],
         ["mlx5_0", "mlx5_1"],
         ["mlx5_2", "mlx5_3"],
@@ -239,11 +169,20 @@ def test_each_gpu_takes_the_nics_of_its_own_switch(tmp_path):
 
 
 def test_host_memory_takes_the_fastest_nics_of_the_workers_node(tmp_path):
-    assert names(best_nics(dgx(tmp_path), "cpu")) == ["mlx5_9", "mlx5_0", "mlx5_1"]
+    assert names(rdma_nics(dgx(tmp_path), "cpu")) == ["mlx5_9", "mlx5_0", "mlx5_1"]
 
 
 def test_a_nic_that_is_down_is_never_chosen(tmp_path):
-    assert "mlx5_8" not in names(best_nics(dgx(tmp_path, cores=(56,)), "cpu"))
+    assert "mlx5_8" not in names(rdma_nics(dgx(tmp_path, cores=(56,)), "cpu"))
+
+
+def test_a_gpu_without_a_card_of_its_own_takes_those_of_its_host_bridge_and_then_of_its_node():
+    gpu = PciDevice(name="cuda:0", numa_node=1, pci_path=["pci0:8a", "0:8a:01.0", "0:8b:00.0"])
+    bridge = Nic(name="a", kind="rdma", is_up=True, numa_node=1, pci_path=["pci0:8a", "0:8a:02.0"])
+    node = Nic(name="b", kind="rdma", is_up=True, numa_node=1, pci_path=["pci0:9a"], gbit_per_s=400.0)
+    far = Nic(name="c", kind="rdma", is_up=True, numa_node=0, pci_path=["pci0:0a"], gbit_per_s=400.0)
+    for nics, chosen in (([far, node, bridge], "a"), ([far, node], "b"), ([far], "c")):
+        assert names(rdma_nics(Topology(host="h", process="p", nics=nics, gpus=[gpu]), "cuda:0")) == [chosen]
 
 
 def test_a_much_slower_nic_is_no_rail_beside_a_fast_one():
@@ -251,12 +190,8 @@ def test_a_much_slower_nic_is_no_rail_beside_a_fast_one():
         Nic(name=name, kind="rdma", is_up=True, gbit_per_s=rate, numa_node=0)
         for name, rate in [("a", 100.0), ("b", 400.0)]
     ]
-    machine = Topology(host="h", process="p", numa_node=0, numa_distances=[[10]], nics=nics)
-    assert names(best_nics(machine, "cpu")) == ["b"]
-
-
-def test_without_rdma_a_physical_nic_is_chosen(tmp_path):
-    assert names(best_nics(cloud_vm(tmp_path), "cpu")) == ["eth0"]
+    machine = Topology(host="h", process="p", numa_node=0, nics=nics)
+    assert names(rdma_nics(machine, "cpu")) == ["b"]
 
 
 def test_ucx_gets_the_gpus_nics_and_the_ethernet_device_of_the_workers_own_address(tmp_path):
@@ -304,11 +239,6 @@ def test_another_process_of_the_host_is_not_reached_by_loopback(tmp_path):
     assert "loopback" not in ranked(source, msgspec.structs.replace(source, process="q"))
 
 
-def test_transports_of_one_host_keep_the_order_of_the_offers(tmp_path):
-    machine = cloud_vm(tmp_path)
-    assert list(ranked(machine, machine, offers=["tcp", "another", "shm"])) == ["another", "shm", "tcp"]
-
-
 def test_an_unknown_host_is_nobodys_neighbour(tmp_path):
     machine = cloud_vm(tmp_path, host="")
     assert list(ranked(machine, machine, offers=["loopback", "shm", "tcp"])) == ["tcp"]
@@ -317,16 +247,16 @@ def test_an_unknown_host_is_nobodys_neighbour(tmp_path):
 def test_between_hosts_without_rdma_sockets_go_first_and_the_danger_is_named(tmp_path):
     source, target = cloud_vm(tmp_path / "a"), cloud_vm(tmp_path / "b", host="vm-2")
     paths = rank_paths(source, target, "cpu", "cpu", ALL)
-    assert paths[0] == ("tcp", "TCP eth0 to eth0")
+    assert paths[0] == ("tcp", "TCP")
     assert [name for name, _ in paths] == ["tcp", "nixl"]
     assert "a target that dies during a read can take the source down" in paths[1][1]
 
 
-def test_rdma_goes_before_tcp_and_names_both_nics_with_their_affinity(tmp_path):
+def test_rdma_goes_before_tcp_and_names_both_nics(tmp_path):
     source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
     assert rank_paths(source, target, "cuda:0", "cuda:2", ["nixl", "tcp"]) == [
-        ("nixl", "RDMA mlx5_0, 200 Gb/s, same PCIe switch as cuda:0, to mlx5_2, 200 Gb/s, same PCIe switch as cuda:2"),
-        ("tcp", "TCP eno1 to eno1, 25 Gb/s"),
+        ("nixl", "RDMA mlx5_0, 200 Gb/s, to mlx5_2, 200 Gb/s"),
+        ("tcp", "TCP"),
     ]
 
 
@@ -335,22 +265,11 @@ def test_rdma_on_one_side_only_is_no_rdma(tmp_path):
     assert list(ranked(source, target)) == ["tcp", "nixl"]
 
 
-def test_gpus_of_one_host_go_over_nvlink_or_cuda_ipc(tmp_path):
+def test_gpus_of_one_host_go_through_ucx(tmp_path):
     machine = dgx(tmp_path)
-    assert ranked(machine, machine, "cuda:0", "cuda:3", ["nixl"]) == {"nixl": "NVLink domain dgx-1, cuda:0 to cuda:3"}
-
-
-def test_an_nvlink_domain_may_span_hosts_and_goes_before_rdma(tmp_path):
-    hosts = [dgx(tmp_path / name, host=name) for name in ("a", "b")]
-    joined = [
-        msgspec.structs.replace(host, gpus=[msgspec.structs.replace(gpu, nvlink_domain="ab/7") for gpu in host.gpus])
-        for host in hosts
-    ]
-    assert ranked(*joined, "cuda:0", "cuda:1", ["nixl"]) == {"nixl": "NVLink domain ab/7, cuda:0 to cuda:1"}
-    assert "RDMA" in ranked(*hosts, "cuda:0", "cuda:1", ["nixl"])["nixl"]
+    assert ranked(machine, machine, "cuda:0", "cuda:3", ["nixl"]) == {"nixl": "same host, through UCX"}
 
 
 def test_a_gpu_that_is_not_known_is_ranked_by_the_rest(tmp_path):
     source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
-    assert "worker's cores" in ranked(source, target, "cuda:9", "cuda:0", ["nixl"])["nixl"]
-    assert Topology(host="h", process="p", gpus=[Gpu(index=1)]).gpu("cuda:0") is None
+    assert "RDMA mlx5_9, 400 Gb/s, to mlx5_0" in ranked(source, target, "cuda:9", "cuda:0", ["nixl"])["nixl"]
