@@ -59,14 +59,9 @@ class RaySession:
         self._settings, self._after_ray_start, self._show_log = settings, after_ray_start, show_log
         self._folder: Path | None = None
         self._logs: LogFollower | None = None
-        self._has_ray = False
+        self.has_ray = False  # whether there is something to stop
         self._held: list[socket.socket] = []
         self.dashboard_url = ""
-
-    @property
-    def has_ray(self) -> bool:
-        """Whether there is something to stop."""
-        return self._has_ray
 
     # ---- start
 
@@ -91,7 +86,7 @@ class RaySession:
     def start_ray(self) -> None:
         """Start Ray here. Takes seconds. Raises ClusterError."""
         set_ray_environment(self._settings.serve.port)
-        self._has_ray = True
+        self.has_ray = True
         try:
             context = self._init_ray()
         except Exception as error:  # Ray raises bare exceptions with pages of its logs
@@ -192,8 +187,8 @@ class RaySession:
 
         Idempotent, at any time.
         """
-        if self._has_ray:
-            self._has_ray = False
+        if self.has_ray:
+            self.has_ray = False
             with contextlib.suppress(Exception):  # a half-started Ray fails here; the kill below does not
                 if ray := sys.modules.get("ray"):  # absent when its import was interrupted
                     ray.shutdown()

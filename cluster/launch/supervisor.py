@@ -20,9 +20,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -146,24 +145,16 @@ _WATCHED = {*STOPS, signal.SIGCHLD}
 Say = Callable[[str], None]  # prints a line of rich markup
 
 
-class SupervisorAction(Enum):
-    """What the supervisor does next."""
-
-    WAIT = 0
-    REPEAT = 1
-    END = 2
-
-
-def next_step(now_s: float, requested_s: float | None, stopping_s: float | None) -> SupervisorAction:
+def next_step(now_s: float, requested_s: float | None, stopping_s: float | None) -> Literal["wait", "repeat", "end"]:
     """The next action, given the time of the first signal and the time when the driver began to stop (None: not yet).
 
     Times are seconds of one clock.
     """
     if requested_s is None:
-        return SupervisorAction.WAIT
+        return "wait"
     if stopping_s is None:
-        return SupervisorAction.END if now_s - requested_s > REACH_S else SupervisorAction.REPEAT
-    return SupervisorAction.END if now_s - stopping_s > END_S else SupervisorAction.WAIT
+        return "end" if now_s - requested_s > REACH_S else "repeat"
+    return "end" if now_s - stopping_s > END_S else "wait"
 
 
 class _Pipe:
@@ -228,9 +219,9 @@ class Supervisor:
             if (status := self._driver_status()) is not None:
                 return self._after(status)
             match next_step(time.monotonic(), self._requested_s, self._stopping_s):
-                case SupervisorAction.REPEAT if number is None:
+                case "repeat" if number is None:
                     os.kill(self._driver, AGAIN)
-                case SupervisorAction.END:
+                case "end":
                     waited_s = REACH_S if self._stopping_s is None else END_S
                     return self._end(0, f"Ray did not stop within {waited_s:.0f} s: killed everything")
 

@@ -10,11 +10,11 @@ path with those of one worker. Heavy modules are imported when the command runs:
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +24,7 @@ from kvrelay.errors import BackendUnavailable, KvrelayError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.verify.rows import Setup
-    from kvrelay.cluster.verify.verifier import RowResult, Verifier
+    from kvrelay.cluster.verify.verifier import RowResult, Verifier, VerifyReport
     from kvrelay.types import KvMemory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,33 +97,29 @@ def command(
         if name not in known:
             console.print(f"unknown {what} {name!r}; choose from {', '.join(known)}", style="red")
             raise typer.Exit(2)
-    from kvrelay.cluster.verify.verifier import Verifier, VerifyReport, print_summary
+    from kvrelay.cluster.verify.rows import run_setup
+    from kvrelay.cluster.verify.verifier import Verifier, VerifyReport, print_summary, row_printer
 
     reports: list[VerifyReport] = []
     try:
         memory = pool_memory(backend)
         chosen, left_out = usable_transports(transport, memory)
-        with console.status("preparing the model") as status, tempfile.TemporaryDirectory() as scratch:
+        with console.status("preparing the model") as status, TemporaryDirectory() as scratch:
             for folder in _folders(model, family, Path(scratch), status.update):
-                verifier = Verifier(
-                    folder,
-                    max_model_len=max_model_len,
-                    num_output=tokens,
-                    backend=backend,
-                    dtype=dtype,
-                    progress=status.update,
-                )
+                verifier = Verifier(folder, max_model_len, tokens, backend, dtype, progress=status.update)
                 verifier.report.device, verifier.report.left_out = memory.device, dict(left_out)
                 if is_all:
-                    own = Path(tempfile.mkdtemp(dir=scratch))
+                    own = Path(mkdtemp(dir=scratch))
                     setups = all_setups(verifier, chosen, own, is_random=bool(family), is_first=not reports)
                 else:
                     setups = quick_setups(verifier, chosen[0])
                     verifier.report.left_out["everything else"] = "kvrelay verify --all"
                 reports.append(verifier.report)
-                with workers_log(console) as keep_log:
-                    run(verifier, setups, console)
-                    keep_log(not verifier.report.ok)
+                show = row_printer(verifier.report, sum(setup.num_rows for _, setup in setups), console)
+                with workers_log(console, verifier.report):
+                    for one, setup in setups:
+                        one.on_row = show
+                        asyncio.run(run_setup(one, setup))
                 print_summary(verifier.report, console)
     except KvrelayError as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}")
@@ -134,36 +130,18 @@ def command(
         raise typer.Exit(1)
 
 
-def run(verifier: "Verifier", setups: "Sequence[tuple[Verifier, Setup]]", console: Console) -> None:
-    """Serve the setups, and print each row when it has ended. Raises KvrelayError."""
-    from kvrelay.cluster.verify.rows import run_setup
-    from kvrelay.cluster.verify.verifier import row_printer
-
-    show = row_printer(verifier.report, sum(setup.num_rows for _, setup in setups), console)
-    for one, setup in setups:
-        one.on_row = show
-        asyncio.run(run_setup(one, setup))
-
-
 @contextmanager
-def workers_log(console: Console) -> Iterator[Callable[[bool], None]]:
+def workers_log(console: Console, report: "VerifyReport") -> Iterator[None]:
     """Send standard error, ours and the workers', to a file: negative controls make them log errors.
 
-    The file is named and kept if the function that is yielded was called with True last, or never.
+    The file is named and kept after an error, or a row of the report that is not ok.
     """
-    with (
-        tempfile.NamedTemporaryFile("w", prefix="kvrelay-verify-", suffix=".log", delete=False) as log,
-        redirect_stderr(log),
-    ):
+    with NamedTemporaryFile("w", prefix="kvrelay-verify-", suffix=".log", delete=False) as log, redirect_stderr(log):
         before, is_kept = os.dup(2), True
-
-        def keep(value: bool) -> None:
-            nonlocal is_kept
-            is_kept = value
-
         os.dup2(log.fileno(), 2)
         try:
-            yield keep
+            yield
+            is_kept = not report.ok
         finally:
             os.dup2(before, 2)
             os.close(before)
@@ -252,17 +230,11 @@ def all_setups(
 def latent_verifier(verifier: "Verifier", scratch: Path) -> "Verifier":
     """Of a tiny random model with latent KV (MLA), made below `scratch`, with the same report."""
     from kvrelay.cluster.verify.prompts import CHUNK, latent_prompts
-    from kvrelay.cluster.verify.verifier import Verifier
     from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
-    return Verifier(
-        tiny_checkpoint(LATENT_FAMILY, scratch / "tiny-latent"),
-        max_model_len=4 * CHUNK,
-        num_output=8,
-        backend=verifier.backend,
-        prompts=latent_prompts(),
-        report=verifier.report,
-        progress=verifier.progress,
+    folder = tiny_checkpoint(LATENT_FAMILY, scratch / "tiny-latent")
+    return replace(
+        verifier, model_dir=folder, max_model_len=4 * CHUNK, num_output=8, prompts=latent_prompts(), expected={}
     )
 
 

@@ -1,7 +1,7 @@
 """The rows of `kvrelay verify`: what is served how, and the negative controls. Each function returns setups as data."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,37 +150,26 @@ def preemption(transport: str) -> list[Setup]:
 _DEADLINE_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankedPrompt:
-    """One request of the ranked load, by its prompt, and what decides its place in the queue."""
-
-    prompt: str
-    priority: int = 0
-    tenant: str = "greedy"
-    deadline_s: float | None = None
-
-
-RANKED_LOAD = (
-    RankedPrompt("1 token", priority=3),
-    RankedPrompt("block - 1"),
-    RankedPrompt("one block"),
-    RankedPrompt("block + 1"),
-    RankedPrompt("Chinese", tenant="modest"),
-    RankedPrompt("Russian", tenant="hurried", deadline_s=2 * _DEADLINE_S),
-    RankedPrompt("Arabic", tenant="hurried", deadline_s=_DEADLINE_S),
-    RankedPrompt("several chunks", priority=-4),
-)
-"""In order of arrival."""
+RANKED_LOAD: dict[str, dict[str, Any]] = {
+    "1 token": {"priority": 3},
+    "block - 1": {},
+    "one block": {},
+    "block + 1": {},
+    "Chinese": {"tenant": "modest"},
+    "Russian": {"tenant": "hurried", "deadline_s": 2 * _DEADLINE_S},
+    "Arabic": {"tenant": "hurried", "deadline_s": _DEADLINE_S},
+    "several chunks": {"priority": -4},
+}
+"""In order of arrival, by prompt: what decides the requests' places in the queue."""
 RANKED_ORDER = ("several chunks", "Arabic", "Russian", "Chinese", "block - 1", "one block", "block + 1", "1 token")
 """By priority; deadline; the tenant with the least service; arrival; the lowest priority last."""
-ARRIVAL_ORDER = tuple(one.prompt for one in RANKED_LOAD)
+ARRIVAL_ORDER = tuple(RANKED_LOAD)
 
 
 def _ranked_request(where: str, verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
-    ranked = next(one for one in RANKED_LOAD if one.prompt == prompt.name)
-    tenant = f"{ranked.tenant} {where}"  # a tenant's counters last as long as the worker
-    request = verifier.request(prompt)
-    return msgspec.structs.replace(request, priority=ranked.priority, tenant=tenant, deadline_s=ranked.deadline_s)
+    rank = {"tenant": "greedy", **RANKED_LOAD[prompt.name]}
+    rank["tenant"] += f" {where}"  # a tenant's counters last as long as the worker
+    return msgspec.structs.replace(verifier.request(prompt), **rank)
 
 
 def queue_order(verifier: Verifier, transport: str) -> list[Setup]:

@@ -104,41 +104,39 @@ class ServedAnswer:
         return self
 
 
+@dataclass
 class Verifier:
     """Serves prompts on real workers of this machine.
 
-    expected: tokens by prompt, from Hugging Face in float32; in a 16-bit dtype from one worker, one prompt at a time.
+    Args:
+        prompts: none: the usual ones.
+        report: an existing one, which gets the rows; none: a new one.
+        progress: is called with what begins.
+        on_row: is called with a row that has ended, and its seconds.
+        expected: tokens by prompt, from Hugging Face in float32; in a 16-bit dtype from one worker, one prompt at a
+            time.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        *,
-        max_model_len: int,
-        num_output: int,
-        backend: str = "auto",
-        dtype: str = "float32",
-        prompts: Sequence[VerifyPrompt] | None = None,
-        report: VerifyReport | None = None,
-        progress: Callable[[str], None] = lambda what: None,
-        on_row: Callable[[RowResult, float], None] = lambda row, seconds: None,
-    ) -> None:
-        """prompts: instead of the usual ones; report: an existing one, which gets the rows.
+    model_dir: Path
+    max_model_len: int
+    num_output: int
+    backend: str = "auto"
+    dtype: str = "float32"
+    prompts: list[VerifyPrompt] = field(default_factory=list)
+    report: VerifyReport = None  # type: ignore[assignment]
+    progress: Callable[[str], None] = lambda what: None
+    on_row: Callable[[RowResult, float], None] = lambda row, seconds: None
+    expected: dict[str, list[int]] = field(default_factory=dict)
+    num_requests: int = 0
 
-        progress: is called with what begins; on_row: with a row that has ended, and its seconds.
-        """
-        self.model_dir, self.max_model_len, self.num_output = model_dir, max_model_len, num_output
-        self.backend, self.dtype, self.progress, self.on_row = backend, dtype, progress, on_row
-        self.prompts = list(prompts) if prompts is not None else self._usual_prompts()
-        self.report = report or VerifyReport(model_dir.name, [prompt.name for prompt in self.prompts], dtype=dtype)
-        self.expected: dict[str, list[int]] = {}
-        self._num_requests = 0
-
-    def _usual_prompts(self) -> list[VerifyPrompt]:
+    def __post_init__(self) -> None:
         from kvrelay.serve.text.tokenizer import Tokenizer
 
-        encode = Tokenizer(self.model_dir).encode
-        return make_prompts(encode, max_model_len=self.max_model_len, num_output=self.num_output)
+        self.prompts = self.prompts or make_prompts(
+            Tokenizer(self.model_dir).encode, max_model_len=self.max_model_len, num_output=self.num_output
+        )
+        names = [prompt.name for prompt in self.prompts]
+        self.report = self.report or VerifyReport(self.model_dir.name, names, dtype=self.dtype)
 
     @property
     def longest_prompt(self) -> int:
@@ -203,10 +201,10 @@ class Verifier:
 
     def request(self, prompt: VerifyPrompt, **sampling: Any) -> SequenceRequest:
         """Greedy, end-of-sequence ignored, with these changes to its sampling."""
-        self._num_requests += 1
+        self.num_requests += 1
         plain = Sampling(max_tokens=self.num_output, temperature=0.0, ignore_eos=True)
         return SequenceRequest(
-            request_id=f"verify-{self._num_requests}",
+            request_id=f"verify-{self.num_requests}",
             token_ids=prompt.token_ids,
             num_prompt_tokens=len(prompt.token_ids),
             block_hashes=list(block_hashes(prompt.token_ids, BLOCK_SIZE)),

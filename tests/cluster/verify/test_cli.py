@@ -4,6 +4,7 @@ import io
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,9 +141,8 @@ def test_the_command_prints_rows_as_they_end_and_its_controls_log_to_a_file(capf
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_the_workers_log_is_named_and_kept_where_a_row_failed(is_kept):
     text = io.StringIO()
-    with cli.workers_log(Console(file=text)) as keep:
+    with cli.workers_log(Console(file=text), SimpleNamespace(ok=not is_kept)):
         os.write(2, b"a checksum mismatch")
-        keep(is_kept)
     found = [Path(word) for word in text.getvalue().split() if word.startswith("/")]
     assert [path.read_text() for path in found] == ["a checksum mismatch"] * is_kept
     for path in found:

@@ -97,6 +97,7 @@ def test_prompts_repeat_themselves_and_are_no_longer_than_may_be():
 
 
 def test_the_ranked_load_has_every_kind_of_rank():
-    assert {one.priority for one in RANKED_LOAD} == {-4, 0, 3}
-    assert len({one.tenant for one in RANKED_LOAD}) == 3 and any(one.deadline_s for one in RANKED_LOAD)
+    ranks = RANKED_LOAD.values()
+    assert {rank.get("priority", 0) for rank in ranks} == {-4, 0, 3}
+    assert len({rank.get("tenant") for rank in ranks}) == 3 and any(rank.get("deadline_s") for rank in ranks)
     assert ARRIVAL_ORDER != RANKED_ORDER and sorted(ARRIVAL_ORDER) == sorted(RANKED_ORDER)
