@@ -76,7 +76,7 @@ class StuckRay(RaySession):
     """The real session around a `ray` that is stuck."""
 
     def start_ray(self) -> None:
-        self._has_ray = True
+        self.has_ray = True
         self._folder = Path(os.environ["TMPDIR"]) / "kvrelay-test"
         supervisor.report_folder(self._folder)
         self._folder.mkdir()
