@@ -11,7 +11,6 @@ import functools
 import hashlib
 import logging
 import os
-import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -58,17 +57,9 @@ def pack_tokens(tokens: Sequence[int], start: int = 0, end: int | None = None) -
     end = len(tokens) if end is None else min(end, len(tokens))
     extension = hash_extension()
     if extension is None or type(tokens) is not list:
-        return _pack_in_python(tokens[start:end])
+        return array("i", tokens[start:end]).tobytes()  # all machines that run this are little-endian
     packed: bytes = extension.pack(tokens, start, end)
     return packed
-
-
-def _pack_in_python(tokens: Sequence[int]) -> bytes:
-    """All machines that run this are little-endian."""
-    try:
-        return struct.pack(f"{len(tokens)}i", *tokens)  # twice as fast as array()
-    except struct.error:
-        return array("i", tokens).tobytes()  # raises OverflowError or TypeError
 
 
 def _chain(parent: bytes, packed: bytes, width: int) -> bytes:

@@ -14,7 +14,7 @@ from kvrelay.cluster.commands.doctor import chosen
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.endpoints import auth_headers, other_clusters, request_json
-from kvrelay.cluster.launch.ray_env import ray_auth_headers
+from kvrelay.cluster.launch.ray_session import ray_auth_headers
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5

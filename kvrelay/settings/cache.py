@@ -5,8 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from kvrelay.settings.choices import Compression, EvictionPolicyName, PrefetchMode, WritePolicy
-from kvrelay.settings.section import Section, setting
-from kvrelay.sizes import Size, parse_bytes
+from kvrelay.settings.section import Section, Size, parse_bytes, setting
 
 
 class CacheSettings(Section):

@@ -6,8 +6,7 @@ from pydantic import AfterValidator, model_validator
 
 from kvrelay.settings.choices import BackendName, Dtype, KvDtype, KvOrder, PreemptionSetting, Quantization
 from kvrelay.settings.choices import Speculation as SpeculationMode
-from kvrelay.settings.section import Section, setting
-from kvrelay.sizes import Budget, Size, memory_share, parse_bytes
+from kvrelay.settings.section import Budget, Section, Size, memory_share, parse_bytes, setting
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

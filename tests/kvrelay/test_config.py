@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from kvrelay.config import Settings, load_settings, settings_from, with_secrets
 from kvrelay.environment import cache_dir, hub_offline, native_disabled
 from kvrelay.errors import ConfigError
-from kvrelay.sizes import parse_bytes
+from kvrelay.settings.section import parse_bytes
 from kvrelay.types import Role
 
 pytestmark = pytest.mark.pure

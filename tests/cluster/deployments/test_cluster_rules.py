@@ -20,8 +20,7 @@ from kvrelay.cluster.deployments.serve_config import planned_workers, scaled, se
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints as state_file
 from kvrelay.cluster.launch.endpoints import endpoints, other_clusters, server_root
-from kvrelay.cluster.launch.ray_env import keep_ray_token_private
-from kvrelay.cluster.launch.ray_session import missing, progress
+from kvrelay.cluster.launch.ray_session import keep_ray_token_private, missing, progress
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
 from kvrelay.machine import Core
