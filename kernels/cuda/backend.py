@@ -31,9 +31,9 @@ from kvrelay.kernels.backend import (
 )
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.cuda.experts import CudaExperts
-from kvrelay.kernels.cuda.paged_attention import PagedAttention, has_latent_attention
-from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, CudaPlan, has_append, has_attention, in_memory_order
-from kvrelay.kernels.cuda.recorder import Recorder, Rehearsal
+from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, has_latent_attention
+from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, in_memory_order
+from kvrelay.kernels.cuda.recorder import Recorder
 from kvrelay.kernels.cuda.sampling import DeviceSampler
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
@@ -66,7 +66,7 @@ class CudaBackend(TorchBackend):
         self.staging = DeviceStaging(self.device)
         self.paged = PagedAttention(flashinfer, self.device, self.staging)
         self._current: CudaPlan | None = None
-        self._recorder: Recorder | Rehearsal | None = None
+        self._recorder: Recorder | None = None
         self._graph_pool: Any = None
         self._sampler = DeviceSampler(self.device)
         self._try_out()
@@ -145,7 +145,7 @@ class CudaBackend(TorchBackend):
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         current = self._current
-        if current is not None and positions is current.positions:
+        if current is not None and positions is current.batch.positions:
             positions = current.device_positions
         else:  # no planned step, as in tests
             positions = positions.to(self.device)
@@ -167,7 +167,7 @@ class CudaBackend(TorchBackend):
     def _slots(self, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         """The slots on the device and as many zeros, int32."""
         current = self._current
-        if current is not None and slot_mapping is current.slot_mapping:
+        if current is not None and slot_mapping is current.batch.slot_mapping:
             return current.device_slots, current.device_zeros
         slots = slot_mapping.to(device=self.device, dtype=torch.int32)  # no planned step, as in tests
         return slots, torch.zeros_like(slots)
@@ -186,21 +186,8 @@ class CudaBackend(TorchBackend):
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> CudaPlan:
         slots = self.staging.put(batch.slot_mapping.to(torch.int32))
-        plan = CudaPlan(
-            shape=shape,
-            batch=batch,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            device_positions=self.staging.put(batch.positions),
-            device_slots=slots,
-            device_zeros=torch.zeros_like(slots),
-            num_decode=batch.num_decode,
-            decode=None,
-            prefill=None,
-            qo_indptr=None,
-            fallback=None,
-        )
-        self._current = plan
+        positions = self.staging.put(batch.positions)
+        self._current = plan = CudaPlan(shape, batch, positions, slots, torch.zeros_like(slots))
         is_latent = shape.latent_dim is not None
         if has_latent_attention(shape) if is_latent else has_attention(shape):
             self.paged.fill_plan(plan)
@@ -224,7 +211,7 @@ class CudaBackend(TorchBackend):
         return out
 
     @contextmanager
-    def attending_by(self, recorder: Recorder | Rehearsal) -> Iterator[None]:
+    def attending_by(self, recorder: Recorder) -> Iterator[None]:
         """Within this context the recorder, which captures a forward pass, takes keys and attention calls."""
         self._recorder = recorder
         try:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionShape
+from kvrelay.kernels.backend import AttentionShape, AttentionVariant
+from kvrelay.kernels.cuda.plan import PagedIndex, paged_index, plan_prefill
 from kvrelay.kernels.cuda.staging import DeviceStaging
 
 FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, not measured here
@@ -39,26 +40,14 @@ class PrefixGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """FlashInfer's view of one level, int32 on the CPU: queries qo_indptr[i] : qo_indptr[i+1] attend to blocks
-    indices[kv_indptr[i] : kv_indptr[i+1]], the last of which holds last_page_len[i] tokens.
-    """
-
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Levels:
     """A step's decode rows: `rows`, in groups, in two levels; `alone`, the others. Row numbers are int64 on the CPU."""
 
     rows: Tensor
-    shared: Level
-    unique: Level
+    shared: PagedIndex
+    unique: PagedIndex
     alone: Tensor
-    alone_level: Level
+    alone_level: PagedIndex
     spared_tokens: int
 
 
@@ -117,19 +106,18 @@ def make_levels(context_lens: Tensor, block_tables: Tensor, block_size: int) -> 
     rows = [row for group in groups for row in group.rows]
     skipped = torch.tensor([group.num_blocks for group in groups for _ in group.rows])
     alone = sorted(set(range(context_lens.shape[0])) - set(rows))
-    order = torch.tensor(rows, dtype=torch.int64)
-    others = torch.tensor(alone, dtype=torch.int64)
+    order, others = torch.tensor(rows, dtype=torch.int64), torch.tensor(alone, dtype=torch.int64)
     return Levels(
         rows=order,
-        shared=Level(
+        shared=PagedIndex(
             qo_indptr=_indptr([len(group.rows) for group in groups]),
-            kv_indptr=_indptr([group.num_blocks for group in groups]),
+            indptr=_indptr([group.num_blocks for group in groups]),
             indices=torch.cat([block_tables[group.rows[0], : group.num_blocks] for group in groups]).to(torch.int32),
             last_page_len=torch.full((len(groups),), block_size, dtype=torch.int32),
         ),
         unique=_own_level(context_lens[order], block_tables[order], skipped, block_size),
         alone=others,
-        alone_level=_own_level(context_lens[others], block_tables[others], torch.zeros_like(others), block_size),
+        alone_level=_own_level(context_lens[others], block_tables[others], None, block_size),
         spared_tokens=sum(group.spared_blocks for group in groups) * block_size,
     )
 
@@ -138,17 +126,10 @@ def _indptr(counts: list[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
 
 
-def _own_level(context_lens: Tensor, block_tables: Tensor, skipped: Tensor, block_size: int) -> Level:
+def _own_level(context_lens: Tensor, block_tables: Tensor, skipped: Tensor | None, block_size: int) -> PagedIndex:
     """One query per row, over its blocks from number skipped[row] on."""
-    counts = (context_lens + block_size - 1) // block_size
-    number = torch.arange(block_tables.shape[1]).unsqueeze(0)
-    own = (number < counts.unsqueeze(1)) & (number >= skipped.unsqueeze(1))
-    return Level(
-        qo_indptr=torch.arange(context_lens.shape[0] + 1, dtype=torch.int32),
-        kv_indptr=_indptr((counts - skipped).tolist()),
-        indices=block_tables[own].to(torch.int32),
-        last_page_len=(context_lens - (counts - 1) * block_size).to(torch.int32),
-    )
+    one_each = torch.arange(context_lens.shape[0] + 1, dtype=torch.int32)
+    return paged_index(context_lens, block_tables, block_size, one_each, skipped)
 
 
 class CascadeDecode:
@@ -160,25 +141,14 @@ class CascadeDecode:
         self._shared, self._unique, self._alone = (make(workspace, kv_layout, backend=kernels) for _ in range(3))
         self._rows = self._others = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, levels: Levels, shape: AttentionShape, staging: DeviceStaging, options: dict[str, Any]) -> None:
-        """options: sm_scale and so on, for both wrappers; without a window."""
+    def plan(self, levels: Levels, shape: AttentionShape, staging: DeviceStaging, variant: AttentionVariant) -> None:
+        """variant: without a window."""
         self._rows, self._others = staging.put(levels.rows), staging.put(levels.alone)
         plans = [(self._shared, levels.shared), (self._unique, levels.unique)]
         if levels.alone.shape[0]:
             plans.append((self._alone, levels.alone_level))
         for wrapper, level in plans:
-            wrapper.plan(
-                level.qo_indptr,
-                level.kv_indptr,
-                level.indices,
-                level.last_page_len,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                shape.block_size,
-                causal=False,
-                **options,
-            )
+            plan_prefill(wrapper, level, shape, variant, causal=False)
 
     def run(self, q: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         """q, out: [R, heads, head_dim], in the batch's order."""

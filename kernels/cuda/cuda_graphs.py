@@ -16,18 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES
-from kvrelay.kernels.cuda.plan import (
-    CudaPlan,
-    PagedIndex,
-    Variant,
-    has_attention,
-    is_unpacked,
-    paged_index,
-    plan_decode,
-)
+from kvrelay.kernels.cuda.paged_attention import CudaPlan
+from kvrelay.kernels.cuda.plan import PagedIndex, has_attention, is_unpacked, paged_index, plan_decode
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +213,7 @@ class CudaGraphs:
             self._shape.kv_layout, shared.indptr[: batch_size + 1], shared.indices, shared.last_page_len[:batch_size]
         )
 
-    def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[Variant]:
+    def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[AttentionVariant]:
         """The attention variants that the model uses, found by running the step once without a graph."""
         plan = self._backend.plan(batch, self._shape)
         forward(token_ids, batch, plan)

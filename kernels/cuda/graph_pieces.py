@@ -15,12 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, DecodeGraphs, GraphSpec, PieceGraphs
+from kvrelay.kernels.backend import (
+    AttentionBatch,
+    AttentionShape,
+    AttentionVariant,
+    DecodeGraphs,
+    GraphSpec,
+    PieceGraphs,
+)
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, Forward, capture_all, idle_batch, ladder
 from kvrelay.kernels.cuda.experts import has_grouped_products
-from kvrelay.kernels.cuda.plan import CudaPlan, Variant, has_attention, is_unpacked
-from kvrelay.kernels.cuda.recorder import Call, Recorder, Rehearsal
+from kvrelay.kernels.cuda.paged_attention import CudaPlan
+from kvrelay.kernels.cuda.plan import has_attention, is_unpacked
+from kvrelay.kernels.cuda.recorder import Call, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +78,7 @@ class StepPieces:
         """Drop all graphs, after something that they read has moved."""
         self._pieces.clear()
 
-    def choose_kernels(self, variants: Collection[Variant]) -> None:
+    def choose_kernels(self, variants: Collection[AttentionVariant]) -> None:
         """Time the prefill attention kernels for these variants and take the fastest."""
         if self.is_possible:
             for variant in sorted(variants, key=str):
@@ -104,7 +112,7 @@ class StepPieces:
     def _attend(self, call: Call, plan: CudaPlan, num_tokens: int) -> None:
         assert self._shared is not None
         own = slice(0, num_tokens)
-        self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.slot_mapping)
+        self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.batch.slot_mapping)
         self._backend.paged.attend(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
 
     def _of(self, size: int, forward: Forward) -> _Pieces:
@@ -127,7 +135,7 @@ class StepPieces:
         gc.collect()  # now, so that nothing is freed during the capture
         stream.wait_stream(torch.cuda.current_stream(backend.device))
         with torch.cuda.device(backend.device), torch.cuda.stream(stream):
-            with backend.attending_by(Rehearsal(out[:size])):
+            with backend.attending_by(Recorder(out[:size], None)):
                 forward(token_ids, batch, plan)
             with backend.attending_by(recorder):
                 recorder.begin()

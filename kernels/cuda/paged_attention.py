@@ -4,22 +4,20 @@ UNVERIFIED ON A GPU. FlashInfer plans attention per (scale, window, softcap), wh
 step's plan keeps the metadata, and each such variant is planned at its first use in the step.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, KvOrder
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant, KvOrder
 from kvrelay.kernels.cuda.cascade import CascadeDecode, Levels, make_levels
 from kvrelay.kernels.cuda.plan import (
-    CudaPlan,
+    HALF,
     PagedIndex,
-    Variant,
     has_attention,
     in_memory_order,
     is_unpacked,
-    options_of,
     paged_index,
     plan_decode,
     plan_prefill,
@@ -27,9 +25,36 @@ from kvrelay.kernels.cuda.plan import (
 )
 from kvrelay.kernels.cuda.prefill import PrefillKernels
 from kvrelay.kernels.cuda.staging import DeviceStaging
+from kvrelay.kernels.oracle.reference import ReferencePlan
 
 WORKSPACE_BYTES = 256 << 20
 DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
+
+
+@dataclass(slots=True)
+class CudaPlan:
+    """One step: device copies of its metadata, and the attention wrappers planned for it so far.
+
+    device_positions: [T] int64, device_slots: [T] int32, device_zeros: [T] int32, on the device. `decode` covers the
+    batch's decode rows, `prefill` the rest. decode_blocks, prefill_blocks: [n] int64 on the device, blocks to unpack;
+    the indices of `decode` and `prefill` then count from the first of these. Latent attention handles all sequences in
+    one: `latent` and `latent_blocks`.
+    """
+
+    shape: AttentionShape
+    batch: AttentionBatch
+    device_positions: Tensor
+    device_slots: Tensor
+    device_zeros: Tensor
+    decode: PagedIndex | None = None
+    prefill: PagedIndex | None = None
+    fallback: ReferencePlan | None = None
+    decode_blocks: Tensor | None = None
+    prefill_blocks: Tensor | None = None
+    latent: PagedIndex | None = None
+    latent_blocks: Tensor | None = None
+    levels: Levels | None = None  # of decode rows that share prefixes, for variants without a window
+    wrappers: dict[AttentionVariant, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class PagedAttention:
@@ -42,7 +67,7 @@ class PagedAttention:
         self._flashinfer, self._device, self._staging = flashinfer, device, staging
         # FlashInfer requires zeros at first use
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
+        self._wrappers: dict[tuple[str, KvOrder, AttentionVariant], Any] = {}
         self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self.prefill_kernels = PrefillKernels(flashinfer, self._workspace)
         self.saved_tokens = 0
@@ -66,7 +91,7 @@ class PagedAttention:
 
     def fill_plan(self, plan: CudaPlan) -> None:
         """Add the paged indices of the plan's batch, staged for FlashInfer."""
-        batch, shape, n = plan.batch, plan.shape, plan.num_decode
+        batch, shape, n = plan.batch, plan.shape, plan.batch.num_decode
         if shape.latent_dim is not None:
             plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size)
             if is_unpacked(shape):
@@ -77,8 +102,8 @@ class PagedAttention:
             plan.levels = self.levels(batch, shape)
             plan.decode = paged_index(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
         if n < batch.context_lens.shape[0]:
-            plan.prefill = paged_index(batch.context_lens[n:], batch.block_tables[n:], shape.block_size)
-            plan.qo_indptr = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)
+            queries = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)
+            plan.prefill = paged_index(batch.context_lens[n:], batch.block_tables[n:], shape.block_size, queries)
         if is_unpacked(shape):
             plan.decode, plan.decode_blocks = self._renumbered(plan.decode)
             plan.prefill, plan.prefill_blocks = self._renumbered(plan.prefill)
@@ -88,7 +113,8 @@ class PagedAttention:
         """The index with its block ids on the device and the rest in pinned memory, so that planning does not wait."""
         if index is None:
             return None
-        return PagedIndex(index.indptr.pin_memory(), self._staging.put(index.indices), index.last_page_len.pin_memory())
+        indptr, last = index.indptr.pin_memory(), index.last_page_len.pin_memory()
+        return replace(index, indptr=indptr, indices=self._staging.put(index.indices), last_page_len=last)
 
     def _renumbered(self, index: PagedIndex | None) -> tuple[PagedIndex | None, Tensor | None]:
         """The index into a cache that consists of just these blocks, in order; and the blocks, on the device."""
@@ -112,7 +138,7 @@ class PagedAttention:
             backend=DECODE_KERNELS,
         )
 
-    def _decode_wrapper(self, kv_layout: KvOrder, variant: Variant) -> Any:
+    def _decode_wrapper(self, kv_layout: KvOrder, variant: AttentionVariant) -> Any:
         """The wrapper of this variant; it is planned anew every step."""
         key = ("decode", kv_layout, variant)
         if key not in self._wrappers:
@@ -121,7 +147,7 @@ class PagedAttention:
             self._wrappers[key] = make(self._workspace, kv_layout, backend=DECODE_KERNELS, use_tensor_cores=True)
         return self._wrappers[key]
 
-    def _prefill_wrapper(self, shape: AttentionShape, variant: Variant) -> Any:
+    def _prefill_wrapper(self, shape: AttentionShape, variant: AttentionVariant) -> Any:
         kernels = self.prefill_kernels.of(shape, variant)
         key = (f"prefill {kernels}", shape.kv_layout, variant)
         if key not in self._wrappers:
@@ -129,7 +155,7 @@ class PagedAttention:
             self._wrappers[key] = make(self._workspace, shape.kv_layout, backend=kernels)
         return self._wrappers[key]
 
-    def _planned(self, plan: CudaPlan, variant: Variant) -> tuple[Any, Any]:
+    def _planned(self, plan: CudaPlan, variant: AttentionVariant) -> tuple[Any, Any]:
         """The decode and prefill wrappers, ready to run this step (None where the step has no such part)."""
         if variant not in plan.wrappers:
             decode: Any = None
@@ -141,41 +167,59 @@ class PagedAttention:
                 with self._staging.planning(decode):
                     plan_decode(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
-                assert plan.qo_indptr is not None
                 prefill = self._prefill_wrapper(plan.shape, variant)
                 with self._staging.planning(prefill):
-                    plan_prefill(prefill, plan.qo_indptr, plan.prefill, plan.shape, variant)
+                    plan_prefill(prefill, plan.prefill, plan.shape, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
 
-    def _cascade(self, plan: CudaPlan, levels: Levels, variant: Variant) -> CascadeDecode:
+    def _cascade(self, plan: CudaPlan, levels: Levels, variant: AttentionVariant) -> CascadeDecode:
         """Decode rows in two levels, planned for this step; all layers of this variant read the shared blocks once."""
         key = ("cascade", plan.shape.kv_layout, variant)
         if key not in self._wrappers:
             self._wrappers[key] = CascadeDecode(self._flashinfer, self._workspace, plan.shape.kv_layout, DECODE_KERNELS)
         cascade: CascadeDecode = self._wrappers[key]
         with self._staging.planning(cascade):
-            cascade.plan(levels, plan.shape, self._staging, options_of(variant, plan.shape.dtype))
+            cascade.plan(levels, plan.shape, self._staging, variant)
         self.saved_tokens += levels.spared_tokens
         return cascade
 
-    def _latent_wrapper(self, plan: CudaPlan, index: PagedIndex, variant: Variant) -> Any:
+    def _latent_wrapper(self, plan: CudaPlan, index: PagedIndex, variant: AttentionVariant) -> Any:
         if variant not in plan.wrappers:
             key = ("latent", plan.shape.kv_layout, variant)
             if key not in self._wrappers:
-                self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, DECODE_KERNELS)
-            wrapper, scale = self._wrappers[key], variant[0]
+                make = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
+                self._wrappers[key] = make(self._workspace, backend=DECODE_KERNELS)
+            wrapper = self._wrappers[key]
             with self._staging.planning(wrapper):
-                plan_latent(self._flashinfer, wrapper, plan.batch, index.indptr, index.indices, plan.shape, scale)
+                self._plan_latent(wrapper, plan, index, variant[0])
             plan.wrappers[variant] = (wrapper, None)
         return plan.wrappers[variant][0]
 
+    def _plan_latent(self, wrapper: Any, plan: CudaPlan, index: PagedIndex, scale: float) -> None:
+        """All sequences of a step, decode rows and prompt chunks alike; causal, bottom-right."""
+        shape, batch = plan.shape, plan.batch
+        assert shape.latent_dim is not None
+        wrapper.plan(
+            metadata=self._flashinfer.mla.MLAPlanMetadata.csr(
+                batch.query_starts.to(torch.int32), index.indptr, index.indices, batch.context_lens.to(torch.int32)
+            ),
+            num_heads=shape.num_heads,
+            head_dim_ckv=shape.latent_dim,
+            head_dim_kpe=shape.head_dim - shape.latent_dim,
+            page_size=shape.block_size,
+            causal=True,
+            sm_scale=scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+
     # ---- kernels
 
-    def attend(self, out: Tensor, q: Tensor, kv_layer: Tensor, plan: CudaPlan, variant: Variant) -> None:
+    def attend(self, out: Tensor, q: Tensor, kv_layer: Tensor, plan: CudaPlan, variant: AttentionVariant) -> None:
         """Attention of q [T, heads, head_dim] into `out`, both contiguous; see Backend.attention."""
         decode, prefill = self._planned(plan, variant)
-        n, kv_cache = plan.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
+        n, kv_cache = plan.batch.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
         if decode is not None:
             decode.run(q[:n], unpacked(kv_cache, plan.decode_blocks, q.dtype), out=out[:n])
         if prefill is not None:
@@ -185,7 +229,10 @@ class PagedAttention:
         """See Backend.latent_attention."""
         assert plan.latent is not None
         wrapper = self._latent_wrapper(plan, plan.latent, (scale, None, None))
-        return run_latent(wrapper, q, unpacked(kv_layer, plan.latent_blocks, q.dtype), latent_dim)
+        out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
+        cache = unpacked(kv_layer, plan.latent_blocks, q.dtype)[:, 0, :, 0]
+        wrapper.run(query=q.contiguous(), kv_cache=cache, out=out)
+        return out
 
     def append(self, k: Tensor, v: Tensor, kv_cache: Tensor, kv_layout: KvOrder, slots: Tensor, zeros: Tensor) -> None:
         """Scatter k, v [T, kv_heads, head_dim] into a cache given as it lies in memory. slots, zeros: [T] int32.
@@ -204,7 +251,6 @@ class PagedAttention:
         self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, indices, indptr, last, kv_layout)
 
 
-_DTYPES = frozenset((torch.float16, torch.bfloat16))
 _MOST_HEADS = 128
 
 
@@ -214,48 +260,7 @@ def has_latent_attention(shape: AttentionShape) -> bool:
     Latents come in multiples of 128, rotary parts of 64. Its tiles are 64 or, from 65 heads on, 128 rows of heads: if
     the heads do not divide a tile, it would skip a visible key, and refuses the plan.
     """
-    if shape.latent_dim is None or shape.dtype not in _DTYPES:
+    if shape.latent_dim is None or shape.dtype not in HALF:
         return False
     rope_dim = shape.head_dim - shape.latent_dim
     return shape.latent_dim % 128 == 0 and rope_dim % 64 == 0 and _MOST_HEADS % shape.num_heads == 0
-
-
-def make_wrapper(flashinfer: Any, workspace: Tensor, kernels: str) -> Any:
-    """A wrapper, to be planned for every step."""
-    return flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=kernels)
-
-
-def plan_latent(
-    flashinfer: Any,
-    wrapper: Any,
-    batch: AttentionBatch,
-    indptr: Tensor,
-    indices: Tensor,
-    shape: AttentionShape,
-    scale: float,
-) -> None:
-    """Plan all sequences of a step, decode rows and prompt chunks alike; causal, bottom-right.
-
-    indptr: [S+1] int32 into indices, block ids, int32; metadata on the CPU.
-    """
-    assert shape.latent_dim is not None
-    wrapper.plan(
-        metadata=flashinfer.mla.MLAPlanMetadata.csr(
-            batch.query_starts.to(torch.int32), indptr, indices, batch.context_lens.to(torch.int32)
-        ),
-        num_heads=shape.num_heads,
-        head_dim_ckv=shape.latent_dim,
-        head_dim_kpe=shape.head_dim - shape.latent_dim,
-        page_size=shape.block_size,
-        causal=True,
-        sm_scale=scale,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
-    )
-
-
-def run_latent(wrapper: Any, q: Tensor, kv_layer: Tensor, latent_dim: int) -> Tensor:
-    """q [T, heads, head_dim], a layer's cache [num_blocks, 1, block_size, 1, head_dim] -> [T, heads, latent_dim]."""
-    out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
-    wrapper.run(query=q.contiguous(), kv_cache=kv_layer[:, 0, :, 0], out=out)
-    return out

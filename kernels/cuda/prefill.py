@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionShape
-from kvrelay.kernels.cuda.plan import PagedIndex, Variant, in_memory_order, plan_prefill
+from kvrelay.kernels.backend import AttentionShape, AttentionVariant
+from kvrelay.kernels.cuda.plan import in_memory_order, paged_index, plan_prefill
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _NEAR = 2e-2  # largest difference of two kernels' results, relative to the larg
 _Key = tuple[torch.dtype, int, bool, bool]
 
 
-def _key(shape: AttentionShape, variant: Variant) -> _Key:
+def _key(shape: AttentionShape, variant: AttentionVariant) -> _Key:
     """The parameters that FlashInfer builds a kernel for."""
     return shape.dtype, shape.head_dim, variant[1] is not None, variant[2] is not None
 
@@ -35,13 +35,13 @@ class PrefillKernels:
         self._flashinfer, self._workspace = flashinfer, workspace
         self._chosen: dict[_Key, str] = {}
 
-    def of(self, shape: AttentionShape, variant: Variant) -> str:
+    def of(self, shape: AttentionShape, variant: AttentionVariant) -> str:
         return self._chosen.get(_key(shape, variant), PLAIN)
 
     def describe(self) -> str:
         return "/".join(sorted(set(self._chosen.values()))) or PLAIN
 
-    def try_out(self, shape: AttentionShape, variant: Variant) -> dict[str, float]:
+    def try_out(self, shape: AttentionShape, variant: AttentionVariant) -> dict[str, float]:
         """Seconds for a prompt of 2,048 tokens by each kernel that works here; selects the fastest for later steps.
 
         fa3 may have to be built first, which takes minutes; FlashInfer caches the build.
@@ -63,7 +63,7 @@ class PrefillKernels:
         self._chosen[_key(shape, variant)] = min(found, key=lambda kernels: found[kernels])
         return found
 
-    def _prompt(self, kernels: str, shape: AttentionShape, variant: Variant) -> tuple[Tensor, float]:
+    def _prompt(self, kernels: str, shape: AttentionShape, variant: AttentionVariant) -> tuple[Tensor, float]:
         """The output and the shortest time."""
         device, size = self._workspace.device, shape.block_size
         num_blocks = -(-_TOKENS // size)
@@ -79,15 +79,13 @@ class PrefillKernels:
         )
         if shape.kv_layout == "HND":
             kv = kv.transpose(2, 3).contiguous().transpose(2, 3)
-        index = PagedIndex(
-            torch.tensor([0, num_blocks], dtype=torch.int32),
-            torch.arange(num_blocks, dtype=torch.int32),
-            torch.tensor([_TOKENS - (num_blocks - 1) * size], dtype=torch.int32),
-        )
+        lens = torch.tensor([_TOKENS], dtype=torch.int32)
+        tables, queries = torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0), torch.tensor([0, _TOKENS])
+        index = paged_index(lens, tables, size, queries.to(torch.int32))
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, shape.kv_layout, backend=kernels
         )
-        plan_prefill(wrapper, torch.tensor([0, _TOKENS], dtype=torch.int32), index, shape, variant)
+        plan_prefill(wrapper, index, shape, variant)
         out, seconds = torch.empty_like(q), float("inf")
         for _ in range(_REPEATS):
             torch.cuda.synchronize(device)

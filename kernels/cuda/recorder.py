@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.cuda.plan import Variant
+from kvrelay.kernels.backend import AttentionVariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,14 @@ class Call:
     k: Tensor
     v: Tensor
     kv_layer: Tensor
-    variant: Variant
+    variant: AttentionVariant
 
 
 class Recorder:
     """Takes the calls of a backend's attention while a forward pass is captured.
 
-    out: [size, heads, head_dim], the buffer for the result of every attention call.
+    out: [size, heads, head_dim], the buffer for the result of every attention call. pool: of the graphs' memory; None:
+    a rehearsal captures nothing, to create lazy library handles, which is impossible during capture.
     """
 
     def __init__(self, out: Tensor, pool: Any) -> None:
@@ -37,6 +38,8 @@ class Recorder:
         self._capturing: Any = None
 
     def begin(self) -> None:
+        if self._pool is None:
+            return
         self._capturing = torch.cuda.CUDAGraph()
         # thread_local: threads that move KV may use the device meanwhile
         self._capturing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -51,26 +54,13 @@ class Recorder:
     def store(self, k: Tensor, v: Tensor) -> None:
         self._stored = k, v
 
-    def attend(self, q: Tensor, kv_layer: Tensor, variant: Variant) -> Tensor:
+    def attend(self, q: Tensor, kv_layer: Tensor, variant: AttentionVariant) -> Tensor:
         q = q.contiguous()
         self.end()
         assert self._stored is not None, "keys are stored before they are attended to"
         (k, v), self._stored = self._stored, None
         self.calls.append(Call(unowned(q), unowned(k), unowned(v), kv_layer, variant))
         self.begin()
-        return self.out
-
-
-class Rehearsal:
-    """A Recorder that captures nothing, to create lazy library handles, which is impossible during capture."""
-
-    def __init__(self, out: Tensor) -> None:
-        self.out = out
-
-    def store(self, k: Tensor, v: Tensor) -> None:
-        """Nothing is stored."""
-
-    def attend(self, q: Tensor, kv_layer: Tensor, variant: Variant) -> Tensor:
         return self.out
 
 

@@ -91,7 +91,7 @@ def test_levels_hold_every_token_once():
     levels = make_levels(lengths, tables, SIZE)
     assert sorted(levels.rows.tolist()) == [0, 1, 2, 4] and levels.alone.tolist() == [3]
     (shared,) = [levels.shared.indices.tolist()]
-    starts = levels.unique.kv_indptr.tolist()
+    starts = levels.unique.indptr.tolist()
     for (begin, end), last, row in zip(
         itertools.pairwise(starts), levels.unique.last_page_len.tolist(), levels.rows.tolist(), strict=True
     ):
