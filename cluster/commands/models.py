@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.engine.checkpoints.conversions import Conversion, conversions, remove_conversion
+from kvrelay.engine.checkpoints.checkpoint import Conversion, conversions, remove_conversion
 from kvrelay.environment import cache_dir
 from kvrelay.errors import ConfigError
 

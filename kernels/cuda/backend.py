@@ -29,12 +29,13 @@ from kvrelay.kernels.backend import (
     QuantizedLinear,
     SamplingBatch,
 )
+from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, has_latent_attention
 from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, in_memory_order
 from kvrelay.kernels.cuda.recorder import Recorder
-from kvrelay.kernels.cuda.sampling import DeviceSampler
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 
@@ -236,3 +237,39 @@ class CudaBackend(TorchBackend):
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         return self.staging.place(token_ids, feed)
+
+
+Draw = Callable[[Tensor, SamplingSettings, Tensor], Tensor]
+
+
+class DeviceSampler:
+    """Samples tokens [R] int64 on the device, from float32 logits [R, V] and a batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._settings = device, SettingsCache(device)
+        self.kernels, self._draw = self._chosen()
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        settings = self._settings.of(batch)
+        uniform = to_device(batch.uniform, self._device) if settings.draws else batch.uniform
+        return self._draw(logits, settings, uniform)
+
+    def _chosen(self) -> tuple[str, Draw]:
+        """("triton" | "torch", the function). Builds Triton's kernels at start."""
+        if self._device.type != "cuda":
+            return "torch", sampling_search.draw
+        try:
+            from kvrelay.kernels.cuda import sampling_triton
+
+            batch = SamplingBatch(
+                torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()
+            )
+            settings = sampling_search.settings_of(batch, self._device)
+            logits = torch.arange(64, dtype=torch.float32, device=self._device).unsqueeze(0)
+            token = int(sampling_triton.draw(logits, settings, batch.uniform.to(self._device)))
+            if token != 63:
+                raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")
+        except Exception as error:  # not installed, or an error of its compiler or the driver
+            logger.warning("tokens are drawn by torch, slower: triton's kernels do not work here (%s)", error)
+            return "torch", sampling_search.draw
+        return "triton", sampling_triton.draw

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
-from kvrelay.engine.checkpoints.conversions import cached, conversions
+from kvrelay.engine.checkpoints.checkpoint import cached, conversions
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 

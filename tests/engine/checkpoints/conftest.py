@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrelay.engine.checkpoints import conversions
+from kvrelay.engine.checkpoints import checkpoint
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversions, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(checkpoint, "cache_dir", lambda: tmp_path / "cache")

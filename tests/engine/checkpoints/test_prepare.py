@@ -11,7 +11,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from kvrelay.engine.checkpoints import checkpoint, conversions
+from kvrelay.engine.checkpoints import checkpoint
 from kvrelay.engine.checkpoints.checkpoint import model_digest, model_name, prepare_checkpoint
 from kvrelay.engine.checkpoints.tiny import random_weights
 from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound, UnsupportedModel
@@ -141,7 +141,7 @@ def build_into(log: Path, folder: Path) -> object:
 
 def cached(tmp_path: Path, folder: Path) -> Path:
     build = build_into(tmp_path / "log", folder)
-    return conversions.cached("x", "key", build, lambda what, share: None)
+    return checkpoint.cached("x", "key", build, lambda what, share: None)
 
 
 def builds(tmp_path: Path) -> int:
@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_is_reported(folder: Path, tmp_path: Path
 _RACER = """
 import shutil, sys, time
 from pathlib import Path
-from kvrelay.engine.checkpoints.conversions import cached
+from kvrelay.engine.checkpoints.checkpoint import cached
 
 source, log = sys.argv[1:]
 
