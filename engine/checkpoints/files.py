@@ -194,10 +194,9 @@ def model_digest(folder: Path) -> str:
 
 # ---- layouts of experts
 
-_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_OF_MIXTRAL = {theirs: ours for ours, theirs in _MIXTRAL.items()}
-_ONE = re.compile(r"(layers\.\d+)\.mlp\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj))\.weight")
-_THEIR_ONE = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(gate|experts\.\d+\.(w1|w2|w3))\.weight")
+_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3."),
+)  # fmt: skip
 _FUSED = re.compile(r"(.*layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -205,20 +204,16 @@ def stored_name(name: str, architecture: str) -> str:
     """The name of the decoder's tensor `name` in published checkpoints of this architecture."""
     if name == "lm_head.weight":
         return name
-    match = _ONE.fullmatch(name) if architecture == "mixtral" else None
-    if match is None:
-        return f"model.{name}"
-    of_expert = match[2].removesuffix(match[3]) + _MIXTRAL[match[3]] if match[3] else match[2]
-    return f"model.{match[1]}.block_sparse_moe.{of_expert}.weight"
+    for ours, theirs in _MIXTRAL if architecture == "mixtral" else ():
+        name = name.replace(ours, theirs)
+    return f"model.{name}"
 
 
 def plain_name(name: str) -> str:
     """The decoder's name of a tensor that may have Mixtral's name."""
-    match = _THEIR_ONE.search(name)
-    if match is None:
-        return name
-    of_expert = match[2].removesuffix(match[3]) + _OF_MIXTRAL[match[3]] if match[3] else match[2]
-    return f"{name[: match.start()]}{match[1]}.mlp.{of_expert}.weight"
+    for ours, theirs in _MIXTRAL if ".block_sparse_moe." in name else ():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:

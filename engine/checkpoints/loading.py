@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.checkpoints.files import locate_tensors, shared_name
-from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, Layer, Mlp
-from kvrelay.engine.models.mla import LatentAttention, halves_of_pairs
+from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, LatentAttention, Layer, Mlp
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec
 from kvrelay.errors import CheckpointCorrupt
@@ -179,9 +178,14 @@ class Packer:
 
     @staticmethod
     def _in_halves(rows: Tensor, spec: LatentSpec, heads: int) -> Tensor:
+        """Pairs of each head's last `rope_dim` rows separated into two halves.
+
+        Our kernels rotate halves; the scores are the same when queries and keys are permuted alike.
+        """
         if not spec.is_interleaved:
             return rows
-        return halves_of_pairs(rows.unflatten(0, (heads, -1)), spec.rope_dim).flatten(0, 1)
+        plain, turned = rows.unflatten(0, (heads, -1)).split((rows.shape[0] // heads - spec.rope_dim, spec.rope_dim), 1)
+        return torch.cat((plain, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
 
 
 def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:

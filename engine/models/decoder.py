@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.models.mla import LatentAttention, attend_latents
 from kvrelay.engine.models.spec import ModelSpec, RopeSpec
+from kvrelay.engine.models.spec_parts import LATENT_NORM_EPS, LatentSpec
 from kvrelay.errors import UnsupportedModel
 from kvrelay.kernels.backend import (
     Activation,
@@ -21,6 +21,7 @@ from kvrelay.kernels.backend import (
     Backend,
     Experts,
     HeadInputs,
+    HeadLinears,
     KvOrder,
     Linear,
 )
@@ -78,6 +79,25 @@ class HeadAttention:
 
     qkv: Linear
     head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys
+    o: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA), absorbed: the cache holds latents; keys and values are never computed.
+
+    The up-projections of keys and values are applied to the query and to the result instead, head by head, so that all
+    heads attend over one small vector per token. Source: DeepSeek-V2 (2024), section 2.1. query_down, query_norm: if
+    queries have a latent of their own.
+    """
+
+    query_down: Linear | None
+    query_norm: Tensor | None
+    query: Linear  # -> [T, heads * (nope_dim + rope_dim)]
+    kv_down: Linear  # -> [T, kv_rank + rope_dim]
+    kv_norm: Tensor
+    key_up: HeadLinears  # absorbed: nope_dim -> kv_rank
+    value_up: HeadLinears  # kv_rank -> value_dim
     o: Linear
 
 
@@ -166,11 +186,10 @@ class DecoderModel:
         """
         spec, backend = self.spec, self._backend
         self.reserve_positions(batch.max_context_len)
-        positions, slots = batch.positions, batch.slot_mapping  # on the CPU: the backend moves them, once per step
         residual = backend.embed(token_ids.to(backend.device), self._embedding, self._embed_scale)
         x = backend.rms_norm(residual, self.layers[0].input_norm, spec.norm_eps)
         for index, layer in enumerate(self.layers):
-            x = self._attend(layer, index, x, positions, slots, plan, kv_layers[index])
+            x = self._attend(layer, index, x, batch, plan, kv_layers[index])
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
             x = layer.mlp(x)
             if layer.post_mlp_norm is not None:
@@ -185,38 +204,27 @@ class DecoderModel:
         return self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self._final_norm
 
     def _attend(
-        self, layer: Layer, index: int, x: Tensor, positions: Tensor, slots: Tensor, plan: Any, kv_layer: Tensor
+        self, layer: Layer, index: int, x: Tensor, batch: AttentionBatch, plan: Any, kv_layer: Tensor
     ) -> Tensor:
         """Self-attention of normed x [T, hidden] -> [T, hidden], storing this step's keys and values."""
-        spec, backend, cos_sin = self.spec, self._backend, self._cos_sin[self.spec.layer_ropes[index]]
+        spec, cos_sin = self.spec, self._cos_sin[self.spec.layer_ropes[index]]
         if isinstance(layer.attention, LatentAttention):
             assert spec.latent is not None
-            x = attend_latents(
-                layer.attention,
-                spec.latent,
-                backend,
-                x,
-                cos_sin,
-                positions,
-                slots,
-                plan,
-                kv_layer,
-                scale=spec.query_scale,
-            )
+            x = self._attend_latents(layer.attention, spec.latent, x, cos_sin, batch, plan, kv_layer)
         else:
-            x = self._attend_heads(layer.attention, index, x, cos_sin, positions, slots, plan, kv_layer)
+            window = spec.layer_windows[index]
+            x = self._attend_heads(layer.attention, window, x, cos_sin, batch, plan, kv_layer)
         if layer.post_attention_norm is not None:
-            x = backend.rms_norm(x, layer.post_attention_norm, spec.norm_eps)
+            x = self._backend.rms_norm(x, layer.post_attention_norm, spec.norm_eps)
         return x
 
     def _attend_heads(
         self,
         layer: HeadAttention,
-        index: int,
+        window: int | None,
         x: Tensor,
         cos_sin: Tensor,
-        positions: Tensor,
-        slots: Tensor,
+        batch: AttentionBatch,
         plan: Any,
         kv_layer: Tensor,
     ) -> Tensor:
@@ -224,12 +232,34 @@ class DecoderModel:
         num_q, num_kv = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
         q, k, v = heads.split_with_sizes((num_q, num_kv, num_kv), dim=1)  # half of what split costs
-        inputs = HeadInputs(layer.head_norms, spec.norm_eps, cos_sin, positions, kv_layer, slots)
-        q = backend.norm_rope_store(q, k, v, inputs)
-        out = backend.attention(
-            q, kv_layer, plan, scale=spec.query_scale, window=spec.layer_windows[index], softcap=spec.attention_softcap
-        )
+        # positions and slots are on the CPU: the backend moves them, once per step
+        inputs = HeadInputs(layer.head_norms, spec.norm_eps, cos_sin, batch.positions, kv_layer, batch.slot_mapping)
+        q, cap = backend.norm_rope_store(q, k, v, inputs), spec.attention_softcap
+        out = backend.attention(q, kv_layer, plan, scale=spec.query_scale, window=window, softcap=cap)
         return layer.o(out.reshape(-1, num_q * spec.head_dim))
+
+    def _attend_latents(
+        self,
+        layer: LatentAttention,
+        spec: LatentSpec,
+        x: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        plan: Any,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        backend, queries = self._backend, x
+        if layer.query_down is not None and layer.query_norm is not None:
+            queries = backend.rms_norm(layer.query_down(x), layer.query_norm, LATENT_NORM_EPS)
+        heads = layer.query(queries).unflatten(-1, (-1, spec.query_dim))
+        plain, turned = heads.split((spec.nope_dim, spec.rope_dim), dim=-1)
+        latent, key = layer.kv_down(x).split((spec.kv_rank, spec.rope_dim), dim=-1)
+        latent = backend.rms_norm(latent, layer.kv_norm, LATENT_NORM_EPS)
+        turned, key = backend.rope(turned, key.unsqueeze(1), cos_sin, batch.positions)
+        backend.store_latent(torch.cat((latent, key.squeeze(1)), dim=-1), kv_layer, batch.slot_mapping)
+        q, scale = torch.cat((layer.key_up(plain), turned), dim=-1), self.spec.query_scale
+        out = backend.latent_attention(q, kv_layer, plan, scale=scale, latent_dim=spec.kv_rank)
+        return layer.o(layer.value_up(out).flatten(1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary for rows of `forward`'s result: [R, hidden] -> [R, vocab] float32."""
