@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 
@@ -160,38 +159,34 @@ class GraphSpec:
     reserve_positions: Callable[[int], object]
 
 
-class DecodeGraphs(Protocol):
-    """Captured decode steps of one model."""
+class StepGraphs(Protocol):
+    """Captured steps of one model."""
 
     def fits(self, batch: AttentionBatch) -> bool:
         """Whether this batch can be run so."""
-        ...
-
-    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
-        """Hidden states of a batch that fits; captures at the first batch of its size. The next run overwrites them."""
-        ...
-
-    def logits_of(self, hidden: Tensor) -> Tensor | None:
-        """Logits of all rows of the last run's result, where the capture has computed them."""
-        ...
 
     def warm_up(self, forward: ModelForward) -> None:
         """Capture now what would be captured in the first requests. No block may be in use yet."""
-        ...
 
     def reset(self) -> None:
         """Drop all captures: something that they read has moved."""
-        ...
 
 
-class PieceGraphs(Protocol):
+class DecodeGraphs(StepGraphs, Protocol):
+    """Captured decode steps."""
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
+        """Hidden states of a batch that fits; captures at the first batch of its size. The next run overwrites them."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor | None:
+        """Logits of all rows of the last run's result, where the capture has computed them."""
+
+
+class PieceGraphs(StepGraphs, Protocol):
     """Captured pieces, between the attention calls, of steps with prompts."""
 
     def choose_kernels(self, variants: Collection[AttentionVariant]) -> None:
         """Try attention kernels out for these variants."""
-        ...
-
-    def fits(self, batch: AttentionBatch) -> bool: ...
 
     def run(
         self,
@@ -201,9 +196,42 @@ class PieceGraphs(Protocol):
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor: ...
 
-    def warm_up(self, forward: ModelForward) -> None: ...
 
-    def reset(self) -> None: ...
+# ---- devices whose calls return early: the engine launches a step before it has the last step's tokens
+
+
+class PendingTokens(Protocol):
+    """Sampled tokens that the device may still be computing.
+
+    tokens: [R] int64 on the device, for work that is launched later; the host does not read it.
+    """
+
+    tokens: Tensor
+
+    def wait(self) -> list[int]:
+        """Block until the device has sampled the tokens; all work launched before them is done then, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFeed:
+    """Input tokens of a step that the host does not have yet.
+
+    sources: [T] int64 on the CPU, the index into `tokens` of each of the step's tokens; -1: the host has the token.
+    tokens: [R] int64 on the device.
+    """
+
+    sources: Tensor
+    tokens: Tensor
+
+
+class AsyncDevice(Protocol):
+    """A device that runs work in launch order while the host continues."""
+
+    def pending(self, tokens: Tensor) -> PendingTokens:
+        """Start copying the tokens of `sample_on_device` to the host."""
+
+    def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
+        """A step's token ids [T] int64 on the device, with placeholders replaced from `feed`. Does not wait."""
 
 
 class Backend(Protocol):
@@ -217,47 +245,37 @@ class Backend(Protocol):
     @property
     def asynchronous(self) -> AsyncDevice | None:
         """What a device offers whose calls return before they are computed; None: they return when they are."""
-        ...
 
     def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
         """Captures of this model's decode steps; None: they are not captured."""
-        ...
 
     def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
         """Captures of this model's steps with prompts, where decode steps are captured; None: they are not."""
-        ...
 
     @property
     def cascade_saved_tokens(self) -> int:
         """Tokens of KV that decode rows did not read again as another row of their step had read them, in a layer
         without a window; since the start.
         """
-        ...
 
     def shares_prefixes(self, shape: AttentionShape) -> bool:
         """Whether decode rows of this shape read common blocks once, where that pays (cascade attention)."""
-        ...
 
     def free_device_bytes(self) -> int | None:
         """Bytes that are free in the device's own memory; None: it computes in the host's."""
-        ...
 
     @property
     def compiled_kernels(self) -> Any:
         """An object whose `lib` has the compiled kernels as functions, for profilers to wrap; None: there are none."""
-        ...
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         """Whether a row's bits do not depend on the rest of its batch, for weights of `dtype`."""
-        ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [out, in] (and bias [out]) for fast products; may copy and reorder."""
-        ...
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         """Pack weights [heads, out, in], one per head."""
-        ...
 
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
@@ -266,7 +284,6 @@ class Backend(Protocol):
 
         Raises BackendUnavailable unless `quantizes`.
         """
-        ...
 
     def pack_experts(
         self,
@@ -280,18 +297,15 @@ class Backend(Protocol):
         The iterable is consumed one expert at a time, so that only one unpacked expert is in memory. scheme: quantise;
         None: the weights are of `dtype`. Raises as pack_quantized does.
         """
-        ...
 
     def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
         """(weights [T, k] float32, experts [T, k] int64, best first) from the router's logits [T, num_experts] float32.
 
         correction: [num_experts] float32, added to the scores for the choice, not for the weights.
         """
-        ...
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """Rows of table [vocab, hidden] at token_ids [T] int64, times scale -> [T, hidden]."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, cast back to x.dtype.
@@ -299,11 +313,9 @@ class Backend(Protocol):
         `weight` may be float32 while x is not (Gemma's 1 + w is folded in at load). x may have any
         leading shape (QK norm passes [T, heads, head_dim]).
         """
-        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); may work in place on both inputs."""
-        ...
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate (half-split, NeoX style) q [T, heads, head_dim] and k [T, kv_heads, head_dim].
@@ -312,26 +324,21 @@ class Backend(Protocol):
         dims past rotary_dim pass through. May work in place. positions and store_kv's slot_mapping are the planned
         batch's own CPU tensors; a backend elsewhere moves them, once per step.
         """
-        ...
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """act(gate) * up, for gate_up [T, 2F] = gate then up -> [T, F]."""
-        ...
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Scatter k, v [T, kv_heads, head_dim] into the layer's cache at slot_mapping [T] int64, in place."""
-        ...
 
     def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
         """Norms of queries and keys, rotation, and the cache write; returns the queries for `attention`.
 
         Equals rms_norm, rope and store_kv one after the other, to the bit. May work in place on q and k.
         """
-        ...
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
         """The input of `attention`, computed once per step (device copies, schedules)."""
-        ...
 
     def attention(
         self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, window: int | None, softcap: float | None
@@ -341,11 +348,9 @@ class Backend(Protocol):
         window: a token attends to itself and the window-1 tokens before it (Hugging Face's sliding_window).
         softcap: scores become softcap * tanh(scores / softcap).
         """
-        ...
 
     def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Scatter entries [T, head_dim] into a latent layer's cache at slot_mapping [T] int64, in place."""
-        ...
 
     def latent_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, latent_dim: int) -> Tensor:
         """Causal paged attention of absorbed queries over cache entries, whose first `latent_dim` numbers are the
@@ -354,11 +359,9 @@ class Backend(Protocol):
         q: [T, heads, head_dim]: its part for latents, then its rotary part -> [T, heads, latent_dim].
         Source: DeepSeek-V2 (2024), section 2.1, with the up-projections absorbed.
         """
-        ...
 
     def widened(self, x: Tensor) -> Tensor:
         """x as float32, exactly: logits before sampling. May be x itself."""
-        ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """Sample one token id per row of float32 logits [R, vocab] -> [R] int64 on the CPU.
@@ -366,7 +369,6 @@ class Backend(Protocol):
         Order of filters: temperature, top-k, top-p, min-p (Hugging Face's and vLLM's); ties at the
         k-th value all stay. temperature 0: argmax, lowest id first.
         """
-        ...
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """`sample` with its result [R] int64 on the device; does not wait for it.
@@ -374,4 +376,3 @@ class Backend(Protocol):
         Settings are cached by tensor identity: a caller that passes the same temperature, top_k, top_p and min_p
         tensors again must not have changed them. `uniform` may differ each time.
         """
-        ...

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.backend import Backend, KvOrder
+from kvrelay.kernels.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +69,11 @@ def select_backend(name: Name = "auto", device: str = "auto", num_threads: int |
     return backend
 
 
-def kv_layouts(name: Name = "auto", device: str = "auto") -> tuple[str, tuple[KvOrder, ...]]:
-    """The name of the backend that `select_backend` would make, and its cache layouts. Raises as that does."""
-    chosen, _ = _resolve(name, device)
-    layouts: tuple[KvOrder, ...] = _class_of(chosen).kv_layouts
-    return chosen, layouts
-
-
-def quantizes(name: Name = "auto", device: str = "auto") -> tuple[str, bool]:
-    """The name of that backend, and whether it supports quantised weights. Raises as `select_backend` does."""
-    chosen, _ = _resolve(name, device)
-    return chosen, bool(_class_of(chosen).quantizes)
+def backend_class(name: Name = "auto", device: str = "auto") -> Any:
+    """The class of the backend that `select_backend` would make: its `name`, `kv_layouts`, and whether it `quantizes`.
+    Raises as that does.
+    """
+    return _class_of(_resolve(name, device)[0])
 
 
 def _class_of(name: str) -> Any:

@@ -106,18 +106,13 @@ def _check_backend(settings: Settings, role: Role) -> None:
 
     Raises BackendUnavailable, ConfigError.
     """
-    from kvrelay.engine.checkpoints.preflight import check_kv_layout, check_quantization
-
     engine = settings.for_role(role).engine
-    if engine.backend == "cuda" or engine.kv_layout != "NHD":
-        from kvrelay.kernels.select import kv_layouts
+    is_quantized = settings.model.quantization != "none" and (engine.backend, engine.device) != ("cpu", "auto")
+    if is_quantized or engine.backend == "cuda" or engine.kv_layout != "NHD":
+        from kvrelay.engine.checkpoints.preflight import check_backend
+        from kvrelay.kernels.select import backend_class
 
-        check_kv_layout(*kv_layouts(engine.backend, engine.device), settings, role)
-    if settings.model.quantization != "none" and (engine.backend, engine.device) != ("cpu", "auto"):
-        from kvrelay.kernels.select import quantizes
-
-        name, can = quantizes(engine.backend, engine.device)
-        check_quantization(name, settings, quantizes=can)
+        check_backend(backend_class(engine.backend, engine.device), settings, role)
 
 
 def main() -> int:

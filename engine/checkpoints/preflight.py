@@ -1,6 +1,6 @@
 """Whether a model fits the settings, checked before anything is loaded. Pure: imports no torch."""
 
-from collections.abc import Sequence
+from typing import Any
 
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
@@ -43,18 +43,16 @@ def num_blocks_for(budget_bytes: int, block_bytes: int, *, key: str = "engine.kv
     return blocks
 
 
-def check_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
-    """Raises ConfigError when weights are to be quantised and the backend of this name cannot compute with such."""
-    wanted = settings.model.quantization
-    if wanted != "none" and not quantizes:
+def check_backend(backend: Any, settings: Settings, role: Role) -> None:
+    """For a role's backend, or its class. Raises ConfigError, naming the key.
+
+    When it cannot compute with weights quantised as wanted, or does not take the role's layout of the cache.
+    """
+    name, wanted, layout = backend.name, settings.model.quantization, settings.for_role(role).engine.kv_layout
+    if wanted != "none" and not backend.quantizes:
         raise ConfigError(
-            f"model.quantization: the {backend} backend has no {wanted} weights: choose none, or engine.backend cpu"
+            f"model.quantization: the {name} backend has no {wanted} weights: choose none, or engine.backend cpu"
         )
-
-
-def check_kv_layout(backend: str, kv_layouts: Sequence[str], settings: Settings, role: Role) -> None:
-    """Raises ConfigError, naming the key, when the backend of this name takes `kv_layouts` but not the role's."""
-    wanted = settings.for_role(role).engine.kv_layout
-    if wanted not in kv_layouts:
-        known, key = " or ".join(kv_layouts), settings.key_of(role, "kv_layout")
-        raise ConfigError(f"{key}: the {backend} backend takes {known}, not {wanted}: choose that, or another backend")
+    if layout not in backend.kv_layouts:
+        known, key = " or ".join(backend.kv_layouts), settings.key_of(role, "kv_layout")
+        raise ConfigError(f"{key}: the {name} backend takes {known}, not {layout}: choose that, or another backend")

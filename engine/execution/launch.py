@@ -17,7 +17,7 @@ from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
-from kvrelay.kernels.async_backend import AsyncDevice
+from kvrelay.kernels.backend import AsyncDevice
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.memory.swap import SwapLoad
 from kvrelay.plane.messages import TokenLogprob, TokenOutput

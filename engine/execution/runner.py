@@ -1,6 +1,6 @@
 """Runs a step plan on the model: metadata tensors in, logits out; and a step that is launched and not collected yet.
 
-Where the device computes asynchronously (kernels/async_backend.py), the next step is planned and launched while it
+Where the device computes asynchronously (kernels/backend.py), the next step is planned and launched while it
 works on this one; then this one's tokens are collected, which is the one wait of a step. While the scheduler plans
 that next step, each sequence whose token is being drawn has a placeholder token: the number of tokens decides
 everything that the scheduler decides. At any other time sequences hold only tokens that are known.
@@ -20,8 +20,7 @@ from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
-from kvrelay.kernels.async_backend import PendingTokens, TokenFeed
-from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec
+from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec, PendingTokens, TokenFeed
 from kvrelay.kvcache.memory.storage import KV_DTYPES
 from kvrelay.types import KvLayout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.config import Settings
-from kvrelay.engine.checkpoints.preflight import check_fit, check_kv_layout, check_quantization
+from kvrelay.engine.checkpoints.preflight import check_backend, check_fit
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
@@ -80,8 +80,7 @@ def build_engine(
     if num_threads:
         torch.set_num_threads(num_threads)
     backend = select_backend(own.engine.backend, own.engine.device, num_threads)
-    check_kv_layout(backend.name, backend.kv_layouts, settings, role)
-    check_quantization(backend.name, settings, quantizes=backend.quantizes)
+    check_backend(backend, settings, role)
     sizes = engine_sizes(
         own.engine,
         has_device=backend.free_device_bytes() is not None,

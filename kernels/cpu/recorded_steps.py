@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, ModelForward
 from kvrelay.kernels.cpu.native_kernels import SIGNATURES, NativeKernels, NativePlan, Schedule
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 LARGEST = 64  # sequences; the interpreter's share of larger steps is small
 MOST_TOKENS = 33  # of a single sequence
 MOST_HEADED = 8  # sequences whose logits are part of the recording; each size has its own memory for them
-Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [T, hidden]
 Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] float32
 
 # As enumerated in replay.c.
@@ -186,7 +185,7 @@ class RecordedSteps:
         self._kernels, self._shape, self._max_blocks, self._head = kernels, shape, max_blocks, head
         self._last: _Graph | None = None  # its buffers hold the last step's results
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by (sequences, tokens)
-        self._why_not: str | None = None
+        self.why_not: str | None = None  # why nothing is recorded
         # shared by all sizes, since one replays at a time; refilled for every step
         self._schedule = Schedule(kernels.lib, LARGEST, max_blocks * shape.block_size)
 
@@ -195,14 +194,9 @@ class RecordedSteps:
         """Tokens of the steps recorded so far."""
         return sorted(tokens for _, tokens in self._graphs)
 
-    @property
-    def why_not(self) -> str | None:
-        """Why nothing is recorded, or None."""
-        return self._why_not
-
     def fits(self, batch: AttentionBatch) -> bool:
         """Whether the batch is all decode or one sequence alone, not too large, and the model can be recorded."""
-        if self._why_not is not None:
+        if self.why_not is not None:
             return False
         size = batch.context_lens.shape[0]
         if size == 1:
@@ -214,7 +208,7 @@ class RecordedSteps:
         self._graphs.clear()
         self._last = None
 
-    def warm_up(self, forward: Forward) -> None:
+    def warm_up(self, forward: ModelForward) -> None:
         """Nothing: a step is recorded at once when it comes first."""
 
     def logits_of(self, hidden: Tensor) -> Tensor | None:
@@ -222,7 +216,7 @@ class RecordedSteps:
         last = self._last
         return last.logits if last is not None and last.hidden is hidden else None
 
-    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
         """Hidden states [T, hidden] of a batch that fits; records at the first batch of its size.
 
         token_ids: [T] int64. The result is overwritten by the next run.
@@ -238,13 +232,13 @@ class RecordedSteps:
             self._last = graph
             return graph.hidden
         graph = self._record(token_ids, batch, forward)
-        if self._why_not is None:
+        if self.why_not is None:
             self._graphs[size] = graph
         else:
-            logger.info("decode steps are not recorded: %s", self._why_not)
+            logger.info("decode steps are not recorded: %s", self.why_not)
         return graph.hidden
 
-    def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> _Graph:
+    def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> _Graph:
         """Run and record the step, then replay it over overwritten buffers: the result must be the same."""
         tables = torch.zeros(batch.context_lens.shape[0], self._max_blocks, dtype=torch.int32)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
@@ -262,17 +256,17 @@ class RecordedSteps:
         assert plan.batch.context_lens is own.context_lens and plan.batch.block_tables is own.block_tables
         with _recording(self._kernels, buffers) as tape:
             hidden = forward(ids, own, plan)
-        self._why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
-        logits = self._recorded_head(hidden, buffers, tape) if self._why_not is None and _decodes_few(batch) else None
+        self.why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
+        logits = self._recorded_head(hidden, buffers, tape) if self.why_not is None and _decodes_few(batch) else None
         calls = np.stack(tape.calls) if tape.calls else np.zeros((0, _CALL_WORDS), dtype=np.int64)
         graph = _Graph(calls, np.flatnonzero(calls[:, 0] == _ATTENTION), ids, own, plan, hidden, logits, buffers)
-        if self._why_not is None:
+        if self.why_not is None:
             results = [tensor for tensor in (hidden, logits) if tensor is not None]
             first = [tensor.clone() for tensor in results]
             buffers.spoil()
             graph.replay(self._kernels.lib)
             if not all(map(torch.equal, first, results)):
-                self._why_not = "the replay's result differs"
+                self.why_not = "the replay's result differs"
                 hidden.copy_(first[0])
                 graph.logits = None
         return graph

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.async_backend import AsyncDevice, TokenFeed
 from kvrelay.kernels.backend import (
     Activation,
+    AsyncDevice,
     AttentionBatch,
     AttentionShape,
     Experts,
     KvOrder,
     QuantizedLinear,
     SamplingBatch,
+    TokenFeed,
 )
 from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.quant_scheme import Scheme

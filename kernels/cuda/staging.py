@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.async_backend import TokenFeed
+from kvrelay.kernels.backend import TokenFeed
 
 
 class DeviceStaging:

@@ -29,7 +29,7 @@ from kvrelay.kernels.oracle.grid_steps import (
     long_cases,
     make_step,
 )
-from kvrelay.kernels.oracle.reference import ReferenceBackend, norm_rope_store
+from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 6, 7, 13, 33, 70)
@@ -131,11 +131,16 @@ def norms(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
         yield _compare(f"{rows} x {heads} heads", backend.rms_norm(x, weight, 1e-6), exact.rms_norm(x, weight, 1e-6))
 
 
+def _rotations(rotary: int) -> Tensor:
+    """Cosines, then sines, of 500 positions."""
+    angles = torch.outer(torch.arange(500.0), 1e4 ** -(torch.arange(rotary // 2) / (rotary // 2)))
+    return torch.cat((angles.cos(), angles.sin()), 1)
+
+
 def rope(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
     numbers = _Numbers(backend, dtype)
     for rows, (dim, rotary) in product(ROWS, ((64, 64), (64, 20), (20, 20), (128, 64))):
-        angles = torch.outer(torch.arange(500.0), 1e4 ** -(torch.arange(rotary // 2) / (rotary // 2)))
-        table = torch.cat((angles.cos(), angles.sin()), 1).to(backend.device)
+        table = _rotations(rotary).to(backend.device)
         positions = torch.arange(rows) * 131 % 500
         fused = numbers(rows, 7 * dim)
         q, k = fused[:, : 4 * dim].unflatten(1, (4, dim)), fused[:, 4 * dim : 6 * dim].unflatten(1, (2, dim))
@@ -180,8 +185,7 @@ def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
     numbers = _Numbers(backend, dtype)
     kinds, widths = (dtype, torch.float32, torch.uint8), ((64, 64), (20, 12), (128, 64))
     for rows, kind, layout, (dim, rotary) in product((0, 1, 7, 70), kinds, backend.kv_layouts, widths):
-        angles = torch.outer(torch.arange(500.0), 1e4 ** -(torch.arange(rotary // 2) / (rotary // 2)))
-        table = torch.cat((angles.cos(), angles.sin()), 1).to(backend.device)
+        table = _rotations(rotary).to(backend.device)
         slots = torch.randperm(128, generator=torch.Generator().manual_seed(rows))[:rows]
         row = dim + fp8.SCALE_BYTES * (kind == torch.uint8)
         empty = torch.full((8, 2, 16, 2, row), 7, dtype=kind, device=backend.device)
@@ -203,8 +207,8 @@ def _placed(
     heads, cache = fused.clone().unflatten(1, (10, -1)), cache.clone()
     inputs = HeadInputs(norms, 1e-5, table, slots * 131 % 500, cache, slots)
     q, k, v = heads.split((6, 2, 2), dim=1)
-    placed = backend.norm_rope_store(q, k, v, inputs) if in_one else norm_rope_store(backend, q, k, v, inputs)
-    return placed, cache
+    of = backend.norm_rope_store if in_one else functools.partial(TorchBackend.norm_rope_store, backend)
+    return of(q, k, v, inputs), cache
 
 
 def widening(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
@@ -250,13 +254,8 @@ def attention_case(backend: Backend, case: KernelCase, scale: float) -> Compared
     return _compare(f"{case}, scale {scale}", attend(backend, make_step(case).to(backend.device), scale), right)
 
 
-def _attention(heads: str, backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    for case in attention_cases(heads, dtype, backend.kv_layouts):
-        yield attention_case(backend, case, _scale_of(case))
-
-
-def _long_attention(heads: str, backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    for case in long_cases(heads, dtype):
+def _attention(heads: str, backend: Backend, dtype: torch.dtype, *, is_long: bool = False) -> Iterator[Compared]:
+    for case in long_cases(heads, dtype) if is_long else attention_cases(heads, dtype, backend.kv_layouts):
         yield attention_case(backend, case, _scale_of(case))
 
 
@@ -267,10 +266,6 @@ def _compare(case: str, found: Tensor, right: Exact) -> Compared:
 def _scale_of(case: KernelCase) -> float:
     """Softmax over a long context: all tokens count about equally, or (plain caches) a few dominate."""
     return 0.125 if case.kv_dtype is FP8 or case.softcap is not None else 1.0
-
-
-def _of(heads: str, family: Callable[[str, Backend, torch.dtype], Iterator[Compared]]) -> Family:
-    return lambda backend, dtype: family(heads, backend, dtype)
 
 
 FAMILIES: dict[str, Family] = {
@@ -285,8 +280,8 @@ FAMILIES: dict[str, Family] = {
     "inputs": placements,
     "widening": widening,
     "sampling": sampling,
-    **{f"attention, {heads}": _of(heads, _attention) for heads in HEADS},
-    **{f"attention to 32k, {heads}": _of(heads, _long_attention) for heads in HEADS},
+    **{f"attention, {heads}": functools.partial(_attention, heads) for heads in HEADS},
+    **{f"attention to 32k, {heads}": functools.partial(_attention, heads, is_long=True) for heads in HEADS},
 }
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay import fp8
-from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kernels.backend import (
     Activation,
+    AsyncDevice,
     AttentionBatch,
     AttentionShape,
     DecodeGraphs,
@@ -129,7 +129,7 @@ class TorchBackend:
 
     kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._warned: set[str] = set()
 
@@ -177,8 +177,12 @@ class TorchBackend:
     def widened(self, x: Tensor) -> Tensor:
         return x.float()
 
-    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
-        return norm_rope_store(self, q, k, v, inputs)
+    def norm_rope_store(self: Any, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
+        if inputs.norms is not None:
+            q, k = (self.rms_norm(x, norm, inputs.eps) for x, norm in zip((q, k), inputs.norms, strict=True))
+        q, k = self.rope(q, k, inputs.cos_sin, inputs.positions)
+        self.store_kv(k, v, inputs.kv_layer, inputs.slot_mapping)
+        return q
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return self.sample_on_device(logits, batch).cpu()
@@ -192,9 +196,6 @@ class ReferenceBackend(TorchBackend):
 
     name = "reference"
     quantizes = True
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__(device)
 
     @property
     def cascade_saved_tokens(self) -> int:
@@ -298,15 +299,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
-
-
-def norm_rope_store(backend: Any, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
-    """Backend.norm_rope_store for backends without a fused kernel."""
-    if inputs.norms is not None:
-        q, k = (backend.rms_norm(x, norm, inputs.eps) for x, norm in zip((q, k), inputs.norms, strict=True))
-    q, k = backend.rope(q, k, inputs.cos_sin, inputs.positions)
-    backend.store_kv(k, v, inputs.kv_layer, inputs.slot_mapping)
-    return q
 
 
 # ---- sampling: the rule that every backend's sampler follows; sorts the vocabulary, `sampling_search` does not

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.step.engine import Engine
-from kvrelay.kernels.async_backend import TokenFeed
-from kvrelay.kernels.backend import SamplingBatch
+from kvrelay.kernels.backend import SamplingBatch, TokenFeed
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 # known to the host, too; a tensor that is on its device stays where it is

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from kvrelay.config import settings_from
-from kvrelay.engine.checkpoints.preflight import check_kv_layout
+from kvrelay.engine.checkpoints.preflight import check_backend
 from kvrelay.errors import BackendUnavailable, ConfigError
 from kvrelay.kernels import select
 from kvrelay.kernels.cpu import backend as cpu_backend
 from kvrelay.kernels.cpu import native_kernels as native_cpu
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
-from kvrelay.kernels.select import kv_layouts, select_backend
+from kvrelay.kernels.cuda.backend import CudaBackend
+from kvrelay.kernels.select import backend_class, select_backend
 from kvrelay.types import Role
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -49,18 +50,18 @@ def test_the_reference_runs_on_the_given_device():
 
 @NO_GPU
 def test_the_caches_that_a_backend_takes_are_known_before_it_is_made():
-    assert kv_layouts("reference") == ("reference", ("NHD", "HND"))
-    assert kv_layouts("auto") == kv_layouts("cpu") == ("cpu", ("NHD",))
+    assert backend_class("reference").kv_layouts == ("NHD", "HND")
+    assert backend_class("auto") is backend_class("cpu") is CpuBackend and CpuBackend.kv_layouts == ("NHD",)
     with pytest.raises(BackendUnavailable, match="no CUDA device"):
-        kv_layouts("cuda")
+        backend_class("cuda")
 
 
 def test_a_role_whose_backend_cannot_read_its_kv_layout_is_reported_with_the_key():
     settings = settings_from({"decode": {"kv_layout": "HND"}})
-    check_kv_layout("cpu", ("NHD",), settings, Role.PREFILL)
-    check_kv_layout("cuda", ("NHD", "HND"), settings, Role.DECODE)
+    check_backend(CpuBackend, settings, Role.PREFILL)
+    check_backend(CudaBackend, settings, Role.DECODE)
     with pytest.raises(ConfigError, match=r"decode\.kv_layout: the cpu backend takes NHD, not HND"):
-        check_kv_layout("cpu", ("NHD",), settings, Role.DECODE)
+        check_backend(CpuBackend, settings, Role.DECODE)
 
 
 def test_without_a_compiler_torch_takes_over_with_one_line(monkeypatch, caplog):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.async_backend import TokenFeed
+from kvrelay.kernels.backend import TokenFeed
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs
 from kvrelay.kernels.cuda.staging import DeviceStaging
 from kvrelay.kernels.oracle.reference import ReferenceBackend
