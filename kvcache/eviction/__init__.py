@@ -1,4 +1,4 @@
-"""Eviction policies by name, and the frequency sketch of admission filters.
+"""Eviction policies by name, and the admission filter of the disk tier.
 
 May import kvrelay.
 """

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from kvrelay.hashing import HASH_BYTES
@@ -137,18 +138,9 @@ class PinRecord:
         return replace(self, digests=self.digests[: count * HASH_BYTES])
 
     def num_common(self, other: "PinRecord") -> int:
-        """The number of common leading blocks. Hashes are chained, so equal hashes have equal prefixes."""
-        if self.root != other.root:
-            return 0
-        low, high = 0, min(len(self), len(other))
-        while low < high:
-            middle = (low + high + 1) // 2
-            end = middle * HASH_BYTES
-            if self.digests[end - HASH_BYTES : end] == other.digests[end - HASH_BYTES : end]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """The number of common leading blocks."""
+        pairs = zip(self.hashes(), other.hashes(), strict=False) if self.root == other.root else ()
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def covers(self, other: "PinRecord") -> bool:
         """Whether this record makes `other` redundant."""

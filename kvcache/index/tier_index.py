@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.kvcache.eviction.policies import EntryUsage, EvictionPolicy
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.eviction.sketch import OfferedBefore
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.index.pins import TimedPins
-from kvrelay.kvcache.index.rows import TierRows
 from kvrelay.kvcache.index.victims import TierEntry, VictimQueues
 from kvrelay.types import BlockHash
 
@@ -31,38 +30,6 @@ class TierCounts:
     pinned: int  # of the cached
 
 
-class TenantQuotas:
-    """How many rows each tenant uses (reserved and cached ones), and may use."""
-
-    def __init__(self, quotas: Mapping[str, int | None], default_quota: int | None) -> None:
-        """`quotas`: most rows of each tenant; `default_quota`: of every other tenant. None, in both: unlimited."""
-        self._quotas, self._default_quota = dict(quotas), default_quota
-        self._num_rows: Counter[str] = Counter()
-
-    def has_quota(self, tenant: str) -> bool:
-        return self._quotas.get(tenant, self._default_quota) is not None
-
-    def num_over(self, tenant: str, count: int) -> int:
-        """Rows of its own that this tenant must give up before it gets `count` more."""
-        quota = self._quotas.get(tenant, self._default_quota)
-        return 0 if quota is None else max(0, self._num_rows[tenant] + count - quota)
-
-    def add(self, tenant: str, count: int) -> None:
-        self._num_rows[tenant] += count
-
-    def remove(self, tenant: str) -> bool:
-        """One row less; whether it was the last."""
-        self._num_rows[tenant] -= 1
-        if self._num_rows[tenant]:
-            return False
-        del self._num_rows[tenant]
-        return True
-
-    def check(self, num_rows: Mapping[str, int]) -> None:
-        """Raise AssertionError unless these are the tenants' rows."""
-        assert num_rows == +self._num_rows, "tenants' rows are miscounted"
-
-
 class TierIndex:
     """Entries of one block each. An entry that another one here continues is not evicted before that one.
 
@@ -77,7 +44,7 @@ class TierIndex:
         quotas: Mapping[str, int | None] | None = None,
         default_quota: int | None = None,
         pin_limit: int | None = None,
-        admission: FrequencySketch | None = None,
+        admission: OfferedBefore | None = None,
         keep_changes: bool = False,
     ) -> None:
         """An empty index of `num_rows` rows.
@@ -86,7 +53,7 @@ class TierIndex:
             quotas: most rows of each tenant (None: unlimited).
             default_quota: most rows of a tenant that `quotas` does not name.
             pin_limit: most entries pinned at once; default: half the rows.
-            admission: counts offers, so that `wants` refuses a block until its second offer.
+            admission: remembers offers, so that `wants` refuses a block until its second one.
             keep_changes: record changes; the owner must call `drain_changes`.
 
         Raises ValueError: no rows.
@@ -96,8 +63,9 @@ class TierIndex:
         self.num_evicted = 0
         self._entries: dict[BlockHash, TierEntry] = {}
         self._pins: TimedPins[BlockHash] = TimedPins(num_rows // 2 if pin_limit is None else pin_limit)
-        self._tenants = TenantQuotas(quotas or {}, default_quota)
-        self._victims = VictimQueues(self._entries, policy, is_kept=self._is_kept, has_quota=self._tenants.has_quota)
+        self._quotas, self._default_quota = dict(quotas or {}), default_quota
+        self._num_rows_of: Counter[str] = Counter()  # by tenant: reserved and cached ones
+        self._victims = VictimQueues(self._entries, policy, is_kept=self._is_kept, has_quota=self._has_quota)
         self._admission = admission
         self._changes = ChangeLog(num_rows) if keep_changes else None
 
@@ -145,7 +113,7 @@ class TierIndex:
         """Whether to store a block that is offered now. Every call counts as an offer: call once for each."""
         if digest in self._entries:
             return False
-        return self._admission is None or self._admission.touch(digest) >= 2
+        return self._admission is None or self._admission.offer(digest)
 
     # ---- rows
 
@@ -161,7 +129,7 @@ class TierIndex:
             self.policy.evicted(self._entries[digest].usage, now_s)
             self._forget(digest, is_detached=True)
         self.num_evicted += len(victims)
-        self._tenants.add(tenant, count)
+        self._num_rows_of[tenant] += count
         return self.rows.reserve(count, tenant)
 
     def next_victims(self, count: int, now_s: float, *, tenant: str = _DEFAULT_TENANT) -> list[BlockHash]:
@@ -173,7 +141,8 @@ class TierIndex:
         return victims
 
     def _choose_victims(self, count: int, now_s: float, tenant: str) -> list[BlockHash] | None:
-        num_over, num_needed = self._tenants.num_over(tenant, count), count - len(self.rows.free)
+        quota, num_needed = self._quota(tenant), count - len(self.rows.free)
+        num_over = 0 if quota is None else max(0, self._num_rows_of[tenant] + count - quota)
         return self._victims.choose(num_needed, num_over, tenant, now_s, self._pins.expire(now_s))
 
     def cancel(self, rows: Iterable[int]) -> None:
@@ -205,7 +174,7 @@ class TierIndex:
     def take(self, row: int, *, tenant: str = _DEFAULT_TENANT) -> None:
         """Reserve this very row, which is free: for a block that a store finds again after a restart."""
         self.rows.take(row, tenant)
-        self._tenants.add(tenant, 1)
+        self._num_rows_of[tenant] += 1
 
     def discard(self, hashes: Iterable[BlockHash], now_s: float) -> int:
         """Forget these entries; returns how many were here. A held row is freed when its holds end."""
@@ -225,10 +194,18 @@ class TierIndex:
             self._changes.removed(digest)
 
     def _remove_from_tenant(self, tenant: str) -> None:
-        if self._tenants.remove(tenant):
+        self._num_rows_of[tenant] -= 1
+        if not self._num_rows_of[tenant]:
+            del self._num_rows_of[tenant]
             self._victims.tenant_gone(tenant)
 
     # ---- holds and pins
+
+    def _quota(self, tenant: str) -> int | None:
+        return self._quotas.get(tenant, self._default_quota)
+
+    def _has_quota(self, tenant: str) -> bool:
+        return self._quota(tenant) is not None
 
     def _is_kept(self, digest: BlockHash, entry: TierEntry) -> bool:
         return entry.row in self.rows.holds or digest in self._pins
@@ -297,5 +274,80 @@ class TierIndex:
         self.rows.check({digest: entry.row for digest, entry in self._entries.items()})
         assert sum(digest in self._pins for digest in self._entries) == len(self._pins), "a missing entry is pinned"
         tenants = Counter(entry.tenant for entry in self._entries.values()) + Counter(self.rows.reserved.values())
-        self._tenants.check(tenants)
+        assert tenants == self._num_rows_of, "tenants' rows are miscounted"
         self._victims.check()
+
+
+class TierRows:
+    """Which row is in which state, and how many hold it. Others only read its fields.
+
+    A row is free, reserved (handed out and being written; not matchable yet), cached (holds the block of an entry), or
+    leaving (its entry was discarded while the row was held; free when the last hold ends).
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"a tier needs at least one row, not {num_rows}")
+        self.num_rows = num_rows
+        self.free: dict[int, None] = dict.fromkeys(range(num_rows - 1, -1, -1))
+        self.reserved: dict[int, str] = {}  # row -> tenant
+        self.leaving: set[int] = set()
+        self.holds: dict[int, int] = {}  # row -> number of holders
+        self._digests: list[BlockHash | None] = [None] * num_rows
+
+    def reserve(self, count: int, tenant: str) -> list[int]:
+        """Reserve `count` of the free rows; the caller knows that there are enough."""
+        rows = [self.free.popitem()[0] for _ in range(count)]
+        self.reserved.update(dict.fromkeys(rows, tenant))
+        return rows
+
+    def take(self, row: int, tenant: str) -> None:
+        """Reserve this free row."""
+        del self.free[row]
+        self.reserved[row] = tenant
+
+    def cancel(self, row: int) -> str:
+        """A reserved row is free again; returns its tenant."""
+        self.free[row] = None
+        return self.reserved.pop(row)
+
+    def fill(self, row: int, digest: BlockHash) -> str:
+        """A reserved row now holds this block; returns its tenant."""
+        self._digests[row] = digest
+        return self.reserved.pop(row)
+
+    def clear(self, row: int) -> None:
+        """The entry of this cached row is gone."""
+        self._digests[row] = None
+        if row in self.holds:
+            self.leaving.add(row)
+        else:
+            self.free[row] = None
+
+    def hold(self, row: int) -> None:
+        """One holder more."""
+        self.holds[row] = self.holds.get(row, 0) + 1
+
+    def unhold(self, row: int) -> BlockHash | None:
+        """One holder less. Returns the block of a cached row without any holder left."""
+        self.holds[row] -= 1
+        if self.holds[row]:
+            return None
+        del self.holds[row]
+        digest = self._digests[row]
+        if digest is None:
+            self.leaving.remove(row)
+            self.free[row] = None
+        return digest
+
+    def check(self, entries: Mapping[BlockHash, int]) -> None:
+        """Raise AssertionError unless every row is in exactly one state. `entries`: the row of each cached block."""
+        cached = set(entries.values())
+        states = (set(self.free), set(self.reserved), cached, self.leaving)
+        assert sum(map(len, states)) == self.num_rows, "a row is lost or in two states"
+        assert set().union(*states) == set(range(self.num_rows)), "a row is lost"
+        assert len(cached) == len(entries), "two entries share a row"
+        found = {digest: row for row, digest in enumerate(self._digests) if digest is not None}
+        assert found == entries, "rows and entries disagree"
+        assert self.holds.keys() <= cached | self.leaving, "a row without content is held"
+        assert self.leaving <= self.holds.keys(), "a leaving row has no holder"

@@ -17,8 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.codecs import Codec
-from kvrelay.kvcache.stores.envelope import EnvelopeStore
-from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.kvcache.stores.store import BlockMeta, EnvelopeStore
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)

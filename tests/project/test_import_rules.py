@@ -37,7 +37,7 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/stores/disk/folder.py"),
     Path("kvcache/stores/disk/records.py"),
     Path("kvcache/stores/disk/volume.py"),
-    Path("kvcache/stores/envelope.py"),
+    Path("kvcache/stores/store.py"),
     Path("kvcache/stores/fsspec.py"),
     Path("kvcache/memory/jobs.py"),
     Path("kvcache/pool/ledger.py"),

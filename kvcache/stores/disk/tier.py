@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.eviction.sketch import OfferedBefore
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.disk.folder import WorkerFolder, claim, unused_folders
@@ -154,7 +154,7 @@ class DiskStore(CountingStore):
             options.policy(geometry.num_rows),
             quotas={"": None},
             default_quota=quota,
-            admission=FrequencySketch(geometry.num_rows) if options.is_admission_on else None,
+            admission=OfferedBefore(geometry.num_rows) if options.is_admission_on else None,
             keep_changes=True,
         )
 

@@ -14,7 +14,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain
 from kvrelay.kvcache.eviction.policies import POLICIES, Lru, make_policy
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.eviction.sketch import OfferedBefore
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.settings.cache import CacheSettings
@@ -81,12 +81,12 @@ def test_past_fame_fades_under_lfu():
 
 
 def test_a_sketch_counts_and_forgets():
-    sketch = FrequencySketch(16)
-    assert [sketch.touch(name("a")) for _ in range(4)] == [1, 2, 3, 4]
-    assert sketch.touch(name("b")) == 1
+    offers = OfferedBefore(16)
+    assert [offers.offer(name("a")) for _ in range(3)] == [False, True, True]
+    assert not offers.offer(name("b"))
     for number in range(400):
-        sketch.touch(name(f"other{number}"))
-    assert sketch.touch(name("a")) < 5
+        offers.offer(name(f"other{number}"))
+    assert not offers.offer(name("a"))
 
 
 def test_reuse_rates_are_learned_by_kind_and_age():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvrelay.kvcache.eviction.policies import Lru
-from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.eviction.sketch import OfferedBefore
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.types import BlockHash
@@ -160,7 +160,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_blocks_only():
 
 
 def test_a_block_is_wanted_at_its_second_offer_where_an_admission_filter_is_set():
-    tier = TierIndex(4, Lru(), admission=FrequencySketch(64))
+    tier = TierIndex(4, Lru(), admission=OfferedBefore(64))
     assert [tier.wants(name("a")), tier.wants(name("a")), tier.wants(name("b"))] == [False, True, False]
     assert TierIndex(4, Lru()).wants(name("a"))
     put_chain(tier, "a", 0)

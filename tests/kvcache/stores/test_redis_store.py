@@ -144,7 +144,7 @@ def test_without_the_checksum_the_changed_block_would_have_been_served(open_stor
     changed[-1] ^= 1
     server.client.set(store._key(hashes[0]), bytes(changed))
     monkeypatch.setattr(
-        "kvrelay.kvcache.stores.envelope._checksum", lambda bare, data: int.from_bytes(changed[48:56], "little")
+        "kvrelay.kvcache.stores.store._checksum", lambda bare, data: int.from_bytes(changed[48:56], "little")
     )
     assert store.load(hashes, into) == [True]
     assert into != data
