@@ -4,8 +4,7 @@ contiguous.
 Owns the array: for each position the block's hash, its holder set (0: the position is free), whether
 the next position is known to follow it in a chain (`chained`), and whether the next position has another holder set
 (`edges`). 23 bytes each, none of which the garbage collector visits. Free positions are used in turn around the array;
-it grows when less than a quarter is free. When less than a third is in use, `compact` moves the hashes down, in order,
-and truncates the array.
+it grows when less than a quarter is free, and never shrinks: it is as long as the most hashes at a time need.
 
 `chained` is learned from lookups, whose hashes are chains, by comparing hashes. The successor of a hash in a chain
 never changes, so `chained` holds for as long as both positions keep their hashes, whatever their holders. The first and
@@ -59,18 +58,15 @@ def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | 
 
 MIN_GROWTH = 256
 MAX_GROWTH = 1 << 16  # at a time, to bound the time that it takes, unless more are stored at once
-_SPARSE = 3  # positions per hash from which compaction is worthwhile
 _FEW = 64  # positions up to which a Python loop is faster than numpy
 _SEARCHED = 1 << 14  # positions that are searched for free ones
-_STRETCH = 1 << 13  # positions that compaction reads at a time
 _GROWTH = 4  # factor by which each comparison looks further ahead than the one before
 
 
 class HashArray:
-    """The array, and the position of each hash that a worker holds. A call has each hash once.
-    28 methods: allocation, lookups and compaction change the same arrays."""
+    """The array, and the position of each hash that a worker holds. A call has each hash once."""
 
-    __slots__ = ("_ahead", "_chained", "_cursor", "_edges", "_names", "_packed", "_table", "_used", "set_ids")
+    __slots__ = ("_chained", "_cursor", "_edges", "_names", "_table", "_used", "set_ids")
 
     def __init__(self) -> None:
         self._table = new_hash_index()
@@ -78,7 +74,6 @@ class HashArray:
         self._names = bytearray(2 * HASH_BYTES)
         self._used, self._chained, self._edges = bytearray(b"\1\1"), bytearray(2), bytearray(2)
         self._cursor = 1
-        self._packed = self._ahead = 0  # during compaction: positions between the two are free
 
     def __len__(self) -> int:
         return self._table.count()
@@ -136,9 +131,6 @@ class HashArray:
 
     def _free_run(self, count: int) -> tuple[int, int]:
         """(first, end) of adjacent free positions: at least one, at most `count`."""
-        if self._packed < self._ahead:
-            first, self._packed = self._packed, min(self._packed + count, self._ahead)
-            return first, self._packed
         first = self._used.find(0, self._cursor)
         if first < 0 and not self._is_full:
             first = self._used.find(0)
@@ -184,60 +176,6 @@ class HashArray:
         self._edges[first : end - 1] = bytes(map(ne, set_ids, set_ids[1:]))
         self._update_edge(first - 1)
         self._update_edge(end - 1)
-
-    # ---- compaction
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the array is much longer than it needs to be."""
-        return len(self.set_ids) > max(8 * MIN_GROWTH, _SPARSE * len(self))
-
-    @property
-    def is_compacting(self) -> bool:
-        return self._ahead > 0
-
-    def begin_compaction(self) -> None:
-        """From now on `compact` is called until it is done or aborted. Nothing may call `move_together` meanwhile."""
-        self._packed = self._ahead = 1
-
-    def abort_compaction(self) -> None:
-        """What has moved stays where it is."""
-        self._packed = self._ahead = 0
-
-    def compact(self, most: int) -> bool:
-        """Move the next hashes down, at most `most`. Returns whether there are more; if not, the array is truncated."""
-        last = len(self._used) - 1
-        if self._ahead < last:
-            self._ahead = self._compact_stretch(most, min(self._ahead + _STRETCH, last))
-            return True
-        size = min(self._packed + self._packed // 2 + MIN_GROWTH, len(self._used))
-        for column, width in ((self._names, HASH_BYTES), (self._used, 1), (self._chained, 1), (self._edges, 1)):
-            del column[width * size :]
-        del self.set_ids[size:]
-        self._used[-1], self._edges[-1], self._chained[-1] = 1, 0, 0
-        self._cursor = min(self._packed, size - 1)
-        self.abort_compaction()
-        return False
-
-    def _compact_stretch(self, most: int, stop: int) -> int:
-        """Move the first hashes between `_ahead` and `stop` down, at most `most`. Returns the position reached."""
-        used, chained, edges = (np.frombuffer(column, np.uint8) for column in (self._used, self._chained, self._edges))
-        first, target, set_ids = self._ahead, self._packed, np.frombuffer(self.set_ids, np.intc)
-        places = first + np.flatnonzero(used[first:stop])
-        if len(places) > most:
-            places, stop = places[:most], int(places[most])
-        self._packed = end = target + len(places)
-        if not len(places) or places[-1] == end - 1:
-            return stop  # they are in place
-        moved, follows = set_ids[places], chained[places] & used[places + 1]
-        follows[-1] = 0  # the next hash moves later
-        self._table.move(self._names, places.tolist(), target)
-        set_ids[places], used[places] = 0, 0
-        set_ids[target:end], used[target:end], chained[target:end] = moved, 1, follows
-        chained[target - 1] = 0
-        for begin, after in ((target - 1, end), (first - 1, stop)):
-            edges[begin:after] = set_ids[begin:after] != set_ids[begin + 1 : after + 1]
-        return stop
 
     # ---- queries
 

@@ -103,7 +103,7 @@ class HolderIndex:
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
         self.array, self.sets = HashArray(), HolderSets()
-        self.num_sweeps = 0  # in progress
+        self.num_sweeps = 0  # in progress; meanwhile blocks stay where they are, so that none is passed over
 
     def __len__(self) -> int:
         return len(self.array)
@@ -201,31 +201,6 @@ class HolderIndex:
         found: Ints = first + step * places
         return found, set_ids[places]
 
-    # ---- moves
-
-    def begin_sweep(self) -> None:
-        """Until `end_sweep`, blocks stay where they are, so that the sweep passes over none."""
-        self.num_sweeps += 1
-        self.array.abort_compaction()
-
-    def end_sweep(self) -> None:
-        self.num_sweeps -= 1
-
-    @property
-    def _may_move(self) -> bool:
-        return not self.num_sweeps and not self.array.is_compacting
-
-    def begin_compaction(self) -> bool:
-        """Whether the array is much longer than it needs to be and may be compacted now, by `compact`."""
-        if not self.array.is_sparse or not self._may_move:
-            return False
-        self.array.begin_compaction()
-        return True
-
-    def compact(self, most: int) -> bool:
-        """Move at most `most` blocks, unless compaction was aborted. Whether there is more to do."""
-        return self.array.is_compacting and self.array.compact(most)
-
     # ---- samples
 
     def sample(self, matches: Callable[[int], bool], total: int, count: int, numbers: Iterator[int]) -> list[bytes]:
@@ -297,7 +272,7 @@ class HolderIndex:
                 if not alive:
                     return place, 0, False
         num_breaks = sum(position + 1 != after for position, after in pairwise(positions))
-        is_scattered = may_move_chunk and self._may_move and _DENSE * num_breaks >= len(chunk)
+        is_scattered = may_move_chunk and not self.num_sweeps and _DENSE * num_breaks >= len(chunk)
         if is_scattered:
             self.array.move_together(chunk, positions)
         return depth + len(chunk), alive, is_scattered

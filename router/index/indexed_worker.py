@@ -68,7 +68,7 @@ class Sweep:
     def __init__(self, holders: HolderIndex, own_bits: int) -> None:
         self._holders, self._mine, self._kept, self._next = holders, own_bits, bytearray(), 0
         self.is_done = False
-        holders.begin_sweep()
+        holders.num_sweeps += 1
 
     def keep(self, hashes: Sequence[bytes]) -> None:
         """Mark blocks that the worker holds: they stay."""
@@ -85,7 +85,7 @@ class Sweep:
         """The rest stays as it is. Idempotent."""
         if not self.is_done:
             self.is_done = True
-            self._holders.end_sweep()
+            self._holders.num_sweeps -= 1
 
 
 class SnapshotIngest:

@@ -20,7 +20,6 @@ from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
 from kvrelay.router.index.indexed_worker import (
     RETRY_EVERY,
-    SLICE,
     AuditCounts,
     DeferredWork,
     EventAction,
@@ -90,7 +89,6 @@ class PrefixIndex:
             return True
         sweep.stop()
         self._free_row(member.row)
-        self._shrink(member.holders)
         return False
 
     def _free_row(self, row: int) -> None:
@@ -99,10 +97,6 @@ class PrefixIndex:
         while self._num_rows - 1 in self._free_rows:
             self._num_rows -= 1
             self._free_rows.remove(self._num_rows)
-
-    def _shrink(self, holders: HolderIndex) -> None:
-        if holders.begin_compaction():
-            self._deferred.add(partial(holders.compact, SLICE))
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
@@ -146,7 +140,6 @@ class PrefixIndex:
         complete &= not raised or member.move(distinct(raised), in_pool=True)
         if removed:
             complete &= member.drop(distinct(removed))
-            self._shrink(member.holders)
         if member.state is IndexState.DEGRADED:
             return not member.should_request_again()
         if not complete:
@@ -218,7 +211,6 @@ class PrefixIndex:
             raise
         if member.ingest is None:
             self._update_routable(member)
-            self._shrink(member.holders)
         return ingest.is_queued
 
     def _give_up(self, member: IndexedWorker) -> bool:

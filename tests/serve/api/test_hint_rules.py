@@ -151,16 +151,16 @@ def test_pins_end_with_their_session():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=60.0, session="s")
     assert sched.pool.counts().pinned == 4
-    sched.pinning.end("other")
+    sched.blocks.pinning.end("other")
     assert sched.pool.counts().pinned == 4
-    sched.pinning.end("s")
+    sched.blocks.pinning.end("s")
     sched.check()
     assert sched.pool.counts().pinned == 0
 
 
 def test_a_request_of_a_session_that_has_ended_pins_nothing():
     sched = scheduler()
-    sched.pinning.end("s")
+    sched.blocks.pinning.end("s")
     serve(sched, list(range(16)), pin_s=60.0, session="s")
     assert sched.pool.counts().pinned == 0
     serve(sched, list(range(16)), pin_s=60.0, session="s, made anew")
@@ -171,7 +171,7 @@ def test_what_another_session_has_pinned_too_stays_as_long_as_that_wants():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=90.0, session="s")
     serve(sched, list(range(8)), pin_s=30.0, session="t")
-    sched.pinning.end("s")
+    sched.blocks.pinning.end("s")
     sched.check()
     assert sched.pool.counts().pinned == 2
     sched.pool.tick(29.0)
@@ -184,8 +184,8 @@ def test_pins_without_a_session_outlive_every_session():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=60.0)
     serve(sched, list(range(16)), pin_s=90.0, session="s")
-    sched.pinning.end("")
-    sched.pinning.end("s")
+    sched.blocks.pinning.end("")
+    sched.blocks.pinning.end("s")
     assert sched.pool.counts().pinned == 4
 
 
