@@ -22,10 +22,6 @@ from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, TextPiece, Tokenizer
 from kvrelay.serve.workers.worker_link import Mailbox
 
-GATED_BLOCKS = 4
-"""From this prompt length on, samples beyond one group's wait for the first group's prefill, whose blocks they then
-share.
-"""
 LONG_PROMPT_TOKENS = 8192  # hashed on a thread
 SEED_MASK = 2**63 - 1
 
@@ -88,8 +84,8 @@ class GenerationJob:
 class _Stream:
     """One request to the workers: a sequence, or a group of choices of one prompt. Opened when first asked."""
 
-    def __init__(self, owner: "Generation", first: int, count: int, hashes: list[bytes], gate: asyncio.Event) -> None:
-        self._owner, self._first, self._count, self._hashes, self._gate = owner, first, count, hashes, gate
+    def __init__(self, owner: "Generation", first: int, count: int, hashes: list[bytes]) -> None:
+        self._owner, self._first, self._count, self._hashes = owner, first, count, hashes
         job = owner.job
         self._prompt = job.prompts[first // job.num_samples]
         self._sample = first % job.num_samples
@@ -102,11 +98,10 @@ class _Stream:
     async def next(self) -> tuple[int, TextPiece] | None:
         """The next piece with its choice's index; None after the last."""
         if self._driver is None or self._outputs is None:
-            self._driver = await self._open()
+            self._driver = self._open()
             self._outputs = self._driver.tokens()
         while self._running:
             output = await anext(self._outputs, None)
-            self._gate.set()
             if output is None:
                 break
             if output.choice in self._running:
@@ -126,10 +121,8 @@ class _Stream:
                 driver.end_choice(output.choice)
         return piece
 
-    async def _open(self) -> RequestDriver:
+    def _open(self) -> RequestDriver:
         job, prompt = self._owner.job, self._prompt
-        if self._sample:
-            await self._gate.wait()
         seeds = [seed_of_sample(prompt.sampling.seed, self._sample + index) for index in range(self._count)]
         request = SequenceRequest(
             request_id=f"{job.request_id}-{self._first}",
@@ -159,7 +152,6 @@ class _Stream:
 
     async def aclose(self) -> None:
         """Abort what still runs."""
-        self._gate.set()
         if self._driver is not None and self._outputs is not None:
             self._driver.finish("client")
             await self._outputs.aclose()
@@ -214,11 +206,8 @@ class Generation:
         streams: list[_Stream] = []
         for number, prompt in enumerate(self.job.prompts):
             hashes = await hashes_of(prompt.token_ids, tokens_per_hash, self.job.salt)
-            gate = asyncio.Event()
-            if len(hashes) < GATED_BLOCKS:
-                gate.set()
             streams += [
-                _Stream(self, number * count + sample, min(most, count - sample), hashes, gate)
+                _Stream(self, number * count + sample, min(most, count - sample), hashes)
                 for sample in range(0, count, most)
             ]
         return streams

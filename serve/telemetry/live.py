@@ -1,11 +1,13 @@
 """What `/ui` shows: this ingress's view of the cluster, from state that it already has.
 
-`LiveFeed` makes it once per tick for all viewers. A viewer is an entry in a set, not a queue: a slow one only misses
-ticks. No worker is queried.
+`LiveFeed` makes it once per tick for all viewers, each of which fetches it: a slow one only misses ticks. No worker is
+queried.
 """
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -113,55 +115,34 @@ def request_detail(record: RequestRecord, now_s: float) -> dict[str, Any]:
 
 
 class LiveFeed:
-    """Snapshots for up to `max_viewers`, made by one task that runs while there is a viewer."""
+    """Snapshots for up to `max_viewers`; one serves all of them for a tick."""
 
     def __init__(
         self, make: Callable[[int], dict[str, Any]], *, tick_s: float = TICK_S, max_viewers: int = MAX_VIEWERS
     ) -> None:
         """make: is called with the number of viewers."""
         self._make, self._tick_s, self._max_viewers = make, tick_s, max_viewers
-        self._viewers: set[object] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._latest = b""
-        self._ticked = asyncio.Event()  # of the next tick; each tick has its own
-
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
-    @property
-    def is_running(self) -> bool:
-        return self._task is not None
+        self.num_viewers = 0
+        self._latest, self._made_at_s = b"", -math.inf
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """The snapshot, then one per tick, as server-sent events; a slow viewer misses ticks. Raises Overloaded."""
-        if len(self._viewers) >= self._max_viewers:
+        """A snapshot per tick, as server-sent events; a slow viewer misses ticks. Raises Overloaded."""
+        if self.num_viewers >= self._max_viewers:
             raise Overloaded(f"{self._max_viewers} viewers have this page open already", 10.0)
-        viewer = object()
-        self._viewers.add(viewer)
+        self.num_viewers += 1
         try:
-            if self._task is None:
-                self._produce()
-                self._task = asyncio.create_task(self._run(), name="live feed")
-            yield self._latest
             while True:
-                await self._ticked.wait()
-                yield self._latest
+                yield self._snapshot()
+                await asyncio.sleep(self._tick_s)
         finally:
-            self._viewers.discard(viewer)
-            if not self._viewers and self._task is not None:
-                self._task.cancel()
-                self._task = None
+            self.num_viewers -= 1
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._tick_s)
+    def _snapshot(self) -> bytes:
+        now_s = time.monotonic()
+        if now_s - self._made_at_s >= 0.9 * self._tick_s:  # a viewer's own timer may be a little early
+            self._made_at_s = now_s
             try:
-                self._produce()
+                self._latest = b"data: " + _encoder.encode(self._make(self.num_viewers)) + b"\n\n"
             except Exception:  # a process edge: the next tick makes another snapshot
                 logger.exception("no snapshot for the viewers")
-
-    def _produce(self) -> None:
-        self._latest = b"data: " + _encoder.encode(self._make(len(self._viewers))) + b"\n\n"
-        ticked, self._ticked = self._ticked, asyncio.Event()
-        ticked.set()
+        return self._latest

@@ -226,24 +226,6 @@ async def test_a_beam_search_is_one_request_with_what_was_asked(make_cluster, as
     assert (await ask(few, asked)).status_code == 400
 
 
-async def test_groups_of_a_long_prompt_wait_for_the_first_ones_prefill(make_cluster):
-    cluster = await make_cluster(info={"max_running": 1})
-    prefill = cluster.prefill[0]
-    prefill.hold_first_token.clear()
-    asking = asyncio.create_task(complete(cluster, {"prompt": "x" * 64, "n": 3}))
-    await prefill.until(lambda w: w.count(wire.Prefill) == 1)
-    for worker in cluster.workers:  # what was sent before arrives before: the others would be here
-        await cluster.dispatcher.queries.status(worker.worker_id)
-    received = [
-        m.request.request_id for w in cluster.workers for m in w.received if isinstance(m, wire.Reserve | wire.Prefill)
-    ]
-    assert {request_id.rsplit("-", 1)[1][0] for request_id in received} == {"0"}
-    prefill.hold_first_token.set()
-    assert len((await asking).json()["choices"]) == 3
-    assert prefill.count(wire.Prefill) + sum(w.count(wire.Generate) for w in cluster.decode) == 3
-    await cluster.all_released()
-
-
 async def test_several_prompts_give_choices_in_order(make_cluster):
     cluster = await make_cluster()
     prompts = ["one", "two", "three"]
