@@ -1,15 +1,14 @@
-"""Ray Serve's autoscaling policies: both roles by the planner, or one role by the utilisation of its workers.
+"""Ray Serve's autoscaling policy: both roles by the planner.
 
 Serve counts requests at its own handles, which kvrelay's requests do not pass; so replicas report what a policy needs
 through Serve's `record_autoscaling_stats`. `PlannerPolicy` is an application's policy (`autoscaling_policy` in
 configs/autoscaling.yaml): Serve makes one instance, in its controller, and calls it for both roles at every tick. The
-registry's actor keeps its state (memory.py) across restarts of the controller. `by_utilisation` is the simple
-alternative: the policy of a deployment's own `autoscaling_config`, each role for itself.
+registry's actor keeps its state (memory.py) across restarts of the controller.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,45 +22,6 @@ from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
-
-UTILISATION = "kvrelay_utilisation"
-TARGET = 0.7
-QUEUE_TARGET_S = 1.0  # queued prompt tokens over the measured prefill speed, at utilisation 1.0
-
-
-def utilisation(
-    *,
-    used_blocks: int,
-    total_blocks: int,
-    running: int,
-    waiting: int,
-    max_running: int,
-    queued_tokens: int,
-    tokens_per_s: float,
-) -> float:
-    """One worker's load: 1.0 is full, above it requests wait."""
-    blocks = used_blocks / total_blocks if total_blocks else 0.0
-    batch = (running + waiting) / max_running if max_running else 0.0
-    queue = queued_tokens / tokens_per_s / QUEUE_TARGET_S if tokens_per_s > 0 else 0.0
-    return max(blocks, batch, queue)
-
-
-def wanted_replicas(busy: Iterable[float], current: int, *, target: float = TARGET) -> int:
-    """Replicas that bring the mean utilisation to `target`, scaling down by one at a time."""
-    total = sum(busy)
-    wanted = math.ceil(total / target - 1e-9)
-    return max(wanted, current - 1)
-
-
-def by_utilisation(ctx: Any) -> tuple[int, dict[str, Any]]:
-    """A deployment's autoscaling policy; `ctx` is a ray.serve AutoscalingContext. Stateless."""
-    busy = (ctx.aggregated_metrics or {}).get(UTILISATION, {})
-    if not busy:
-        return ctx.current_num_replicas, {}
-    wanted = wanted_replicas(busy.values(), ctx.current_num_replicas)
-    low, high = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
-    return min(max(wanted, low), high), {}
-
 
 LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"

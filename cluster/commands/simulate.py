@@ -86,7 +86,7 @@ def _run(
 ) -> tuple[str, dict[str, Any]]:
     began_s = time.perf_counter()
     simulation = simulated(scenario, profile, entries)
-    summary = simulation.summary() | simulation.details()
+    summary = simulation.summary() | simulation.tally.percentiles()
     name = " ".join(filter(None, (policy, None if rate is None else f"{rate:g}/s"))) or "simulated"
     print(f"{name}: {summary['requests']} requests in {time.perf_counter() - began_s:.1f} s", file=sys.stderr)
     return name, summary

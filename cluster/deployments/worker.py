@@ -14,7 +14,7 @@ import ray
 
 from kvrelay import tracing
 from kvrelay.cluster.autoscaling.feed import worker_report
-from kvrelay.cluster.autoscaling.policies import UTILISATION, utilisation, worker_name
+from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
@@ -161,19 +161,8 @@ class WorkerReplica:
             raise EngineFailed(worker_id, "it no longer sends heartbeats to the registry")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load for the policies of cluster/autoscaling/policies.py."""
-        load, info = self._worker.load(), self._worker.info
-        return worker_report(load, info) | {
-            UTILISATION: utilisation(
-                used_blocks=load.used_blocks,
-                total_blocks=load.total_blocks,
-                running=load.running,
-                waiting=load.waiting + load.receiving,
-                max_running=info.max_running,
-                queued_tokens=load.queued_tokens,
-                tokens_per_s=load.prefill_tokens_per_s,
-            )
-        }
+        """The load for the policy of cluster/autoscaling/policies.py."""
+        return worker_report(self._worker.load(), self._worker.info)
 
     async def __del__(self) -> None:
         """Serve stops the replica: accept nothing new, finish what runs, release everything."""

@@ -29,7 +29,7 @@ class SimulatedRequestDriver:
         self._retries = Retries()
         self._attempt: SimulatedAttempt | None = None
         self._num_emitted, self._is_deferred = 0, False
-        self._deadline = ingress.time_limit.begin(self._end, "error")
+        self._deadline = ingress.clock.after(ingress.world.settings.serve.request_timeout_s, self._end, "error")
 
     @property
     def peer(self) -> object:
@@ -197,7 +197,6 @@ class SimulatedIngress:
         self.drivers: dict[SimulatedRequestDriver, None] = {}
         self.deferred: dict[str, SimulatedRequestDriver] = {}
         self.stats = ServeStats()
-        self.time_limit = world.clock.timer(world.settings.serve.request_timeout_s)
 
     @property
     def router(self) -> Router:

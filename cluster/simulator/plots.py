@@ -1,19 +1,11 @@
-"""One picture of simulations: goodput, hits and TTFT over the load; distributions and busy shares at one load.
+"""One picture of simulations: goodput, hits, TTFT and busy prefill workers over the load; distributions at one load."""
 
-Reads what `kvrelay simulate --json` and bench/router/policies.py write; panels whose figures are missing stay empty:
-
-    python -m kvrelay.cluster.simulator.plots FIGURES.json PICTURE.png
-"""
-
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvrelay.errors import ConfigError
 
@@ -31,22 +23,11 @@ class Run:
     summary: dict[str, Any]
 
 
-def runs_of(document: Any) -> list[Run]:
-    """Runs from the JSON of either. Raises ConfigError: it is neither's."""
-    try:
-        found = [run for one in document for run in _runs(one)]
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ConfigError(f"these are not figures of simulations: {error!r}") from error
-    if not found:
-        raise ConfigError("no simulations found")
-    return found
+def runs_of(summaries: Sequence[dict[str, Any]]) -> list[Run]:
+    def name_of(one: dict[str, Any]) -> str:
+        return str(one["scenario"].get("settings", {}).get("router", {}).get("policy", "default policy"))
 
-
-def _runs(one: dict[str, Any]) -> list[Run]:
-    if "runs" in one:  # bench/router/policies.py: a contender's
-        return [Run(one["contender"], float(load), summary) for load, summary in one["runs"].items()]
-    name = one["scenario"].get("settings", {}).get("router", {}).get("policy", "default policy")
-    return [Run(name, one["offered_per_s"], one)]
+    return [Run(name_of(one), one["offered_per_s"], one) for one in summaries]
 
 
 def check_picture(path: Path) -> None:
@@ -96,12 +77,14 @@ def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0
     at = held_load(runs)
     figure, axes = pyplot.subplots(2, 3, figsize=(16, 9))
     try:
-        _draw_over_load(axes[0][0], "goodput, requests/s", over_load(runs, lambda one: one["goodput_per_s"]), looks)
+        for panel, title, value in (
+            (axes[0][0], "goodput, requests/s", lambda one: one["goodput_per_s"]),
+            (axes[0][1], "prompt tokens found in caches", lambda one: one["hit_ratio"]),
+            (axes[0][2], "TTFT p99, s", lambda one: one["ttft_s"].get("p99")),
+            (axes[1][2], "busy prefill workers", lambda one: one["workers"]["prefill"]["utilisation"]),
+        ):
+            _draw_over_load(panel, title, over_load(runs, value), looks)
         _draw_all_kept(axes[0][0])
-        _draw_over_load(
-            axes[0][1], "prompt tokens found in caches", over_load(runs, lambda one: one["hit_ratio"]), looks
-        )
-        _draw_over_load(axes[0][2], "TTFT p99, s", over_load(runs, lambda one: one["ttft_s"].get("p99")), looks)
         if axes[0][2].lines:
             axes[0][2].set_ylim(auto=True)
             axes[0][2].set_yscale("log")
@@ -112,7 +95,6 @@ def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0
             axes[1][0].set_xscale("log")
         _draw_shares(axes[1][1], f"TPOT, s, at {at:.3g} requests/s", chosen, "tpot_percentiles_s", tpot_slo_s, looks)
         axes[1][1].set_xlim(0, 1.5 * tpot_slo_s)
-        _draw_busy_shares(axes[1][2], f"busy prefill workers (thin: decode), at {at:.3g} requests/s", chosen, looks)
         handles = [pyplot.Line2D([], [], label=name, **looks[name]) for name in names]
         figure.legend(handles=handles, loc="lower center", ncols=min(len(names), 7), frameon=False)
         figure.suptitle(title)
@@ -146,31 +128,3 @@ def _draw_shares(axes: Any, title: str, chosen: dict[str, Run], key: str, slo_s:
         if values := run.summary.get(key):
             axes.plot(values, [index / (len(values) - 1) for index in range(len(values))], **looks[name])
     axes.axvline(slo_s, color="grey", linewidth=1)
-
-
-def _draw_busy_shares(axes: Any, title: str, chosen: dict[str, Run], looks: dict[str, Any]) -> None:
-    """Thick: prefill workers; thin: decode workers."""
-    axes.set_title(title)
-    axes.set_xlabel("s")
-    axes.set_ylabel("share")
-    axes.set_ylim(0, 1.02)
-    axes.grid(alpha=0.3)
-    for name, run in chosen.items():
-        if course := run.summary.get("course"):
-            axes.plot(course["time_s"], course["prefill"], linewidth=1.6, **looks[name])
-            axes.plot(course["time_s"], course["decode"], linewidth=0.5, **looks[name])
-
-
-def main(
-    figures: Annotated[Path, typer.Argument(help="JSON of kvrelay simulate or bench/router/policies.py")],
-    picture: Annotated[Path, typer.Argument(help="PNG, SVG, PDF")],
-) -> None:
-    try:
-        document = json.loads(figures.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{figures}: {error}") from error
-    plot(runs_of(document), picture, title=figures.stem)
-
-
-if __name__ == "__main__":
-    typer.run(main)

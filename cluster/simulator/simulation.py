@@ -15,7 +15,7 @@ from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.operations.faults import FaultInjector
 from kvrelay.cluster.simulator.operations.fleet import Autoscaler, SimulatedFleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
-from kvrelay.cluster.simulator.results import RunTimeline, Tally
+from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, World
 from kvrelay.cluster.simulator.steps import Machine
 from kvrelay.cluster.simulator.tiers import BlockSources
@@ -58,7 +58,6 @@ class Simulation:
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[SimulatedWorker] = []  # stopped ones, too
-        self._course = RunTimeline(self.clock, self.workers, lambda: self.num_open)
         self._jobs: Iterator[SimulatedRequest] = jobs_of(entries, profile.block_size)
         self.num_open = 0
         self.is_all_arrived = False
@@ -133,7 +132,6 @@ class Simulation:
         if self._autoscaler is not None:
             self._autoscaler.start()
         self.clock.at(1e-9, self._next)
-        self._course.begin()
         self.clock.run()
 
     # ---- results
@@ -153,12 +151,7 @@ class Simulation:
             "faults": dict(sorted(self.faults.happened.items())),
             "retries": sum(ingress.stats.retries for ingress in self.ingresses),
             "deferred": sum(ingress.stats.deferred for ingress in self.ingresses),
-            "events": self.clock.num_events,
         }
-
-    def details(self) -> dict[str, Any]:
-        """What plots show: percentiles of TTFT and TPOT, and figures over time."""
-        return {**self.tally.percentiles(), "course": self._course.data()}
 
     def _tiers(self) -> dict[str, int]:
         """Blocks moved between pools, host tiers and the store; empty without host tiers."""

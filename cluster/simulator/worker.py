@@ -49,7 +49,7 @@ class SimulatedWorker:
         scenario, settings, clock = world.scenario, world.settings, world.clock
         profile = scenario.profile_of(role, world.profile)
         self.worker_id, self.role, self.node_id = worker_id, role, node_id
-        self._clock, self._sources, self._waits = clock, world.sources, clock.timer(RESERVE_TIMEOUT_S)
+        self._clock, self._sources = clock, world.sources
         self.engine = SimulatedEngine(
             profile,
             settings,
@@ -121,7 +121,7 @@ class SimulatedWorker:
     def reserve(self, attempt: SimulatedAttempt, prefill_tokens_per_s: float) -> None:
         """Reserve blocks, now or when the request's turn comes in the queue."""
         if self._admit(attempt, self._add_reservation, attempt, prefill_tokens_per_s):
-            attempt.wait = self._waits.begin(self._reserve_timeout, attempt)
+            attempt.wait = self._clock.after(RESERVE_TIMEOUT_S, self._reserve_timeout, attempt)
 
     def _admit(self, attempt: SimulatedAttempt, call: Callable[..., object], *args: Any) -> bool:
         if not self.is_alive:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrelay.cluster.autoscaling.policies import UTILISATION, by_utilisation, utilisation, wanted_replicas
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands import status as status_command
 from kvrelay.cluster.commands.settings_flags import settings_from_flags
@@ -99,41 +98,6 @@ def test_workers_that_are_added_take_free_cores_while_there_are_some(lease: Leas
     first = [lease(cores, 2).cpus for _ in range(2)]  # cores_per_worker 2
     assert (first, lease(cores, 2).cpus, lease(cores, 2).cpus) == ([(0, 1), (2, 3)], (4, 5), (6, 7))
     assert lease(cores, 2).cpus == (0, 1)
-
-
-def busy(**changes: float) -> float:
-    idle = {"used_blocks": 0, "total_blocks": 100, "running": 0, "waiting": 0, "max_running": 10,
-            "queued_tokens": 0, "tokens_per_s": 0.0}  # fmt: skip
-    return utilisation(**{**idle, **changes})  # type: ignore[arg-type]
-
-
-def test_utilisation_is_the_scarcest_resource():
-    assert busy() == 0.0
-    assert busy(used_blocks=80, running=3) == pytest.approx(0.8)
-    assert busy(running=6, waiting=9) == pytest.approx(1.5)
-    assert busy(queued_tokens=3000, tokens_per_s=1000.0) == pytest.approx(3.0)
-    assert busy(queued_tokens=3000) == 0.0  # no speed measured yet
-
-
-def test_scaling_goes_up_at_once_and_down_by_one():
-    assert wanted_replicas([1.4, 1.4], 2, target=0.7) == 4
-    assert wanted_replicas([0.7, 0.7], 2, target=0.7) == 2
-    assert wanted_replicas([0.0, 0.0, 0.0, 0.0], 4) == 3
-
-
-class Context:
-    """What Serve hands to a policy, as far as ours looks."""
-
-    capacity_adjusted_min_replicas, capacity_adjusted_max_replicas = 1, 3
-
-    def __init__(self, current: int, busy: dict[str, float]) -> None:
-        self.current_num_replicas, self.aggregated_metrics = current, {UTILISATION: busy}
-
-
-def test_the_policy_stays_within_serves_bounds_and_does_nothing_blindly():
-    assert by_utilisation(Context(2, {"a": 9.0, "b": 9.0})) == (3, {})
-    assert by_utilisation(Context(1, {"a": 0.0})) == (1, {})
-    assert by_utilisation(Context(2, {})) == (2, {})
 
 
 def details(settings: Settings) -> dict[str, object]:

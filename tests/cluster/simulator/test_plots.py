@@ -1,12 +1,9 @@
 """Pictures of simulations: what is read, which load is shown, and that every panel gets its lines."""
 
-import json
-
 import pytest
 
 from kvrelay.cluster.simulator import plots as simulation_plots
-from kvrelay.cluster.simulator.plots import Run, check_picture, held_load, main, nearest, over_load, plot, runs_of
-from kvrelay.cluster.simulator.results import RunTimeline, _shares
+from kvrelay.cluster.simulator.plots import Run, check_picture, held_load, nearest, over_load, plot, runs_of
 from kvrelay.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -20,6 +17,7 @@ def summary(load, policy="joint", kept=1.0, **more):
         "kept_share": kept,
         "hit_ratio": 0.4,
         "ttft_s": {"p99": 2.0},
+        "workers": {"prefill": {"utilisation": 0.5}},
         **more,
     }
 
@@ -27,23 +25,14 @@ def summary(load, policy="joint", kept=1.0, **more):
 DETAILS = {
     "ttft_percentiles_s": [0.1 * index + 0.01 for index in range(101)],
     "tpot_percentiles_s": [0.001 * index for index in range(101)],
-    "course": {"time_s": [1.0, 2.0], "open": [1, 0], "prefill": [0.5, 0.9], "decode": [0.1, 0.2]},
 }
 
 
-def test_figures_of_both_kinds_are_read():
-    (of_command,) = runs_of([summary(3.0, "dynamo")])
-    assert (of_command.name, of_command.load) == ("dynamo", 3.0)
-    of_bench = runs_of([{"contender": "joint, SLO", "runs": {"2.5": summary(2.4), "5": summary(4.9)}}])
-    assert [(run.name, run.load) for run in of_bench] == [("joint, SLO", 2.5), ("joint, SLO", 5.0)]
+def test_a_run_is_named_by_its_policy():
+    (named,) = runs_of([summary(3.0, "dynamo")])
+    assert (named.name, named.load) == ("dynamo", 3.0)
     (unnamed,) = runs_of([summary(1.0) | {"scenario": {}}])
     assert unnamed.name == "default policy"
-
-
-@pytest.mark.parametrize("document", [{}, [], [1], [{"a": 1}], 7, [{"contender": "x", "runs": {"fast": {}}}]])
-def test_other_files_are_refused(document):
-    with pytest.raises(ConfigError):
-        runs_of(document)
 
 
 def test_the_load_shown_is_the_highest_that_anyone_holds():
@@ -76,7 +65,7 @@ def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
 
         return draw
 
-    for name in ("_draw_over_load", "_draw_shares", "_draw_busy_shares"):
+    for name in ("_draw_over_load", "_draw_shares"):
         monkeypatch.setattr(simulation_plots, name, noting(getattr(simulation_plots, name)))
     runs = [Run(name, load, summary(load, **DETAILS)) for name in ("a", "b") for load in (1.0, 2.0)]
     path = tmp_path / "picture.png"
@@ -88,7 +77,7 @@ def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
         "TTFT p99": 2,
         "TTFT": 3,
         "TPOT": 3,
-        "busy prefill workers (thin: decode)": 4,
+        "busy prefill workers": 2,
     }
 
 
@@ -98,37 +87,8 @@ def test_what_was_not_written_leaves_its_panel_empty(tmp_path):
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
-@pytest.mark.slow
-def test_a_file_of_figures_is_drawn(tmp_path):
-    figures, picture = tmp_path / "runs.json", tmp_path / "runs.png"
-    figures.write_text(json.dumps([summary(2.0), summary(3.0)]))
-    main(figures, picture)
-    assert picture.stat().st_size > 10_000
-    figures.write_text("{")
-    with pytest.raises(ConfigError, match=r"runs\.json"):
-        main(figures, picture)
-
-
 def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path):
     with pytest.raises(ConfigError, match="unknown picture format"):
         check_picture(tmp_path / "picture.exe")
     with pytest.raises(ConfigError, match="no such folder"):
         check_picture(tmp_path / "nowhere" / "picture.png")
-
-
-def test_busy_shares_are_of_the_time_alive_and_at_most_all_of_it():
-    assert _shares([0.0, 1.0, 4.0, 4.0], [0.0, 2.0, 4.0, 4.0]) == [0.5, 1.0, 0.0]
-
-
-def test_a_long_course_keeps_few_samples_evenly():
-    from kvrelay.cluster.simulator.clock import Clock
-    from kvrelay.cluster.simulator.results import MOST_SAMPLES
-
-    clock = Clock()
-    course = RunTimeline(clock, [], lambda: 3)
-    course.begin()
-    clock.run(until_s=5000.0)
-    times = course.data()["time_s"]
-    gaps = {later - earlier for earlier, later in zip([0.0, *times], times, strict=False)}
-    assert MOST_SAMPLES / 2 <= len(times) <= MOST_SAMPLES and len(gaps) == 1
-    assert course.data()["open"] == [3] * len(times)
