@@ -57,8 +57,8 @@ class RegistryStateStore:
         self._pending: Any = None
 
     def save(self, data: bytes) -> None:
-        if (registry := _registry()) is not None:
-            registry.save_state.remote(NAME, data)
+        if (found := registry()) is not None:
+            found.save_state.remote(NAME, data)
 
     def load(self) -> bytes | None:
         """What was saved, empty if nothing was; None: the registry has not answered yet, call again."""
@@ -66,10 +66,10 @@ class RegistryStateStore:
 
         try:
             if self._pending is None:
-                registry = _registry()
-                if registry is None:
+                found = registry()
+                if found is None:
                     return b""
-                self._pending = registry.saved_state.remote(NAME)
+                self._pending = found.saved_state.remote(NAME)
             ready, _ = ray.wait([self._pending], timeout=0)
             return bytes(ray.get(ready[0])) if ready else None
         except ray.exceptions.RayError as error:
@@ -77,7 +77,7 @@ class RegistryStateStore:
             return b""
 
 
-def _registry() -> Any:
+def registry() -> Any:
     """The registry's handle; None: there is none."""
     import ray
 

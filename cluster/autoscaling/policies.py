@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, decoded, encoded
+from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, decoded, encoded, registry
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, LearnedModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import find_profile
@@ -162,14 +162,10 @@ class PlannerPolicy:
 
     def _retire(self, names: list[str]) -> None:
         """Have workers retire. Repeated at every tick, since a restarted registry has no requests."""
-        import ray
-
-        from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
-
-        try:
-            ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE).retire.remote(names, self._settings.drain_timeout_s)
-        except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("kvrelay planner: the registry does not take the retirements: %s", error)
+        if (found := registry()) is None:
+            logger.warning("kvrelay planner: there is no registry to take the retirements")
+        else:
+            found.retire.remote(names, self._settings.drain_timeout_s)
 
 
 def latest(context: Any) -> dict[str, dict[str, float]]:

@@ -87,7 +87,7 @@ class _TimeIsOver(Exception):
     """Within the sampler only."""
 
 
-def _cell_of(work: StepWork) -> tuple[int, ...]:
+def _cell_of(work: StepWork) -> tuple[float, ...]:
     """Equal for steps that count as the same work."""
     context = round(_CELLS_PER_OCTAVE * math.log2(work.context_tokens)) if work.context_tokens else -1
     return work.prompt_tokens, work.prompt_pairs, work.sequences, context

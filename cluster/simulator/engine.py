@@ -88,7 +88,7 @@ class StepEvents:
 class SimulatedEngine:
     """Called between steps by its worker, which knows when they end.
 
-    Its 17 attributes are the parts of production's engine that exist here too, and its totals.
+    Its 18 attributes are the parts of production's engine that exist here too, and its totals.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SimulatedEngine:
             preemption=None if own.preemption == "auto" else PreemptionMode(own.preemption),
             token_bytes=float(profile.kv_bytes_per_token),
         )
-        parked = ParkedSequences(WORD_TOKEN)
+        parked = self._parked = ParkedSequences(WORD_TOKEN)
         fair_share = FairShareWithParked(queue_rules(settings.scheduler))
         headroom = RefreshedHeadroom(HEADROOM_SHARE, profile.block_size, parked)
         self._speeds = MeasuredSpeeds()
@@ -151,7 +151,7 @@ class SimulatedEngine:
         seq = self.scheduler.sequences.get(request_id)
         if seq is not None:
             if seq.state is State.RUNNING:
-                self._fast_forward.wake()
+                self._parked.wake_all()
             self.scheduler.finish(seq, FinishReason.ABORT)
 
     def activate(self, request_id: str) -> TokenOutput | None:
@@ -177,7 +177,7 @@ class SimulatedEngine:
         count, wakes = fast_forward.look()
         if count:
             return self._quiet(now_s, count, factor, waking=count if wakes else 0)
-        num_parked = fast_forward.num_parked
+        num_parked = len(self._parked)
         plan = fast_forward.plan()
         if not plan.work and not num_parked:
             self.scheduler.copied()
@@ -187,7 +187,7 @@ class SimulatedEngine:
                 item.seq.num_chunks += 1
                 if item.seq.scheduled_s is None:
                     item.seq.scheduled_s = now_s
-        seconds = factor * self.curve.step_s(work_of(plan, num_parked, fast_forward.context_tokens))
+        seconds = factor * self.curve.step_s(work_of(plan, num_parked, self._parked.context_tokens))
         return Stride(now_s, plan, 1, max(seconds, self._loading_s(plan, now_s)), num_parked=num_parked)
 
     def _loading_s(self, plan: StepPlan, now_s: float) -> float:
@@ -200,7 +200,7 @@ class SimulatedEngine:
         return self.tiers.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float, *, waking: int) -> Stride:
-        size, context = self._fast_forward.num_parked, self._fast_forward.context_tokens
+        size, context = len(self._parked), self._parked.context_tokens
         first_s = self.curve.decode_step_s(size, context)
         more_s = self.curve.decode_step_s(size, context + size) - first_s
         return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
@@ -289,13 +289,13 @@ class SimulatedEngine:
         return 0 if seq is None else seq.num_loaded_blocks * seq.block_size
 
     def num_output(self, request_id: str) -> int:
-        self._fast_forward.refresh()
+        self._parked.refresh()
         seq = self.scheduler.sequences.get(request_id)
         return 0 if seq is None else seq.num_output
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
-        self._fast_forward.refresh()
+        self._parked.refresh()
         self.scheduler.check()
         if self.tiers is not None:
             self.tiers.lower.controller.check()

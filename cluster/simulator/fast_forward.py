@@ -72,7 +72,7 @@ class ParkedSequences:
                 self.since[seq] = self.step
 
     def wake_all(self) -> None:
-        """Bring all of them up to date; none is parked any more."""
+        """Bring all of them up to date, and park none: they may be changed, or leave."""
         if self.since:
             self.refresh()
             self.since.clear()
@@ -120,20 +120,13 @@ class FairShareWithParked(FairShare):
 class FastForward:
     """The decode batch of one scheduler, made with `parked`'s RefreshedHeadroom and with `fair_share`.
 
-    Call `wake` before a sequence is changed, and `refresh` before one is read, other than by the scheduler's planning.
+    Call `parked.wake_all` before a sequence is changed, and `parked.refresh` before one is read, other than by the
+    scheduler's planning.
     """
 
     def __init__(self, scheduler: Scheduler, parked: ParkedSequences, fair_share: FairShareWithParked) -> None:
         self._scheduler, self._queues, self._planner = scheduler, scheduler.queues, scheduler.planner
         self._parked, self._fair_share = parked, fair_share
-
-    @property
-    def num_parked(self) -> int:
-        return len(self._parked)
-
-    @property
-    def context_tokens(self) -> int:
-        return self._parked.context_tokens
 
     # ---- before a step
 
@@ -149,7 +142,7 @@ class FastForward:
             active = [seq for seq in running if seq not in parked]
             assert len(parked) + len(active) == len(running), "a parked sequence left the batch"
             if self._may_preempt(len(active)):
-                self.wake()
+                parked.wake_all()
                 return 0, False
             num_active = len(active) - sum(map(self._parks, active))
             if num_active or queues.waiting:
@@ -208,12 +201,3 @@ class FastForward:
         self._fair_share.add_parked(self._parked.output_tokens(1))
         self._scheduler.advance(*plan.work)
         self._parked.advance(1)
-
-    # ---- for reading and changing
-
-    def refresh(self) -> None:
-        self._parked.refresh()
-
-    def wake(self) -> None:
-        """Bring every sequence up to date, and park none: they may be changed, or leave."""
-        self._parked.wake_all()

@@ -34,13 +34,6 @@ class Fault(_Section):
     )
 
 
-class FaultRate(_Section):
-    """Random crashes of every worker, which is back after `down_s`."""
-
-    every_s: float = Field(gt=0, allow_inf_nan=False, description="mean time between two crashes of one worker")
-    down_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-
-
 class Scaling(_Section):
     """The number of workers from `at_s` on; none: unchanged."""
 
@@ -77,7 +70,6 @@ class Scenario(_Section):
     tpot_s: float = Field(0.1, gt=0, description="mean time per further token that counts as kept")
     warm_up_s: float = Field(0.0, ge=0, description="requests that arrive before it are not counted")
     faults: tuple[Fault, ...] = ()
-    fault_rate: FaultRate | None = None
     scale: tuple[Scaling, ...] = ()
     drain_s: float = Field(120.0, ge=0, description="most time that a retiring worker has to finish")
     settings: dict[str, dict[str, Any]] = Field({}, description="settings by section: router, slo, engine, cache...")

@@ -16,12 +16,13 @@ Queueing Theory" (1990), for Allen-Cunneen; H. Sakasegawa, "An approximation for
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
+from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork, pairs_of
 from kvrelay.router.planning.types import PlanningTarget, WorkerModel, Workload
 
 FULLEST = 0.95  # utilisation of prefill that is planned for, at most
@@ -59,20 +60,13 @@ def _prompts_of(load: Workload, curve: SpeedCurve, token_budget: int) -> Prompts
     lengths = spread(load.input_tokens, load.input_cv2)
     cached = [min(length - 1, length * load.cached_share) for length in lengths]
     computed = [length - hit for length, hit in zip(lengths, cached, strict=True)]
-    pairs = [own * hit + own * (own + 1) / 2 for own, hit in zip(computed, cached, strict=True)]
-    full_s = curve.step_s(StepWork(prompt_tokens=token_budget)) / token_budget
-    alone = tuple(_alone_s(curve, own, area, token_budget) for own, area in zip(computed, pairs, strict=True))
+    pairs = list(map(pairs_of, computed, cached))
+    full_s = curve.step_s(StepWork(token_budget)) / token_budget
+    alone = tuple(curve.prefill_s(length, hit, token_budget) for length, hit in zip(lengths, cached, strict=True))
     work = [own * full_s + area * curve.pair_s for own, area in zip(computed, pairs, strict=True)]
     mean = sum(work) / len(work)
     cv2 = sum((one / mean - 1) ** 2 for one in work) / len(work) if mean > 0 else 0.0
     return Prompts(alone, mean, cv2, sum(computed) / len(computed), sum(pairs) / len(pairs))
-
-
-def _alone_s(curve: SpeedCurve, tokens: float, pairs: float, budget: int) -> float:
-    """As SpeedCurve.prefill_s, for fractional tokens and without a loop over chunks."""
-    whole, rest = divmod(tokens, budget)
-    total = whole * curve.step_s(StepWork(prompt_tokens=budget)) + pairs * curve.pair_s
-    return total + (curve.overhead_s + max(curve.weights_s, rest * curve.token_s) if rest else 0.0)
 
 
 def spread(mean: float, cv2: float) -> tuple[float, ...]:
@@ -124,13 +118,12 @@ def _allowed(alone_s: tuple[float, ...], target: PlanningTarget) -> float:
 
 def prefill_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     """Whether so many prefill workers meet the TTFT target and their links carry the KV."""
-    prompts = prompts_of(load, model.prefill, model.token_budget)
-    return _prefill_fits(load, prompts, model, target, workers)
-
-
-def _prefill_fits(load: Workload, prompts: Prompts, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     if load.rate * load.input_tokens * model.kv_bytes_per_token > LINK_SHARE * model.link_bytes_per_s * workers:
         return False
+    return _ttft_fits(prompts_of(load, model.prefill, model.token_budget), load, target, workers)
+
+
+def _ttft_fits(prompts: "Prompts | Mixed", load: Workload, target: PlanningTarget, workers: int) -> bool:
     wait = wait_of(prompts.work_s, prompts.work_cv2, load.rate, load.burstiness, workers)
     return wait is not None and missed_share(prompts.alone_s, wait, target.ttft_s) <= _allowed(prompts.alone_s, target)
 
@@ -165,11 +158,8 @@ def decode_fits(load: Workload, model: WorkerModel, target: PlanningTarget, work
     batch = batch_of(load, model, target, workers)
     if batch is None or batch.peak + reserved > room_of(load, model, target):
         return False
-    return batch.tpot_s + exposed_s(load, model) / load.output_tokens <= target.tpot_s
-
-
-def exposed_s(load: Workload, model: WorkerModel) -> float:
-    return EXPOSED_SHARE * load.input_tokens * model.kv_bytes_per_token / model.link_bytes_per_s
+    exposed_s = EXPOSED_SHARE * load.input_tokens * model.kv_bytes_per_token / model.link_bytes_per_s
+    return batch.tpot_s + exposed_s / load.output_tokens <= target.tpot_s
 
 
 def batch_of(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> DecodeBatch | None:
@@ -177,22 +167,13 @@ def batch_of(load: Workload, model: WorkerModel, target: PlanningTarget, workers
     context = context_of(load)
 
     def step_s(sequences: float) -> float:
-        return _decode_step_s(model.decode, sequences, context)
+        return model.decode.decode_step_s(sequences, sequences * context)
 
     sequences = _settled(lambda held: load.rate / workers * load.output_tokens * step_s(held), 2.0 * model.max_running)
     if sequences is None:
         return None
     peak = _peak(sequences, load, target, workers)
     return DecodeBatch(sequences, peak, step_s(peak))
-
-
-def _decode_step_s(curve: SpeedCurve, sequences: float, context: float) -> float:
-    """As SpeedCurve.decode_step_s, for a fractional number of sequences."""
-    return (
-        curve.overhead_s
-        + max(curve.weights_s, sequences * curve.token_s)
-        + sequences * (context * curve.context_s + curve.sequence_s)
-    )
 
 
 def _z(target: PlanningTarget) -> float:
@@ -220,10 +201,7 @@ def _settled(following: Callable[[float], float], most: float) -> float | None:
 
 def aggregated_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
     state = mixed_of(load, model, target, workers)
-    if state is None:
-        return False
-    wait = wait_of(state.work_s, state.work_cv2, load.rate, load.burstiness, workers)
-    if wait is None or missed_share(state.alone_s, wait, target.ttft_s) > _allowed(state.alone_s, target):
+    if state is None or not _ttft_fits(state, load, target, workers):
         return False
     reserved = load.rate / workers * sum(state.alone_s) / len(state.alone_s)
     return state.peak + reserved <= room_of(load, model, target) and state.tpot_s <= target.tpot_s
@@ -290,11 +268,9 @@ def _steps(load: Workload, model: WorkerModel, prompts: Prompts, rate: float, se
     context, curve = context_of(load), model.decode
     chunk = min(prompts.computed_tokens, max(model.token_budget - sequences, model.token_budget / 4))
     chunks = prompts.computed_tokens / chunk
-    pairs_s = prompts.pairs / chunks * curve.pair_s
-    chunk_s = curve.overhead_s + max(curve.weights_s, chunk * curve.token_s) + pairs_s
-    reading_s = sequences * (context * curve.context_s + curve.sequence_s)
-    mixed_s = curve.overhead_s + max(curve.weights_s, (chunk + sequences) * curve.token_s) + pairs_s + reading_s
-    plain_s = _decode_step_s(curve, sequences, context)
+    chunk_s = curve.step_s(StepWork(chunk, prompts.pairs / chunks))
+    mixed_s = curve.step_s(StepWork(chunk, prompts.pairs / chunks, sequences, sequences * context))
+    plain_s = curve.decode_step_s(sequences, sequences * context)
     busy = rate * chunks * mixed_s  # share of the time
     if busy >= FULLEST:
         return None
@@ -307,16 +283,8 @@ Fits = Callable[[Workload, WorkerModel, PlanningTarget, int], bool]
 
 def workers_for(fits: Fits, load: Workload, model: WorkerModel, target: PlanningTarget, most: int) -> int | None:
     """The least number of workers that carries this load, at most `most`; None: `most` do not."""
-    if not fits(load, model, target, most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(load, model, target, middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    found = bisect_left(range(1, most + 1), True, key=lambda workers: fits(load, model, target, workers)) + 1
+    return found if found <= most else None
 
 
 def rate_of(fits: Fits, load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> float:

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class StepWork(NamedTuple):
-    """What one step computes.
+    """What one step computes; means may be fractions.
 
     prompt_tokens: of chunks. prompt_pairs: (token, earlier token) pairs of chunks, each token with itself. sequences:
     that decode a token each. context_tokens: that those sequences attend to, in all.
     """
 
-    prompt_tokens: int = 0
-    prompt_pairs: int = 0
-    sequences: int = 0
-    context_tokens: int = 0
+    prompt_tokens: float = 0
+    prompt_pairs: float = 0
+    sequences: float = 0
+    context_tokens: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,18 @@ class SpeedCurve:
             + work.sequences * self.sequence_s
         )
 
-    def decode_step_s(self, sequences: int, context_tokens: int) -> float:
+    def decode_step_s(self, sequences: float, context_tokens: float) -> float:
         """Seconds of a step that only decodes."""
-        return (
-            self.overhead_s
-            + max(self.weights_s, sequences * self.token_s)
-            + context_tokens * self.context_s
-            + sequences * self.sequence_s
-        )
+        return self.step_s(StepWork(0, 0, sequences, context_tokens))
 
-    def prefill_s(self, num_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 512) -> float:
+    def prefill_s(self, num_tokens: float, cached_tokens: float = 0, chunk_tokens: int = 512) -> float:
         """Seconds of one prompt computed alone in chunks, after its cached prefix."""
-        total, start = 0.0, cached_tokens
-        while start < num_tokens:
-            size = min(chunk_tokens, num_tokens - start)
-            total += self.step_s(StepWork(prompt_tokens=size, prompt_pairs=size * start + size * (size + 1) // 2))
-            start += size
-        return total
+        computed = num_tokens - cached_tokens
+        chunks, rest = divmod(computed, chunk_tokens)
+        total = chunks * self.step_s(StepWork(chunk_tokens)) + pairs_of(computed, cached_tokens) * self.pair_s
+        return total + (self.step_s(StepWork(rest)) if rest else 0.0)
+
+
+def pairs_of(computed: float, cached: float) -> float:
+    """(token, earlier token) pairs of so many computed tokens after so many cached ones."""
+    return computed * cached + computed * (computed + 1) / 2

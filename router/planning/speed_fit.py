@@ -114,7 +114,7 @@ def _best(samples: Sequence[StepSample], weights: Floats, kinks: Sequence[float]
     )
 
 
-def _kinks(most_tokens: int) -> list[float]:
+def _kinks(most_tokens: float) -> list[float]:
     """None, for lack of weights to read, then ever larger."""
     octaves = max(1, math.ceil(math.log2(max(most_tokens, 2))))
     return [0.0, *(2 ** (step / _KINKS_PER_OCTAVE) for step in range(octaves * _KINKS_PER_OCTAVE))]

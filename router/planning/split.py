@@ -2,11 +2,12 @@
 model. Pure.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from kvrelay.router.planning.capacity import Fits, aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
+from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
 from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 WORTH = 1.02  # gain over aggregated workers from which a split is worth its complexity
@@ -68,27 +69,24 @@ def best_split(
     """
     if workers < 2:
         raise ValueError("a split takes two workers at least")
-    low, high = 1, workers - 1  # rate(prefill) first reaches rate(decode) in between, or nowhere
-    while low < high:
-        middle = (low + high) // 2
-        if _rate(prefill_fits, load, model, target, middle) < _rate(decode_fits, load, model, target, workers - middle):
-            low = middle + 1
-        else:
-            high = middle
-    options = []
-    for prefill in {max(1, low - 1), low}:
-        counts = WorkerCounts(prefill, workers - prefill)
-        rates = tuple(
-            _rate(fits, load, model, target, count)
-            for fits, count in ((prefill_fits, counts.prefill), (decode_fits, counts.decode))
+
+    def rates_of(prefill: int) -> tuple[float, float]:
+        return (
+            rate_of(prefill_fits, load, model, target, prefill),
+            rate_of(decode_fits, load, model, target, workers - prefill),
         )
-        options.append((min(rates), -abs(rates[0] - rates[1]), counts, rates))
+
+    def prefill_leads(prefill: int) -> bool:
+        rates = rates_of(prefill)
+        return rates[0] >= rates[1]
+
+    meeting = bisect_left(range(1, workers - 1), True, key=prefill_leads) + 1  # prefill leads from here on, or nowhere
+    options = []
+    for prefill in {max(1, meeting - 1), meeting}:
+        rates = rates_of(prefill)
+        options.append((min(rates), -abs(rates[0] - rates[1]), WorkerCounts(prefill, workers - prefill), rates))
     _, _, counts, rates = max(options)
-    return counts, rates[0], rates[1]
-
-
-def _rate(fits: Fits, load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> float:
-    return rate_of(fits, load, model, target, workers)
+    return counts, *rates
 
 
 @dataclass(frozen=True, slots=True)

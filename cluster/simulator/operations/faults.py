@@ -5,10 +5,8 @@ nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a
 epoch.
 """
 
-import random
-
 from kvrelay.cluster.simulator.operations.fleet import SimulatedCluster
-from kvrelay.cluster.simulator.scenario import Fault, FaultRate
+from kvrelay.cluster.simulator.scenario import Fault
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 
 
@@ -20,19 +18,8 @@ class FaultInjector:
         self.happened: dict[str, int] = {}
 
     def start(self) -> None:
-        scenario, clock = self._cluster.scenario, self._cluster.clock
-        for fault in scenario.faults:
-            clock.at(fault.at_s, self._begin, fault)
-        if scenario.fault_rate is not None:
-            for worker_id, _ in scenario.worker_ids():
-                draw = random.Random(f"{scenario.seed}:faults:{worker_id}")
-                self._next_crash(worker_id, scenario.fault_rate, draw)
-
-    def _next_crash(self, worker_id: str, rate: FaultRate, draw: random.Random) -> None:
-        clock = self._cluster.clock
-        at_s = clock.now_s + draw.expovariate(1 / rate.every_s)
-        clock.at(at_s, self._begin, Fault(kind="crash", at_s=at_s, target=worker_id, for_s=rate.down_s))
-        clock.at(at_s + rate.down_s, self._next_crash, worker_id, rate, draw)
+        for fault in self._cluster.scenario.faults:
+            self._cluster.clock.at(fault.at_s, self._begin, fault)
 
     def _begin(self, fault: Fault) -> None:
         if fault.kind == "ingress_restart":

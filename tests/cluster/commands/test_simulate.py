@@ -101,7 +101,8 @@ def test_pairs_win_over_a_scenario_s_settings_and_leave_them_as_they_are():
 def test_figures_do_not_depend_on_how_this_process_orders_its_sets(files):
     """The same to the bit in processes with unlike hash seeds, with all that draws, crashes, fetches and forgets."""
     (files / "scenario.yaml").write_text(
-        "prefill: 2\ndecode: 2\ningress: 2\nnoise: 0.1\ndetect_s: 0.1\nfault_rate: {every_s: 10, down_s: 1}\n"
+        "prefill: 2\ndecode: 2\ningress: 2\nnoise: 0.1\ndetect_s: 0.1\n"
+        "faults: [{kind: crash, at_s: 2, target: d1, for_s: 1}, {kind: crash, at_s: 4, target: p0, for_s: 1}]\n"
         "settings: {cache: {host_memory: 4MiB, remote: cluster}, slo: {ttft_s: 1.0}, router: {policy: power_of_two}}\n"
     )
     code = (

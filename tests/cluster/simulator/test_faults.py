@@ -110,8 +110,9 @@ def test_a_restarted_ingress_loses_its_streams_and_knows_the_caches_again():
 
 
 @pytest.mark.slow
-def test_crashes_at_a_rate_are_survived_and_the_same_each_time():
-    fields = {"fault_rate": {"every_s": 8.0, "down_s": 1.0}, "detect_s": 0.1, "prefill": 3, "decode": 3}
+def test_many_crashes_are_survived_and_the_same_each_time():
+    crashes = [fault("crash", 1.5 * number + 1.0, f"{'pd'[number % 2]}{number % 3}", 1.0) for number in range(10)]
+    fields = {"faults": crashes, "detect_s": 0.1, "prefill": 3, "decode": 3}
     sim = simulate(chats(400), **fields)
     assert sim.faults.happened["crash"] >= 3
     assert sim.tally.outcomes["done"] > 380
