@@ -34,7 +34,7 @@ from kvrelay.cluster.simulator import worker as simulated_worker
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.router.decision import deferral
-from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import SpeedCurve
 
 PROFILE = "llama-3.1-70b-h100x8-bf16"
 TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9

@@ -62,7 +62,7 @@ from kvrelay.cluster.workloads.conversations import SessionSpec, conversation_en
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import SpeedCurve
 from kvrelay.router.types import Decision, RouteRequest, RoutingRefusal
 
 BLOCK = 16

@@ -21,8 +21,7 @@ from kvrelay.cluster.autoscaling.feed import (
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.router.planning.planner import PlannerRules
-from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.types import PlanningTarget, WorkerModel
+from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, WorkerModel
 from kvrelay.router.slo.learning import DurationFit
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Role

@@ -50,9 +50,8 @@ def command(
     """Simulate a cluster under a workload: percentiles, goodput, hits, bytes, utilisation, cost."""
     from kvrelay.cluster.commands.settings_flags import with_pairs
     from kvrelay.cluster.profiles.profile import find_profile
-    from kvrelay.cluster.simulator.plots import check_picture, runs_of
-    from kvrelay.cluster.simulator.plots import plot as draw
-    from kvrelay.cluster.simulator.results import show
+    from kvrelay.cluster.simulator.results import check_picture, runs_of, show
+    from kvrelay.cluster.simulator.results import plot as draw
     from kvrelay.cluster.simulator.scenario import load_scenario, scenario_from
     from kvrelay.cluster.workloads.choose import make_workload
 

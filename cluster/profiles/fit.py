@@ -23,8 +23,8 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
-from kvrelay.router.planning.speed_curve import StepWork
 from kvrelay.router.planning.speed_fit import Fitted, StepSample
+from kvrelay.router.planning.types import StepWork
 
 PASSES = 3  # over all kinds of work, so that other load of the machine spoils few samples of each
 ROUNDS = 4  # decode steps of each number of sequences, in a pass

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import SpeedCurve
 from kvrelay.types import Role
 
 PUBLISHED = Path(__file__).parent / "published"

@@ -29,7 +29,7 @@ from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport
-from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
+from kvrelay.router.planning.types import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
 
 

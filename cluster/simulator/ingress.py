@@ -6,15 +6,17 @@ are delays. A restarted ingress begins with an empty Router and receives snapsho
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from kvrelay.cluster.simulator.requests import SimulatedAttempt, SimulatedRequest
 from kvrelay.cluster.simulator.scenario import World
 from kvrelay.cluster.simulator.worker import SimulatedWorker
-from kvrelay.cluster.simulator.worker_links import WorkerLinks
 from kvrelay.errors import KvrelayError
-from kvrelay.plane.messages import TokenOutput
+from kvrelay.pacing import Paced
+from kvrelay.plane.messages import SHARE_LOAD_S, TokenOutput
+from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, SloRequirement
 from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
@@ -29,7 +31,7 @@ class SimulatedRequestDriver:
         self._retries = Retries()
         self._attempt: SimulatedAttempt | None = None
         self._num_emitted, self._is_deferred = 0, False
-        self._deadline = ingress.clock.after(ingress.world.settings.serve.request_timeout_s, self._end, "error")
+        self._deadline = ingress.clock.after(ingress.world.settings.serve.request_timeout_s, self.end, "error")
 
     @property
     def peer(self) -> object:
@@ -67,7 +69,7 @@ class SimulatedRequestDriver:
         request = msgspec.structs.replace(request, tpot_target_s=choice.tpot_target_s)
         attempt = self._attempt = SimulatedAttempt(self, request, choice, world.profile.kv_bytes_per_token)
         self._set_ttft_target(attempt)
-        ingress.attach(attempt)
+        ingress.attempts[attempt.id] = attempt
         if choice.path == "disaggregated":
             speed = ingress.router.prefill_tokens_per_s(choice.prefill)
             self._send(attempt, choice.decode, lambda worker: worker.reserve(attempt, speed))
@@ -94,7 +96,7 @@ class SimulatedRequestDriver:
             self._retry(error)
         else:
             self.job.retry_after_s = refusal.retry_after_s
-            self._end(outcome_of(error))
+            self.end(outcome_of(error))
 
     # ---- reports of workers
 
@@ -121,7 +123,7 @@ class SimulatedRequestDriver:
             job.end_s = now_s
             if job.num_attempts == 1:
                 self._ingress.router.on_finished(attempt.id, job.output_tokens, job.tpot_s, now_s)
-            self._end("done")
+            self.end("done")
 
     def _first_token(self, attempt: SimulatedAttempt, output: TokenOutput) -> None:
         """The attempt's; of the request only unless an earlier attempt had one."""
@@ -148,7 +150,7 @@ class SimulatedRequestDriver:
             self._ingress.stats.retries += self._retries.failed(failure)
         except KvrelayError as error:
             self.job.retry_after_s = failure.retry_after_s
-            self._end(outcome_of(error))
+            self.end(outcome_of(error))
             return
         pause_s, self._retries.pause_s = self._retries.pause_s, 0.0
         self._ingress.clock.after(pause_s, self._begin_again)
@@ -162,17 +164,13 @@ class SimulatedRequestDriver:
             self._ingress.detach(self._attempt)
             self._attempt = None
 
-    def _end(self, outcome: str) -> None:
+    def end(self, outcome: str) -> None:
         self._end_attempt()
         if self._is_deferred:
             self._ingress.drop_deferred(f"{self.job.index}")
         self._deadline.cancel()
         self.job.outcome = outcome
         self._ingress.ended(self)
-
-    def lost(self) -> None:
-        """The ingress is gone, and the client's connection with it."""
-        self._end("error")
 
 
 def _unless_over(attempt: SimulatedAttempt, worker: SimulatedWorker, call: Callable[[SimulatedWorker], None]) -> None:
@@ -273,9 +271,6 @@ class SimulatedIngress:
         del self.deferred[request_id]
         self.router.on_end(request_id)
 
-    def attach(self, attempt: SimulatedAttempt) -> None:
-        self.attempts[attempt.id] = attempt
-
     def detach(self, attempt: SimulatedAttempt) -> None:
         """The one release path: every worker that may hold something of the attempt aborts it."""
         attempt.is_over = True
@@ -320,5 +315,87 @@ class SimulatedIngress:
     def restart(self) -> None:
         """The process is gone, with its requests; a new one connects to every worker."""
         for driver in list(self.drivers):
-            driver.lost()
+            driver.end("error")
         self.links.restart()
+
+
+class WorkerLinks:
+    """The Router of one ingress and the workers that report to it."""
+
+    def __init__(self, world: World, load_changed: Callable[[], object]) -> None:
+        """load_changed: is called after what a worker reports may let a deferred request go."""
+        self._clock, self._world, self._load_changed = world.clock, world, load_changed
+        self.router = self._new_router()
+        self.members: dict[str, SimulatedWorker] = {}
+        self._has_others = False
+        self._sharing = Paced(self._share_assigned, SHARE_LOAD_S, now=self._clock.time, after=self._clock.after)
+
+    def _new_router(self) -> Router:
+        settings, size = self._world.settings, self._world.profile.block_size
+        max_waiting = settings.engine.max_waiting
+        return Router(settings.router, tokens_per_hash=size, max_waiting=max_waiting, slo=settings.slo)
+
+    def send(self, call: Callable[..., object], *args: Any) -> None:
+        self._clock.after(self._world.scenario.message_s, call, *args)
+
+    # ---- membership
+
+    def is_connected(self, worker: SimulatedWorker) -> bool:
+        return self.members.get(worker.worker_id) is worker
+
+    def add(self, worker: SimulatedWorker) -> None:
+        self.members[worker.worker_id] = worker
+        self.router.worker_up(worker.info)
+        self.send(self._subscribed, worker)
+
+    def restart(self) -> None:
+        """Begin with an empty Router and connect to every worker again."""
+        self.router = self._new_router()
+        for worker in self.members.values():
+            worker.unsubscribe(self)
+            if worker.is_alive and not worker.is_draining:
+                self.router.worker_up(worker.info)
+                self.send(self._subscribed, worker)
+
+    def _takes_requests(self, worker: SimulatedWorker) -> bool:
+        return self.is_connected(worker) and not worker.is_draining
+
+    # ---- reports
+
+    def _subscribed(self, worker: SimulatedWorker) -> None:
+        if not worker.is_alive or worker.is_draining:
+            return
+        snapshot, load = worker.subscribe(self)
+        self.send(self._receive_snapshot, worker, snapshot, load)
+
+    def _receive_snapshot(self, worker: SimulatedWorker, snapshot: KvSnapshot, load: LoadReport) -> None:
+        if self._takes_requests(worker):
+            self.router.apply_snapshot(worker.worker_id, snapshot)
+            self.router.apply_load(worker.worker_id, load, self._clock.now_s)
+
+    def receive_update(self, worker: SimulatedWorker, events: KvEvents | None, load: LoadReport | None) -> None:
+        """Apply cache events and a load report; events with a gap lead to a new subscription."""
+        if not self._takes_requests(worker):
+            return
+        if events is not None and not self.router.apply_events(worker.worker_id, events):
+            self.send(self._subscribed, worker)
+        if load is not None:
+            self.router.apply_load(worker.worker_id, load, self._clock.now_s)
+            self._load_changed()
+
+    # ---- load that ingresses share through the workers
+
+    def receive_others(self, worker: SimulatedWorker, others: AssignedByOthers) -> None:
+        if self.is_connected(worker):
+            self._has_others |= others.num_others > 0
+            self.router.apply_others(worker.worker_id, others)
+            self.assigned_changed()
+
+    def assigned_changed(self) -> None:
+        """Report this ingress's assignments soon, where there are other ingresses."""
+        if self._has_others:
+            self._sharing.request()
+
+    def _share_assigned(self) -> None:
+        for worker_id, share in self.router.take_assigned():
+            self.send(self.members[worker_id].receive_assigned, self, share)

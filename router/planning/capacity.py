@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork, pairs_of
-from kvrelay.router.planning.types import PlanningTarget, WorkerModel, Workload
+from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, StepWork, WorkerModel, Workload, pairs_of
 
 FULLEST = 0.95  # utilisation of prefill that is planned for, at most
 LINK_SHARE = 0.8  # of the network's bandwidth that is planned for

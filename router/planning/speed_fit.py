@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
+from kvrelay.router.planning.types import SpeedCurve, StepWork
 
 Floats = NDArray[np.float64]
 

@@ -1,10 +1,66 @@
-"""Inputs and outputs of the planner. Pure data; tokens, seconds, bytes, and requests per second."""
+"""Speed curves, which the simulator uses too, and inputs and outputs of the planner. Pure data; tokens, seconds, bytes,
+and requests per second.
+"""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.speed_curve import SpeedCurve
+
+
+class StepWork(NamedTuple):
+    """What one step computes; means may be fractions.
+
+    prompt_tokens: of chunks. prompt_pairs: (token, earlier token) pairs of chunks, each token with itself. sequences:
+    that decode a token each. context_tokens: that those sequences attend to, in all.
+    """
+
+    prompt_tokens: float = 0
+    prompt_pairs: float = 0
+    sequences: float = 0
+    context_tokens: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedCurve:
+    """Seconds. Fitted by `kvrelay profile --fit`, or made of published figures."""
+
+    overhead_s: float  # per step, constant
+    weights_s: float  # to read all weights once
+    token_s: float  # to multiply one token with them
+    pair_s: float  # of prefill attention, per pair
+    context_s: float  # of decode attention, per context token
+    sequence_s: float = 0.0  # per decoding sequence: sampling, bookkeeping
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of a step with that work."""
+        tokens = work.prompt_tokens + work.sequences
+        return (
+            self.overhead_s
+            + max(self.weights_s, tokens * self.token_s)
+            + work.prompt_pairs * self.pair_s
+            + work.context_tokens * self.context_s
+            + work.sequences * self.sequence_s
+        )
+
+    def scaled(self, factor: float) -> "SpeedCurve":
+        return SpeedCurve(*(factor * seconds for seconds in astuple(self)))
+
+    def decode_step_s(self, sequences: float, context_tokens: float) -> float:
+        """Seconds of a step that only decodes."""
+        return self.step_s(StepWork(0, 0, sequences, context_tokens))
+
+    def prefill_s(self, num_tokens: float, cached_tokens: float = 0, chunk_tokens: int = 512) -> float:
+        """Seconds of one prompt computed alone in chunks, after its cached prefix."""
+        computed = num_tokens - cached_tokens
+        chunks, rest = divmod(computed, chunk_tokens)
+        total = chunks * self.step_s(StepWork(chunk_tokens)) + pairs_of(computed, cached_tokens) * self.pair_s
+        return total + (self.step_s(StepWork(rest)) if rest else 0.0)
+
+
+def pairs_of(computed: float, cached: float) -> float:
+    """(token, earlier token) pairs of so many computed tokens after so many cached ones."""
+    return computed * cached + computed * (computed + 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +111,7 @@ class WorkerModel:
 
     def slowed(self, prefill: float, decode: float) -> "WorkerModel":
         """The same worker with each curve's times multiplied."""
-        return replace(self, prefill=scaled(self.prefill, prefill), decode=scaled(self.decode, decode))
-
-
-def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
-    return SpeedCurve(
-        curve.overhead_s * factor,
-        curve.weights_s * factor,
-        curve.token_s * factor,
-        curve.pair_s * factor,
-        curve.context_s * factor,
-        curve.sequence_s * factor,
-    )
+        return replace(self, prefill=self.prefill.scaled(prefill), decode=self.decode.scaled(decode))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from kvrelay.cluster.profiles.fit import StepSampler
 from kvrelay.cluster.profiles.neighbours import profiled_engine, slowdowns
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.speed_fit import fit_curve
+from kvrelay.router.planning.types import SpeedCurve
 from tests.cluster.simulator.simulator_cases import profile
 
 pytestmark = pytest.mark.alone

@@ -25,8 +25,7 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.types import PlanningTarget, WorkerModel, Workload
+from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, WorkerModel, Workload
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Fingerprint

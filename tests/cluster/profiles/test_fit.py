@@ -26,8 +26,8 @@ from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
-from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.router.planning.speed_fit import fit_curve
+from kvrelay.router.planning.types import SpeedCurve, StepWork
 
 CURVE = SpeedCurve(overhead_s=1e-3, weights_s=8e-3, token_s=2e-4, pair_s=3e-7, context_s=4e-7, sequence_s=1e-4)
 

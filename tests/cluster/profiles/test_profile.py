@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile, parse_profile
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import SpeedCurve
 
 pytestmark = pytest.mark.pure
 

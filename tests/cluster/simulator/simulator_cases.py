@@ -4,7 +4,7 @@ from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import SpeedCurve
 
 BLOCK = 16
 PREFILL = SpeedCurve(overhead_s=0.001, weights_s=0.004, token_s=1e-4, pair_s=1e-8, context_s=0.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.cluster.simulator import plots as simulation_plots
-from kvrelay.cluster.simulator.plots import Run, check_picture, held_load, nearest, over_load, plot, runs_of
+from kvrelay.cluster.simulator.results import Run, check_picture, held_load, nearest, over_load, plot, runs_of
 from kvrelay.errors import ConfigError
 
 pytestmark = pytest.mark.pure

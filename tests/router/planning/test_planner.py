@@ -16,8 +16,15 @@ from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefi
 from kvrelay.router.planning.damping import Damper
 from kvrelay.router.planning.demand import Demand
 from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
-from kvrelay.router.planning.speed_curve import SpeedCurve
-from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
+from kvrelay.router.planning.types import (
+    CountLimits,
+    Interval,
+    PlanningTarget,
+    SpeedCurve,
+    WorkerCounts,
+    WorkerModel,
+    Workload,
+)
 
 pytestmark = pytest.mark.pure
 

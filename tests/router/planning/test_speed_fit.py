@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.router.planning.speed_fit import MIN_SAMPLES, StepSample, _non_negative, errors_of, fit_curve
+from kvrelay.router.planning.types import SpeedCurve, StepWork
 
 pytestmark = pytest.mark.pure
 
