@@ -107,7 +107,7 @@ class StepSampler:
         """clock: for the budget. step_clock: for the steps; default: the same."""
         self._engine, self._clock, self._step_clock = engine, clock, step_clock or clock
         self._end_s = clock() + budget_s
-        self._cells: defaultdict[tuple[int, ...], list[tuple[StepWork, float]]] = defaultdict(list)
+        self._cells: defaultdict[tuple[float, ...], list[tuple[StepWork, float]]] = defaultdict(list)
         self._planned: deque[StepWork] = deque()
         self._num_requests = 0
         self._pool_tokens = int(POOL_SHARE * engine.pool.num_blocks * engine.config.block_size)

@@ -1,7 +1,7 @@
 """An ingress in virtual time, and the drivers of the requests that arrive there.
 
-Follows serve/workers/membership.py and serve/requests/dispatcher.py, with production's Router and Retries; messages
-are delays. A restarted ingress begins with an empty Router and receives snapshots.
+Follows serve/workers/ and serve/requests/, with production's Router and Retries; messages are delays. A restarted
+ingress begins with an empty Router and receives snapshots.
 """
 
 import math
@@ -27,15 +27,11 @@ class SimulatedRequestDriver:
     """One request from its arrival to its end."""
 
     def __init__(self, job: SimulatedRequest, ingress: "SimulatedIngress") -> None:
-        self.job, self._ingress = job, ingress
+        self.job, self._ingress, self.peer = job, ingress, ingress.links
         self._retries = Retries()
         self._attempt: SimulatedAttempt | None = None
         self._num_emitted, self._is_deferred = 0, False
         self._deadline = ingress.clock.after(ingress.world.settings.serve.request_timeout_s, self.end, "error")
-
-    @property
-    def peer(self) -> object:
-        return self._ingress.links
 
     def begin(self) -> None:
         """Place the request, and send it to be reserved or prefilled."""
@@ -156,7 +152,7 @@ class SimulatedRequestDriver:
         self._ingress.clock.after(pause_s, self._begin_again)
 
     def _begin_again(self) -> None:
-        if self in self._ingress.drivers:  # the time limit has not ended it meanwhile
+        if self in self._ingress.drivers:  # else the time limit has ended it
             self.begin()
 
     def _end_attempt(self) -> None:
@@ -174,7 +170,7 @@ class SimulatedRequestDriver:
 
 
 def _unless_over(attempt: SimulatedAttempt, worker: SimulatedWorker, call: Callable[[SimulatedWorker], None]) -> None:
-    """A message has arrived. One for an attempt that ended meanwhile has no effect: its abort follows."""
+    """A message for an attempt that ended meanwhile has no effect: its abort follows."""
     if not attempt.is_over:
         call(worker)
 

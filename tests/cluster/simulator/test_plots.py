@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.cluster.simulator import plots as simulation_plots
+from kvrelay.cluster.simulator import results
 from kvrelay.cluster.simulator.results import Run, check_picture, held_load, nearest, over_load, plot, runs_of
 from kvrelay.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
         return draw
 
     for name in ("_draw_over_load", "_draw_shares"):
-        monkeypatch.setattr(simulation_plots, name, noting(getattr(simulation_plots, name)))
+        monkeypatch.setattr(results, name, noting(getattr(results, name)))
     runs = [Run(name, load, summary(load, **DETAILS)) for name in ("a", "b") for load in (1.0, 2.0)]
     path = tmp_path / "picture.png"
     plot(runs, path, title="test")
