@@ -28,7 +28,7 @@ from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.router.planning.types import WorkerCounts, scaled
+from kvrelay.router.planning.types import WorkerCounts
 
 WINDOW_S = 600.0
 KEPT = 0.9
@@ -88,7 +88,7 @@ def entries_of(setting: Setting, num_days: int) -> list[TraceEntry]:
 
 def slowed(profile: SimulatorProfile, factor: float) -> SimulatorProfile:
     """Each step takes so many times as long; memory and network are as they are."""
-    curves = {"prefill": scaled(profile.prefill, factor), "decode": scaled(profile.decode, factor)}
+    curves = {"prefill": profile.prefill.scaled(factor), "decode": profile.decode.scaled(factor)}
     return profile.model_copy(update={**curves, "name": f"{profile.name}, {factor:g} times slower"})
 
 
