@@ -22,18 +22,18 @@ USAGE_ERROR = 2  # a wrong flag or setting
 FAILED = 1
 INTERRUPTED = 130
 
-_LAZY = {  # command -> module with its `command` function, and its summary
-    "verify": ("kvrelay.cluster.verify.cli", "Compare the tokens of every serving path with Hugging Face generate."),
-    "models": ("kvrelay.cluster.commands.models", "List the cache of converted models, or clear it."),
-    "kv": ("kvrelay.cluster.commands.kv", "Write a prompt's KV to a file, or continue from such a file."),
-    "profile": (
-        "kvrelay.cluster.commands.profile",
-        "Run engine steps under torch's profiler, or measure a speed profile.",
-    ),
-    "trace": ("kvrelay.cluster.commands.trace", "Write a workload as a trace file, or summarise it."),
-    "simulate": ("kvrelay.cluster.commands.simulate", "Simulate a cluster of any size under a workload."),
-    "plan": ("kvrelay.cluster.commands.plan", "Compute how many prefill and decode workers a workload needs."),
-    "bench": ("kvrelay.cluster.loadgen.cli", "Load an OpenAI server; report latency and throughput."),
+_LAZY = {  # command -> module and function, and its summary
+    "status": ("cluster.commands.status:status", "Show the workers, their load and KV pools, and how KV travels."),
+    "doctor": ("cluster.commands.doctor:doctor", "Show between which workers KV can travel, and what to change."),
+    "scale": ("cluster.commands.status:scale", "Change how many workers run, without restarting the others."),
+    "verify": ("cluster.verify.cli:command", "Compare the tokens of every serving path with Hugging Face generate."),
+    "models": ("cluster.commands.models:command", "List the cache of converted models, or clear it."),
+    "kv": ("cluster.commands.kv:command", "Write a prompt's KV to a file, or continue from such a file."),
+    "profile": ("cluster.commands.profile:command", "Profile engine steps with torch, or measure a speed profile."),
+    "trace": ("cluster.commands.trace:command", "Write a workload as a trace file, or summarise it."),
+    "simulate": ("cluster.commands.simulate:command", "Simulate a cluster of any size under a workload."),
+    "plan": ("cluster.commands.plan:command", "Compute how many prefill and decode workers a workload needs."),
+    "bench": ("cluster.loadgen.cli:command", "Load an OpenAI server; report latency and throughput."),
 }
 
 app = typer.Typer(
@@ -131,70 +131,6 @@ def serve(
     raise typer.Exit(run(settings_from_flags(config, flags, set_ or []), console))
 
 
-Url = Annotated[str | None, typer.Option(help="URL of the API; default: this machine's newest cluster")]
-Dashboard = Annotated[str | None, typer.Option(help="URL of Ray's dashboard; default: as --url")]
-ApiKey = Annotated[str | None, typer.Option(help="the cluster's API key, if it has one; default: $KVRELAY_API_KEY")]
-
-
-@app.command()
-def status(
-    url: Url = None,
-    dashboard: Dashboard = None,
-    api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
-    """Show the workers, their load and KV pools, and how KV travels between them."""
-    from kvrelay.cluster.commands import status as status_command
-    from kvrelay.cluster.launch.endpoints import addressed
-    from kvrelay.environment import environment_api_key
-
-    api_key = api_key or environment_api_key()
-    with addressed(url, dashboard) as (api_url, dashboard_url):
-        status_command.show_status(console, api_url, dashboard_url, api_key=api_key, as_json=as_json)
-
-
-@app.command()
-def doctor(
-    url: Url = None,
-    api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    probe: Annotated[bool, typer.Option("--probe", help="measure every path again")] = False,
-) -> None:
-    """Show between which workers KV can travel, how fast, and the remedy where it cannot.
-
-    The exit code is 1 when a pair is incompatible.
-    """
-    from kvrelay.cluster.commands import doctor as doctor_command
-    from kvrelay.cluster.launch.endpoints import addressed
-    from kvrelay.environment import environment_api_key
-
-    api_key = api_key or environment_api_key()
-    with addressed(url) as (api_url, _):
-        code = doctor_command.show(console, api_url, api_key, as_json=as_json, is_probe=probe)
-    raise typer.Exit(code)
-
-
-@app.command()
-def scale(
-    prefill: Annotated[int | None, typer.Option(min=1, help="prefill workers")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,
-    ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
-    url: Url = None,
-    dashboard: Dashboard = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the new count runs")] = True,
-) -> None:
-    """Change how many workers run, without restarting the others."""
-    from kvrelay.cluster.commands import status as status_command
-    from kvrelay.cluster.launch.endpoints import addressed
-
-    given = {"prefill": prefill, "decode": decode, "ingress": ingress}
-    counts = {name: count for name, count in given.items() if count is not None}
-    if not counts:
-        raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
-    with addressed(url, dashboard) as (_, dashboard_url):
-        status_command.scale(dashboard_url, counts, console, wait=wait)
-
-
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -204,9 +140,10 @@ def version() -> None:
 def _add_lazy_commands(arguments: list[str]) -> None:
     """Import a heavy command only when it is the one to run; list the others by name."""
     wanted = _command(arguments)
-    for name, (module, summary) in _LAZY.items():
+    for name, (place, summary) in _LAZY.items():
         if name == wanted:
-            app.command(name)(importlib.import_module(module).command)
+            module, _, function = place.partition(":")
+            app.command(name)(getattr(importlib.import_module(f"kvrelay.{module}"), function))
         else:
             app.command(name, help=summary)(_placeholder)
 
@@ -228,7 +165,6 @@ def _placeholder() -> None:
 def main() -> None:
     """The console script."""
     arguments = sys.argv[1:]
-    _add_lazy_commands(arguments)
     if _command(arguments) == "serve":
         from kvrelay.cluster.launch.supervisor import supervise
 
@@ -238,6 +174,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; return its exit status. A known error prints one line and no traceback."""
+    _add_lazy_commands(arguments)
     try:
         return int(app(args=arguments, standalone_mode=False) or 0)
     except ConfigError as error:

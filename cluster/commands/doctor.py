@@ -6,15 +6,20 @@ address.
 
 import json
 import time
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import auth_headers, request_json
+from kvrelay.cluster.launch.endpoints import addressed, auth_headers, request_json
+from kvrelay.environment import environment_api_key
+
+Url = Annotated[str | None, typer.Option(help="URL of the API; default: this machine's newest cluster")]
+ApiKey = Annotated[str | None, typer.Option(help="the cluster's API key, if it has one; default: $KVRELAY_API_KEY")]
 
 TIMEOUT_S = 10.0
 SETTLE_S = 90.0  # a prefill worker gives up on a pair within a minute
@@ -97,14 +102,24 @@ def chosen(pair: dict[str, Any]) -> dict[str, Any]:
     return next((path for path in pair["paths"] if path["is_chosen"]), {})
 
 
-def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, is_probe: bool) -> int:
-    """Print the table; the exit status: 1 when a pair is incompatible or nothing is there to look at."""
-    view = settled(api_url, api_key, is_probe=is_probe)
+def doctor(
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="measure every path again")] = False,
+) -> None:
+    """Show between which workers KV can travel, how fast, and the remedy where it cannot.
+
+    The exit code is 1 when a pair is incompatible, or no decode worker is connected.
+    """
+    console = Console()
+    with addressed(url) as (api_url, _):
+        view = settled(api_url, api_key or environment_api_key(), is_probe=probe)
     wrong = incompatible(view)
     is_fine = not wrong and view["decode"] > 0
     if as_json:
         print(json.dumps({**view, "ok": is_fine}, indent=2))
-        return 0 if is_fine else 1
+        raise typer.Exit(not is_fine)
     if view["pairs"]:
         console.print(render(view))
     for line in wrong:
@@ -115,4 +130,4 @@ def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, 
         console.print("no prefill worker is connected: the decode workers compute prompts too, no KV travels")
     else:
         console.print(summary(view), style="green" if is_fine else "red", highlight=False)
-    return 0 if is_fine else 1
+    raise typer.Exit(not is_fine)

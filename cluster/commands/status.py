@@ -3,18 +3,23 @@
 import json
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cluster.commands.doctor import chosen
+from kvrelay.cluster.commands.doctor import ApiKey, Url, chosen
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import auth_headers, other_clusters, request_json
+from kvrelay.cluster.launch.endpoints import addressed, auth_headers, other_clusters, request_json
 from kvrelay.cluster.launch.ray_session import ray_auth_headers
+from kvrelay.environment import environment_api_key
+from kvrelay.errors import ConfigError
+
+Dashboard = Annotated[str | None, typer.Option(help="URL of Ray's dashboard; default: as --url")]
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -49,14 +54,22 @@ def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, A
     return status
 
 
-def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: str | None, as_json: bool) -> None:
-    status = gather(api_url, dashboard_url, api_key)
+def status(
+    url: Url = None,
+    dashboard: Dashboard = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show the workers, their load and KV pools, and how KV travels between them."""
+    with addressed(url, dashboard) as (api_url, dashboard_url):
+        found = gather(api_url, dashboard_url, api_key or environment_api_key())
     if as_json:
-        print(json.dumps(status, indent=2))
-    else:
-        console.print(render(status))
-        if line := other_clusters(api_url):
-            console.print(f"[dim]{line}[/dim]", highlight=False)
+        print(json.dumps(found, indent=2))
+        return
+    console = Console()
+    console.print(render(found))
+    if line := other_clusters(api_url):
+        console.print(f"[dim]{line}[/dim]", highlight=False)
 
 
 def render(status: dict[str, Any]) -> RenderableType:
@@ -159,16 +172,26 @@ def _stores_table(stores: list[dict[str, Any]]) -> Table:
     return _table("KV store|pid|blocks|used/all|hits|to/from disk", rows)
 
 
-def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait: bool) -> None:
-    """Change replica counts on the running application; nothing else restarts. Raises ClusterError."""
-    config = scaled(serve_details(dashboard_url), counts)
-    request_json("PUT", dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
+def scale(
+    prefill: Annotated[int | None, typer.Option(min=1, help="prefill workers")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,
+    ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
+    url: Url = None,
+    dashboard: Dashboard = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the new count runs")] = True,
+) -> None:
+    """Change how many workers run, without restarting the others."""
+    given = {"prefill": prefill, "decode": decode, "ingress": ingress}
+    counts = {name: count for name, count in given.items() if count is not None}
+    if not counts:
+        raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
     target = ", ".join(f"{name} {count}" for name, count in counts.items())
-    if not wait:
-        console.print(f"scaling to {target}", highlight=False)
-        return
-    _wait_until_settled(dashboard_url, counts, target)
-    console.print(f"now at {target}", highlight=False)
+    with addressed(url, dashboard) as (_, dashboard_url):
+        config = scaled(serve_details(dashboard_url), counts)
+        request_json("PUT", dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
+        if wait:
+            _wait_until_settled(dashboard_url, counts, target)
+    Console().print(f"now at {target}" if wait else f"scaling to {target}", highlight=False)
 
 
 def _wait_until_settled(dashboard_url: str, counts: dict[str, int], target: str) -> None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvrelay.cluster.commands.cli import _add_lazy_commands, run
+from kvrelay.cluster.commands.cli import run
 from kvrelay.engine.checkpoints.checkpoint import cached, conversions
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
@@ -14,7 +14,6 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 def cache(tmp_path, monkeypatch):
     """Two conversions, `old` used before `new`."""
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
-    _add_lazy_commands(["models"])
     for name, used_s in (("old", 1e9), ("new", 2e9)):
         folder = cached("m", name, lambda work, target, report: tiny_checkpoint("llama", target), lambda *what: None)
         os.utime(folder, (used_s, used_s))

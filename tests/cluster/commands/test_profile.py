@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvrelay.cluster.commands import profile as profile_command
-from kvrelay.cluster.commands.cli import _add_lazy_commands, run
+from kvrelay.cluster.commands.cli import run
 from kvrelay.cluster.profiles.profile import load_profile, parse_profile, published_profile
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
@@ -15,7 +15,6 @@ pytestmark = pytest.mark.alone
 
 
 def said(capsys, *arguments):
-    _add_lazy_commands(["profile"])
     code = run(["profile", *arguments])
     text = capsys.readouterr()
     assert "Traceback" not in text.err + text.out

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.commands.cli import _add_lazy_commands, run
+from kvrelay.cluster.commands.cli import run
 from kvrelay.cluster.workloads.choose import (
     GENERATORS,
     load_trace,
@@ -458,7 +458,6 @@ def test_an_outline_counts_what_an_endless_cache_would_hold():
 
 def test_the_command_writes_a_trace_that_reads_back(tmp_path, capsys):
     def said(*arguments):
-        _add_lazy_commands(["trace"])
         code = run(["trace", *arguments])
         return code, capsys.readouterr().out
 
