@@ -25,6 +25,7 @@ from kvrelay.kvtransfer.protocol.messages import (
     Ticket,
     ToSource,
     Transcript,
+    TransferResult,
     TransferStats,
     reason_of,
     refusal,
@@ -273,6 +274,19 @@ class GrantTable:
                 reader.abandon(read)
         if not grant.reading:
             asyncio.get_running_loop().call_soon(self._release, grant)
+
+    def commit(self, grant: Grant, next_path: str) -> TransferResult:
+        """End it well. `next_path`: over which it counts where nothing had to travel."""
+        self.close(grant, Reason.USED)
+        exposed_s = time.monotonic() - grant.committed_at
+        mostly = grant.bytes_by_path.most_common(1)
+        transport = mostly[0][0] if mostly else next_path
+        result = TransferResult(
+            transport, grant.num_blocks, grant.bytes_by_path.total(), grant.busy_s, exposed_s, grant.retries
+        )
+        self._stats.count(result)
+        self._stats.path(transport).exposed_s += exposed_s
+        return result
 
     def close(self, grant: Grant, reason: Reason) -> None:
         """It is live no more; a ticket that comes again is refused for `reason`."""

@@ -23,7 +23,7 @@ from kvrelay.kvtransfer.paths.probes import PathProbe, ProbeBuffers
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, Route, offered
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import PairReport, Reason, TransferResult, TransferStats, reason_of, refusal
-from kvrelay.kvtransfer.transports.base import Reader, Transport
+from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
@@ -65,7 +65,9 @@ class SourceLink:
             why = str(error)
             raise
         finally:
-            self._on_lost(why)
+            for grant in self._target.grants.live:
+                if grant.link is self:
+                    self._target.grants.end(grant, errors.PeerLost(grant.request_id, why))
             if self._probing is not None:
                 self._probing.cancel()
                 await asyncio.gather(self._probing, return_exceptions=True)
@@ -105,7 +107,7 @@ class SourceLink:
             hello.offers,
             target.memory.device,
             target.transports,
-            lambda name: target.make_reader(name, plan.memory),
+            lambda name: target.all_transports[name].make_reader(plan.memory, target.secret, target.host),
         )
         waiting = asyncio.create_task(self._keep_alive(), name="kv handshake")
         try:
@@ -144,18 +146,17 @@ class SourceLink:
         )
         return True
 
-    def _incompatibility(self, hello: wire.Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
+    def _incompatibility(self, hello: wire.Hello) -> tuple[Reason, str, str] | None:
         target, me = self._target, self._target.worker_id
         if hello.protocol != wire.TRANSFER_PROTOCOL:
-            ours = f"transfer protocol: {me} has {wire.TRANSFER_PROTOCOL}, not {hello.protocol}"
-            return Reason.FINGERPRINT, ours
+            return Reason.FINGERPRINT, f"transfer protocol: {me} has {wire.TRANSFER_PROTOCOL}, not {hello.protocol}", ""
         convert_dtype = target.settings.convert_dtype
         if difference := target.fingerprint.incompatibility(hello.fingerprint, convert_dtype=convert_dtype):
             return Reason.FINGERPRINT, str(difference), difference.remedy
         checksums = kind_of(target.memory, target.settings.checks)
         if checksums not in ("off", hello.checksums):
-            theirs = f"{me} verifies {checksums}, the source sends {hello.checksums}"
-            return Reason.CHECKSUM, f"transfer.checks: {theirs}"
+            why = f"transfer.checks: {me} verifies {checksums}, the source sends {hello.checksums}"
+            return Reason.CHECKSUM, why, ""
         return None
 
     async def _keep_alive(self) -> None:
@@ -178,19 +179,22 @@ class SourceLink:
     # ---- messages of the source
 
     def _dispatch(self, message: wire.ToTarget) -> None:
+        grants = self._target.grants
         match message:
             case wire.Announce() | wire.Commit() | wire.Confirmed():
-                grant = self._target.grants.renewed(message.nonce, self)
+                grant = grants.renewed(message.nonce, self)
                 if grant is not None:
                     self._continue(grant, message)
             case wire.Open():
                 self._on_open(message)
             case wire.Renew(nonces=nonces):
                 for nonce in nonces:
-                    self._target.grants.renewed(nonce, self)
+                    grants.renewed(nonce, self)
                 self.send(wire.Alive())
-            case wire.Cancel():
-                self._on_cancel(message)
+            case wire.Cancel(nonce=nonce, reason=reason):
+                grant = grants.get(nonce)
+                if grant is not None and grant.link in (None, self):
+                    grants.end(grant, refusal(grant.request_id, Reason.CANCELLED, reason))
             case wire.Probe():
                 if self._probing is None or self._probing.done():
                     self._probing = asyncio.create_task(self._probe(message), name="kv probe")
@@ -231,67 +235,34 @@ class SourceLink:
 
     def _continue(self, grant: Grant, message: wire.Announce | wire.Commit | wire.Confirmed) -> None:
         """The next message of a transfer under way; one that does not fit ends it."""
+        assert self._reads is not None
         try:
             match message:
                 case wire.Announce():
-                    self._on_announce(grant, message)
-                case wire.Commit():
-                    self._on_commit(grant, message)
-                case wire.Confirmed():
-                    self._on_confirmed(grant)
+                    grant.transcript.add(wire.encode(message))
+                    grant.accept(message, is_checked=self._target.settings.checks != "off")
+                    self._reads.add(grant)
+                case wire.Commit(payload=payload, seal=seal) if grant.payload is None:
+                    grant.payload, grant.committed_at = payload, time.monotonic()
+                    grant.check_complete()
+                    grant.check_seal(payload, seal)
+                    self._reads.advance(grant)
+                case wire.Confirmed() if grant.is_waiting and grant.payload is not None:
+                    self._on_confirmed(grant, grant.payload)
         except TransferRefused as error:
             self._target.grants.end(grant, error)
 
-    def _on_announce(self, grant: Grant, message: wire.Announce) -> None:
-        grant.transcript.add(wire.encode(message))
-        grant.accept(message, is_checked=self._target.settings.checks != "off")
-        assert self._reads is not None
-        self._reads.add(grant)
-
-    def _on_commit(self, grant: Grant, message: wire.Commit) -> None:
-        if grant.payload is not None:
-            return
-        grant.payload, grant.committed_at = message.payload, time.monotonic()
-        grant.check_complete()
-        grant.check_seal(message.payload, message.seal)
-        assert self._reads is not None
-        self._reads.advance(grant)
-
-    def _on_confirmed(self, grant: Grant) -> None:
+    def _on_confirmed(self, grant: Grant, payload: bytes) -> None:
         """The source held every block until the last read had ended: the sequence may decode from them."""
-        if not grant.is_waiting or grant.payload is None:
-            return
+        assert self.route is not None
         grant.check_generations(self._target.generation_of)
-        self._target.grants.close(grant, Reason.USED)
-        result = self._count(grant)
-        call(self._target.on_commit, grant.request_id, grant.payload, result)
+        result = self._target.grants.commit(grant, self.route.next_path)
+        call(self._target.on_commit, grant.request_id, payload, result)
         self.send(
             wire.Committed(
                 nonce=grant.ticket.nonce, transport=result.transport, num_bytes=result.num_bytes, seconds=result.seconds
             )
         )
-
-    def _count(self, grant: Grant) -> TransferResult:
-        exposed_s = time.monotonic() - grant.committed_at
-        mostly = grant.bytes_by_path.most_common(1)
-        assert self.route is not None
-        transport = mostly[0][0] if mostly else self.route.next_path
-        result = TransferResult(
-            transport, grant.num_blocks, grant.bytes_by_path.total(), grant.busy_s, exposed_s, grant.retries
-        )
-        self._target.counters.count(result)
-        self._target.counters.path(transport).exposed_s += exposed_s
-        return result
-
-    def _on_cancel(self, message: wire.Cancel) -> None:
-        grant = self._target.grants.get(message.nonce)
-        if grant is not None and grant.link in (None, self):
-            self._target.grants.end(grant, refusal(grant.request_id, Reason.CANCELLED, message.reason))
-
-    def _on_lost(self, why: str) -> None:
-        for grant in self._target.grants.live:
-            if grant.link is self:
-                self._target.grants.end(grant, errors.PeerLost(grant.request_id, why))
 
 
 class KvTarget:
@@ -323,30 +294,26 @@ class KvTarget:
         stall_s: float = STALL_S,
     ) -> None:
         self.worker_id, self.epoch, self.fingerprint = worker_id, epoch, fingerprint
-        self.memory, self.secret, self.settings, self._host = memory, secret, settings, host
+        self.memory, self.secret, self.settings, self.host = memory, secret, settings, host
         self.generation_of, self.on_commit, self.probe_buffers = generation_of, on_commit, probe_buffers
         self.lease_s, self.stall_s = lease_s, stall_s
         self.counters = TransferStats()
         self.grants = GrantTable(self.counters, on_failed, on_released)
-        self._all_transports = transports
+        self.all_transports = transports
         self.transports: list[str] = []  # those that this pool can be read into over, best first; from start() on
         self.links: set[SourceLink] = set()
         self._server = plane.Server(self._serve, secret, tls=tls)
         self.port = 0  # where sources connect, from start() on
 
-    def make_reader(self, name: str, memory: KvMemory) -> Reader:
-        """Of this transport, into the pool or a staging buffer."""
-        return self._all_transports[name].make_reader(memory, self.secret, self._host)
-
     async def start(self) -> None:
         """Listen for sources. Raises BackendUnavailable when a forced transport cannot be used."""
         await asyncio.to_thread(library)  # compiled now, not in the first read
         await asyncio.to_thread(this_machine)  # known from then on
-        self.transports += offered(self.settings.transport, self.memory, self._all_transports)
+        self.transports += offered(self.settings.transport, self.memory, self.all_transports)
         try:
-            self.port = await self._server.start(self._host)
+            self.port = await self._server.start(self.host)
         except OSError as error:
-            raise BackendUnavailable("KV plane", f"cannot listen on {self._host}: {error}") from error
+            raise BackendUnavailable("KV plane", f"cannot listen on {self.host}: {error}") from error
 
     async def aclose(self) -> None:
         """End every grant (each is released as far as its transport allows), stop listening."""
@@ -363,14 +330,13 @@ class KvTarget:
 
     def pairs(self) -> list[PairReport]:
         """The prefill workers that are connected, with what is known of the paths from each now."""
-        now_s = time.monotonic()
         return [
             PairReport(
                 source=link.hello.worker_id,
                 target=self.worker_id,
                 target_epoch=self.epoch,
                 ok=True,
-                paths=link.route.table.reports(now_s),
+                paths=link.route.table.reports(time.monotonic()),
             )
             for link in self.links
             if link.hello is not None and link.route is not None
@@ -394,17 +360,15 @@ class KvTarget:
         Raises ValueError: blocks that do not fit, or a grant of this request that is not yet released.
         """
         layout = self.memory.layout
-        if not 0 <= first_block <= num_blocks or len(block_ids) != num_blocks - first_block:
-            raise ValueError(f"{request_id}: {len(block_ids)} blocks granted for {first_block}..{num_blocks}")
-        if len(set(block_ids)) != len(block_ids) or any(not 0 <= block < layout.num_blocks for block in block_ids):
-            raise ValueError(f"{request_id}: granted blocks must be distinct and inside the pool")
+        if any(block >= layout.num_blocks for block in block_ids):
+            raise ValueError(f"{request_id}: granted blocks must be inside the pool")
         if self.grants.holds(request_id):
             raise ValueError(f"{request_id} still holds the blocks of an earlier grant")
         ticket = wire.Ticket(
             request_id=request_id,
             target_worker=self.worker_id,
             target_epoch=self.epoch,
-            target_host=self._host,
+            target_host=self.host,
             target_port=self.port,
             first_block=first_block,
             num_blocks=num_blocks,
@@ -416,6 +380,8 @@ class KvTarget:
             lease_s=self.lease_s,
             nonce=secrets.token_bytes(wire.NONCE_BYTES),
         )
+        if why := wire.incompatibility(ticket):
+            raise ValueError(f"{request_id}: {why}")
         self.grants.add(ticket, wire.Transcript(self.secret, ticket.nonce))
         return wire.seal(ticket, self.secret)
 
@@ -432,6 +398,3 @@ class KvTarget:
             await link.serve()
         finally:
             self.links.discard(link)
-
-
-logger = logging.getLogger(__name__)

@@ -120,38 +120,6 @@ def _are_candidates(candidates: list[tuple[int, float]], request: SequenceReques
     return len(tokens) == len(candidates) > 0 and is_finite and 0 <= min(tokens) <= max(tokens) < vocab_size
 
 
-class Quarantine:
-    """Blocks of ended transfers that a read may still write: the engine gives them to no sequence until they are
-    released.
-
-    Called on the worker's loop; acts on the engine's thread, in the order of the calls.
-    """
-
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
-        self._keys: dict[str, int] = {}  # the engine's, by request; touched on its thread only
-
-    def hold(self, request_id: str) -> None:
-        """End the sequence, but keep its blocks until `release`."""
-
-        def hold(engine: Engine) -> None:
-            key = engine.requests.quarantine(request_id)
-            if key is not None:
-                self._keys[request_id] = key
-
-        self._thread.post(hold)
-
-    def release(self, request_id: str) -> None:
-        """No read can write its blocks any more. No effect for a request that is not held."""
-
-        def release(engine: Engine) -> None:
-            key = self._keys.pop(request_id, None)
-            if key is not None:
-                engine.requests.unquarantine(key)
-
-        self._thread.post(release)
-
-
 class PathSpeeds:
     """How fast KV comes from each connected prefill worker: reported to ingresses when it changed, and to the engine.
 
@@ -218,7 +186,7 @@ class DecodeRole:
         self._thread, self._requests = thread, requests
         self._incoming: dict[str, Incoming] = {}
         self._tasks: dict[Incoming, asyncio.Task[None]] = {}
-        self._quarantine = Quarantine(thread)
+        self._quarantined: dict[str, int] = {}  # the engine's keys, by request; touched on its thread only
         self._speeds = PathSpeeds(thread, self.target.pairs)
 
     # ---- one request
@@ -336,13 +304,30 @@ class DecodeRole:
             self._abort(request_id)
 
     def _on_failed(self, request_id: str, error: TransferError) -> None:
-        self._quarantine.hold(request_id)
+        self._hold(request_id)
         incoming = self._incoming.get(request_id)
         if incoming is not None:
             incoming.failed(error)
 
     def _on_released(self, request_id: str) -> None:
-        self._quarantine.release(request_id)
+        """No read can write its blocks any more. No effect for a request that is not held."""
+
+        def release(engine: Engine) -> None:
+            key = self._quarantined.pop(request_id, None)
+            if key is not None:
+                engine.requests.unquarantine(key)
+
+        self._thread.post(release)
+
+    def _hold(self, request_id: str) -> None:
+        """End the sequence, but keep its blocks, which a read may still write, until they are released."""
+
+        def hold(engine: Engine) -> None:
+            key = engine.requests.quarantine(request_id)
+            if key is not None:
+                self._quarantined[request_id] = key
+
+        self._thread.post(hold)
 
     # ---- the end of a request
 
@@ -355,7 +340,7 @@ class DecodeRole:
         incoming = self._incoming.get(request_id)
         self.drop(request_id, reason)
         if incoming is not None and incoming.has_ticket:
-            self._quarantine.hold(request_id)
+            self._hold(request_id)
             self.target.revoke(request_id, reason)
         else:
             self._abort(request_id)

@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,37 +67,22 @@ class Window:
 
     def __init__(self, num_bytes: int) -> None:
         self._size = self._free = num_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn, self._has_more = asyncio.Lock(), asyncio.Event()
 
     async def take(self, num_bytes: int) -> int:
         """Wait for room; returns what was taken and must be given back (at most the whole window)."""
         wanted = min(num_bytes, self._size)
-        if not self._waiting and wanted <= self._free:
+        async with self._turn:
+            while wanted > self._free:
+                self._has_more.clear()
+                await self._has_more.wait()
             self._free -= wanted
-            return wanted
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wanted, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(wanted)  # it was our turn in the very moment in which we left
-            else:
-                self._waiting.remove((wanted, turn))
-                self._serve()
-            raise
         return wanted
 
     def give(self, num_bytes: int) -> None:
         """Room again."""
         self._free += num_bytes
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._free:
-            wanted, turn = self._waiting.popleft()
-            self._free -= wanted
-            turn.set_result(None)
+        self._has_more.set()
 
 
 class TargetLink:

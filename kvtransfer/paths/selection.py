@@ -88,8 +88,6 @@ class PoolExports:
         self.exporters.clear()
 
 
-logger = logging.getLogger(__name__)
-
 _CONNECT_TIMEOUT_S = 25.0  # an RDMA wire-up included
 _FIRST_IN_FLIGHT = 1  # reads at a time before the reader's own number is known
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0

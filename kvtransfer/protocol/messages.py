@@ -151,7 +151,8 @@ def seal(ticket: Ticket, secret: bytes) -> bytes:
     return _mac(body, secret) + body
 
 
-def _incompatibility(ticket: Ticket) -> str | None:
+def incompatibility(ticket: Ticket) -> str | None:
+    """What in it does not fit together, or None."""
     missing = ticket.num_blocks - ticket.first_block
     if not 0 <= ticket.first_block <= ticket.num_blocks:
         return "first_block is beyond num_blocks"
@@ -179,7 +180,7 @@ def open_ticket(data: bytes, secret: bytes) -> Ticket:
         ticket = _to_ticket.decode(body)
     except msgspec.DecodeError as error:
         raise refusal("?", Reason.BAD_MAC, f"not a ticket of this version: {error}") from error
-    if why := _incompatibility(ticket):
+    if why := incompatibility(ticket):
         raise refusal(ticket.request_id, Reason.OUT_OF_RANGE, why)
     return ticket
 
