@@ -21,7 +21,7 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import host_index, tier_rules
+from kvrelay.kvcache.tiers.rules import host_tier, tier_rules
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
@@ -347,12 +347,10 @@ def make_tiers(
     rules = tier_rules(cache, is_checked=False, block_tokens=profile.block_size)
     tiers = TierController(
         pool,
-        SimulatedSlab(num_rows, block_bytes),
-        host_index(cache, num_rows),
+        host_tier(cache, SimulatedSlab(num_rows, block_bytes), time.now_s),
         [store] if store is not None else [],
         rules,
         wake=wake,
-        clock=time.now_s,
         make_threads=make_threads,
     )
     copies, transfers = made["kv-tier"], made["kv-store"]

@@ -352,7 +352,7 @@ async def corrupt_host_tier(case: Case, *, is_checked: bool) -> AsyncIterator[No
 
     def corrupt(engine: Engine) -> int:
         host = tiers_of(engine).host
-        for row in map(host.row, host.index.hashes()):
+        for row in map(host.row, host.hashes()):
             assert row is not None
             _corrupt(host.slab.row(row))
         engine.pool.reset_cache()

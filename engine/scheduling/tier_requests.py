@@ -46,7 +46,7 @@ class LowerTiers:
 
     def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""
-        return self.host.match(seq.block_chain().hashes(num_in_pool, most), 0)
+        return self.host.num_here(seq.block_chain().hashes(num_in_pool, most), 0)
 
     def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[int]) -> None:
         """Load blocks of `seq` from the host tier into these fresh blocks, which it holds."""
@@ -82,7 +82,7 @@ class LowerTiers:
     def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
         """The number of blocks after those in the pool that the host tier has; they stay there for so long."""
         hashes = seq.full_hashes()
-        count = self.host.match(hashes, num_in_pool)
+        count = self.host.num_here(hashes, num_in_pool)
         self.host.pin(hashes[num_in_pool : num_in_pool + count], self.host.now_s() + ttl_s)
         return count
 

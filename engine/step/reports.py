@@ -212,7 +212,7 @@ class EngineMonitor:
     def audit(self, hashes: list[bytes]) -> tuple[int, list[int]]:
         """(the last drained event, where each of these blocks really is); see `Audited`."""
         pool, tiers = self._scheduler.pool, self._scheduler.tiers
-        index = None if tiers is None else tiers.host.index
+        index = None if tiers is None else tiers.host
         is_changing = pool.has_changes or (index is not None and index.has_changes)
         return self._events.audit(hashes, pool.cached_hashes(), index or (), is_changing=is_changing)
 

@@ -32,7 +32,7 @@ from kvrelay.kvcache.stores.namespace import Namespace, namespace_of
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import host_index, tier_rules
+from kvrelay.kvcache.tiers.rules import host_tier, tier_rules
 from kvrelay.machine import free_host_bytes, physical_cores
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.settings.choices import ChecksMode
@@ -147,8 +147,8 @@ def make_lower_tiers(
     slab = make_slab(memory, settings.host_bytes)
     rules = tier_rules(settings, is_checked=checks != "off", block_tokens=memory.layout.block_size)
     stores = make_stores(memory, slab, settings, namespace, cluster_store)
-    index = host_index(settings, slab.num_rows)
-    tiers = TierController(pool, slab, index, stores, rules, wake=wake, clock=time.monotonic)
+    host = host_tier(settings, slab, time.monotonic)
+    tiers = TierController(pool, host, stores, rules, wake=wake)
     tiers.start()
     return LowerTiers(tiers, memory.layout.block_size)
 

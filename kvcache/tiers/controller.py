@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 
 from kvrelay.kvcache.index.changes import CacheChange
-from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import (
     MAX_JOBS,
     CopyStats,
@@ -22,7 +21,7 @@ from kvrelay.kvcache.memory.jobs import (
     Urgency,
     batch_blocks,
 )
-from kvrelay.kvcache.memory.loads import BlockSlab, Load
+from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockStore, SharingStore
 from kvrelay.kvcache.tiers.fetches import Fetches
@@ -48,26 +47,21 @@ class TierController:
     def __init__(
         self,
         pool: BlockPool,
-        slab: BlockSlab,
-        index: TierIndex,
+        host: HostTier,
         stores: Sequence[BlockStore],
         rules: TierRules,
         *,
         wake: Callable[[], None],
-        clock: Callable[[], float],
         make_threads: MakeThreads = IoThreads,
     ) -> None:
         """Tiers that are not started.
 
         Args:
-            slab, index: the host tier's memory, and its empty index of as many rows.
             stores: below the host tier, nearest first; not started.
             wake: called from I/O threads when `poll` has something to do.
-            clock: seconds, monotonic.
         """
         self.rules, self.stats = rules, CopyStats()
-        self.host = HostTier(slab, index, clock)
-        self._pool, self._stores = pool, stores
+        self._pool, self.host, self._stores = pool, host, stores
         self._copies = make_threads("kv-tier", 1, JobQueue(MAX_JOBS), wake)
         self._io = make_threads("kv-store", _STORE_THREADS, JobQueue(MAX_JOBS), wake)
         self._offload = Offload(self.host, stores, self._io, is_checked=rules.is_checked)
@@ -118,7 +112,7 @@ class TierController:
 
     def used(self, hashes: Sequence[BlockHash], priority: int = 0, *, keep: bool = True) -> None:
         """A request of this priority used these from pool or host tier. `keep`: they may be used again."""
-        self.host.use(hashes, priority)
+        self.host.use(hashes, self.host.now_s(), priority=priority)
         if keep and self.rules.write != "write-back":
             self._offload.put([digest for digest in hashes if digest in self.host])
 
@@ -167,7 +161,7 @@ class TierController:
             self._pin_when_saved.pop(digest, None)
 
     def _save_batch(self, batch: Sequence[IndexedBlock]) -> None:
-        rows = self.host.reserve([block.meta for block in batch])
+        rows = self.host.reserve_for([block.meta for block in batch])
         self.stats.unsaved += len(batch) - len(rows)
         batch = batch[: len(rows)]
         if not batch:
@@ -198,7 +192,7 @@ class TierController:
             return
         checksums, seconds = result
         for block, row, checksum in zip(batch, rows, checksums, strict=True):
-            self.host.put(block.digest, row, checksum, block.meta)
+            self.host.put_block(block.digest, row, checksum, block.meta)
         for until_s in {until_s for _, until_s in pins if until_s is not None}:
             self._pin([digest for digest, end_s in pins if end_s == until_s and digest in self.host], until_s)
         self.stats.saved += len(batch)
@@ -266,11 +260,11 @@ class TierController:
 
     def reset(self) -> None:
         """Discard all entries of the host tier (not of the stores)."""
-        self.host.forget(self.host.index.hashes())
+        self.host.forget(self.host.hashes())
 
     def check(self) -> None:
         """Raise AssertionError unless the host tier's rows and entries agree."""
-        self.host.index.check()
+        self.host.check()
 
 
 def _host_load(host: HostTier, stats: CopyStats) -> TierLoad:
@@ -285,6 +279,6 @@ def _host_load(host: HostTier, stats: CopyStats) -> TierLoad:
         load_s=stats.load_s,
         store_s=stats.save_s,
         rejected_blocks=stats.unsaved,
-        evicted_blocks=host.index.num_evicted,
+        evicted_blocks=host.num_evicted,
         corrupt_blocks=stats.corrupt,
     )

@@ -70,7 +70,7 @@ class Fetches:
 
     def fetch(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], start: int = 0) -> None:
         """Fetch a queued request's blocks from the stores, once; those before `start` are in the pool."""
-        first = start + self._host.match(hashes, start)
+        first = start + self._host.num_here(hashes, start)
         if not self.is_on or first >= len(hashes):
             return
         held = self._host.hold(hashes[start:first])  # the others are of no use without these
@@ -196,7 +196,7 @@ class Fetches:
             store = self._stores[found[first]]
             end = next((i for i in range(first, len(found)) if found[i] != found[first]), len(found))
             is_worth = fetch.on_found is not None or self._is_worth_reading(store)
-            rows = self._host.reserve(fetch.metas[first:end]) if is_worth else []
+            rows = self._host.reserve_for(fetch.metas[first:end]) if is_worth else []
             self._read(fetch, store, first, rows)
             num_reading += len(rows)
             if len(rows) < end - first:  # blocks after a gap are of no use
@@ -240,7 +240,7 @@ class Fetches:
             if checksum is None:
                 self._host.cancel((row,))
                 continue
-            self._host.put(digest, row, checksum, meta)
+            self._host.put_block(digest, row, checksum, meta)
             held += self._host.hold((digest,))
             arrived.append(digest)
         self._offload.mark_stored(part.store, arrived)
@@ -264,7 +264,7 @@ class Fetches:
         fetch.num_jobs -= 1
         if fetch.is_over:
             return
-        here = self._host.hold_prefix(fetch.hashes)
+        here = self._host.hold(fetch.hashes[: self._host.num_here(fetch.hashes, 0)])
         fetch.held += here
         fetch.hashes, fetch.metas = fetch.hashes[len(here) :], fetch.metas[len(here) :]
         if fetch.hashes:

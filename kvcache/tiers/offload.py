@@ -80,7 +80,7 @@ class Offload:
         counts = self._host.counts()
         wanted = min(self._host.num_rows // _SPARE_SHARE - counts.free, counts.cached)
         if self._stores and wanted > 0:
-            self.put(self._host.next_victims(wanted))
+            self.put(self._host.next_victims(wanted, self._host.now_s()))
 
     def _batch(self, store: BlockStore, hashes: Sequence[BlockHash], pin_s: float = 0.0) -> _Batch:
         rows = self._host.hold(hashes)

@@ -1,10 +1,12 @@
 """The settings that the parts of the tier controller share. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.kvcache.eviction.policies import make_policy
-from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.memory.loads import BlockSlab
 from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.types import BlockHash, BlockId
 
@@ -33,11 +35,11 @@ def tier_rules(cache: CacheSettings, *, is_checked: bool, block_tokens: int) -> 
     return TierRules(cache.write_policy, cache.prefetch, is_checked=is_checked, block_tokens=block_tokens)
 
 
-def host_index(cache: CacheSettings, num_rows: int) -> TierIndex:
-    """The empty index of a host tier of `num_rows` rows."""
-    quota = max(1, int(cache.tenant_share * num_rows)) if cache.tenant_share < 1 else None
-    policy = make_policy(cache.eviction_policy, num_rows)
-    return TierIndex(num_rows, policy, quotas={"": None}, default_quota=quota, keep_changes=True)
+def host_tier(cache: CacheSettings, slab: BlockSlab, clock: Callable[[], float]) -> HostTier:
+    """An empty host tier in this slab."""
+    quota = max(1, int(cache.tenant_share * slab.num_rows)) if cache.tenant_share < 1 else None
+    policy = make_policy(cache.eviction_policy, slab.num_rows)
+    return HostTier(slab, policy, clock, quotas={"": None}, default_quota=quota)
 
 
 @dataclass(frozen=True, slots=True)

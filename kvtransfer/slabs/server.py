@@ -133,11 +133,6 @@ class SlabServer:
         """End every connection and wait for reads under way, stuck ones excepted."""
         await self._server.aclose()
 
-    @property
-    def num_leased(self) -> int:
-        """Blocks leased now."""
-        return sum(client.num_leased for client in self._clients)
-
     async def _serve(self, connection: Connection) -> None:
         if len(self._clients) >= _MAX_CONNECTIONS:
             connection.send_nowait(
@@ -162,10 +157,6 @@ class _Client:
         self._leases: dict[int, tuple[list[ReadLease], asyncio.TimerHandle]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(_MAX_REQUESTS)
-
-    @property
-    def num_leased(self) -> int:
-        return sum(len(leases) for leases, _ in self._leases.values())
 
     async def serve(self) -> None:
         try:

@@ -198,15 +198,10 @@ class StagingSlab:
     """A small slab of equal cells, one for each block in transit. Used on one loop."""
 
     def __init__(self, cell_bytes: int, num_cells: int) -> None:
-        self.cell_bytes = cell_bytes
         self.memory = allocate_slab(cell_bytes * num_cells)
         self._free = [index * cell_bytes for index in range(num_cells)]
         self._returned = asyncio.Condition()
         self.num_cells = num_cells
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @contextlib.asynccontextmanager
     async def reserve(self, count: int) -> AsyncIterator[list[int]]:

@@ -74,11 +74,6 @@ class Segments:
         self._fds: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the open files bypass the page cache."""
-        return bool(self._is_direct)
-
     def path(self, segment: int) -> Path:
         return self._folder / f"segment-{segment:06d}.kv"
 

@@ -68,7 +68,7 @@ async def pinned(cluster):
     """(blocks in the pool, in the host tier), after everything sent before."""
     await cluster.dispatcher.queries.status("inside-0")
     thread = cluster.inside[0].thread
-    return await thread.call(lambda e: (e.pool.counts().pinned, e.tiers.controller.host.index.counts().pinned))
+    return await thread.call(lambda e: (e.pool.counts().pinned, e.tiers.controller.host.counts().pinned))
 
 
 async def test_prefetch_and_pins_over_the_wire(folder, tmp_path):

@@ -208,11 +208,11 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
 
     monkeypatch.setattr(SlabReader, "read", stuck)
     assert get(store, hashes) == [False] * 3
-    assert staging.num_free == staging.num_cells - 3
+    assert len(staging._free) == staging.num_cells - 3
     monkeypatch.setattr(SlabReader, "read", fetch)
     for node in store._client.links.nodes:
         node.back_off = BackOff()  # the back-off has ended
     assert get(store, hashes) == [True] * 3
-    assert staging.num_free == staging.num_cells - 3
+    assert len(staging._free) == staging.num_cells - 3
     store._loop.call_soon_threadsafe(reads[0].set_result, None)
-    until(lambda: staging.num_free == staging.num_cells, "the place is free again")
+    until(lambda: len(staging._free) == staging.num_cells, "the place is free again")

@@ -134,7 +134,7 @@ def test_what_rotted_in_the_host_tier_is_computed_anew(drive, oracle):
     it.run(prompt)
     it.forget_pool()
     digest = block_hashes(prompt, BLOCK)[2]
-    it.tiers.host.slab.row(it.tiers.host.index.row(digest))[100] ^= 64
+    it.tiers.host.slab.row(it.tiers.host.row(digest))[100] ^= 64
     tokens, _ = it.run(prompt)
     assert tokens == oracle(prompt)
     assert it.tiers.stats.corrupt == 1
@@ -146,7 +146,7 @@ def test_with_checks_off_rot_changes_the_answer(drive, oracle):
     it.run(prompt)
     it.forget_pool()
     for digest in block_hashes(prompt, BLOCK)[:4]:
-        slot = it.tiers.host.slab.row(it.tiers.host.index.row(digest))
+        slot = it.tiers.host.slab.row(it.tiers.host.row(digest))
         slot[:] = bytes(len(slot))
     assert it.run(prompt)[0] != oracle(prompt)
 
@@ -168,10 +168,10 @@ def test_selective_saves_what_was_matched_and_nothing_else(drive):
     it.run(once)
     it.run(twice)
     it.settle()
-    assert len(it.tiers.host.index) == 0
+    assert len(it.tiers.host) == 0
     it.run(twice)
     it.settle()
-    saved = set(it.tiers.host.index.hashes())
+    saved = set(it.tiers.host.hashes())
     assert saved
     assert saved <= set(block_hashes(twice, BLOCK))
 
@@ -193,7 +193,7 @@ def test_a_prompt_nobody_will_ask_for_again_leaves_nothing_below(drive):
     it, prompt = drive(), prompt_of(64)
     it.run(prompt, hints=KvHints(keep=False))
     it.settle()
-    assert len(it.tiers.host.index) == 0
+    assert len(it.tiers.host) == 0
 
 
 def test_tenants_do_not_share_what_lies_below(drive, oracle):
@@ -237,7 +237,7 @@ def test_blocks_from_below_are_not_named_before_they_are_known_to_be_whole(drive
     it.run(prompt)
     it.forget_pool()
     hashes = block_hashes(prompt, BLOCK)
-    it.tiers.host.slab.row(it.tiers.host.index.row(hashes[2]))[100] ^= 64
+    it.tiers.host.slab.row(it.tiers.host.row(hashes[2]))[100] ^= 64
     sampling = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True)
     request = SequenceRequest(
         request_id="reserved", token_ids=prompt, num_prompt_tokens=64, sampling=sampling, block_hashes=list(hashes)
@@ -275,4 +275,4 @@ def test_an_abort_while_blocks_come_up_frees_them(drive):
     it.engine.abort("reserved")
     it.settle()
     assert it.engine.pool.counts().used == 0
-    assert it.tiers.host.index.counts().held == 0
+    assert it.tiers.host.counts().held == 0

@@ -100,7 +100,7 @@ def test_members_begin_when_what_comes_up_is_there(drive, in_flight, kind):  # n
     assert got == {key: token for key, token in expected.items() if key not in is_sent}
     assert len(expected) == 3 * NUM_OUTPUT
     it.settle()
-    assert it.engine.pool.counts().used == it.tiers.host.index.counts().held == 0
+    assert it.engine.pool.counts().used == it.tiers.host.counts().held == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +110,7 @@ def test_members_begin_anew_when_what_comes_up_has_rotted(drive, in_flight, kind
     it = drive()
 
     def rot():
-        it.tiers.host.slab.row(it.tiers.host.index.row(block_hashes(prompt, BLOCK)[2]))[100] ^= 64
+        it.tiers.host.slab.row(it.tiers.host.row(block_hashes(prompt, BLOCK)[2]))[100] ^= 64
 
     reserved(it, prompt, group, rot)
     assert it.engine.activate("g", tokens, candidates)
@@ -119,7 +119,7 @@ def test_members_begin_anew_when_what_comes_up_has_rotted(drive, in_flight, kind
     assert drained(it)[0] == expected, "computed here, from the prompt on"
     it.settle()
     assert it.tiers.stats.corrupt == 1
-    assert it.engine.pool.counts().used == it.tiers.host.index.counts().held == 0
+    assert it.engine.pool.counts().used == it.tiers.host.counts().held == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +131,7 @@ def test_unnoticed_rot_changes_what_the_members_say(drive, kind):  # noqa: F811
     it.run(prompt)
     it.forget_pool()
     for digest in block_hashes(prompt, BLOCK)[:6]:
-        slot = it.tiers.host.slab.row(it.tiers.host.index.row(digest))
+        slot = it.tiers.host.slab.row(it.tiers.host.row(digest))
         slot[:] = bytes(len(slot))
     it.engine.reserve(request_of("g", prompt, group))
     it.engine.step()

@@ -50,11 +50,11 @@ def test_an_ended_session_pins_nowhere(drive):  # noqa: F811
     it.run(prompt, hints=KvHints(pin_s=600.0, session="s"))
     it.settle()
     assert it.engine.pool.counts().pinned > 0
-    assert it.tiers.host.index.counts().pinned > 0
+    assert it.tiers.host.counts().pinned > 0
     it.engine.requests.end_pins("s")
     it.engine.check()
     assert it.engine.pool.counts().pinned == 0
-    assert it.tiers.host.index.counts().pinned == 0
+    assert it.tiers.host.counts().pinned == 0
 
 
 def on_disk(drive, tmp_path, prompt):  # noqa: F811
@@ -89,11 +89,11 @@ def test_a_prefetch_that_never_gets_its_request_leaves_nothing(drive, tmp_path):
     prompt = prompt_of(80)
     it = on_disk(drive, tmp_path, prompt)
     assert ask(it, prompt, hold_s=1e-6).coming_tokens >= 64
-    counts = it.tiers.host.index.counts()
+    counts = it.tiers.host.counts()
     assert (counts.held, counts.reserved) == (0, 0)
     others(it, 4)
-    assert it.tiers.host.match(block_hashes(prompt, BLOCK), 0) == 0
-    assert it.tiers.host.index.counts().pinned == 0
+    assert it.tiers.host.num_here(block_hashes(prompt, BLOCK), 0) == 0
+    assert it.tiers.host.counts().pinned == 0
     assert it.engine.pool.counts().used == 0
 
 
@@ -106,7 +106,7 @@ def test_a_prefetch_tells_what_is_here_already_and_keeps_it(drive):  # noqa: F81
     it.engine.pool.reset_cache()
     answer = ask(it, prompt, name="q")
     assert (answer.pool_tokens, answer.host_tokens, answer.coming_tokens) == (0, 64, 0)
-    assert it.tiers.host.index.counts().pinned == 8
+    assert it.tiers.host.counts().pinned == 8
 
 
 @pytest.mark.parametrize(("prompt", "hold_s"), [([1000], 5.0), ([5] * 20, 0.0), ([5] * 20, float("inf"))])
@@ -117,9 +117,9 @@ def test_a_prefetch_that_makes_no_sense_is_refused(drive, prompt, hold_s):  # no
 def test_a_tenant_has_its_share_of_the_host_tier_and_no_more(drive):  # noqa: F811
     it = drive(host_blocks=32, tenant_share=0.25)
     others(it, 3, salt="one")
-    assert len(it.tiers.host.index) == 8
+    assert len(it.tiers.host) == 8
     others(it, 3)  # without a salt there is no share
-    assert len(it.tiers.host.index) > 16
+    assert len(it.tiers.host) > 16
 
 
 @pytest.mark.parametrize("write", ["write-through", "selective", "write-back"])
@@ -130,7 +130,7 @@ def test_what_is_not_to_be_kept_is_kept_nowhere(drive, tmp_path, write):  # noqa
             it.run(prompt_of(60, seed), hints=KvHints(keep=False, priority=8))
     it.settle()
     assert it.engine.pool.counts().cached == 0
-    assert len(it.tiers.host.index) == 0
+    assert len(it.tiers.host) == 0
     assert it.tiers.tier_loads()[1].num_blocks == 0
 
 
@@ -140,7 +140,7 @@ def test_a_request_that_is_not_kept_does_not_have_others_blocks_saved(drive):  #
     it.run(prompt)
     it.run(prompt, "once", hints=KvHints(keep=False))
     it.settle()
-    assert len(it.tiers.host.index) == 0
+    assert len(it.tiers.host) == 0
     it.run(prompt, "again")
     it.settle()
-    assert len(it.tiers.host.index) > 0
+    assert len(it.tiers.host) > 0

@@ -10,7 +10,6 @@ import xxhash
 
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.eviction.policies import Lru
-from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory import host
 from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
@@ -18,6 +17,7 @@ from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.rules import WAIT_LIMIT_S, IndexedBlock, TierRules
 from kvrelay.types import KvLayout
 
@@ -77,13 +77,7 @@ class World:
         self.slab = HostSlab(self.storage.memory, slots * LAYOUT.block_bytes)
         self.woken = threading.Semaphore(0)
         self.tiers = TierController(
-            self.pool,
-            self.slab,
-            TierIndex(slots, Lru(), keep_changes=True),
-            list(stores),
-            TierRules(**rules),
-            wake=self.woken.release,
-            clock=clock,
+            self.pool, HostTier(self.slab, Lru(), clock), list(stores), TierRules(**rules), wake=self.woken.release
         )
         self.tiers.start()
 
@@ -132,7 +126,7 @@ def test_blocks_come_back_as_they_went(world, monkeypatch, native):
     entries, expected = it.named(5)
     it.tiers.save(entries)
     it.settle()
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 5
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) == 5
     load, blocks = it.bring_up(entries)
     assert load.wait_verified()
     assert load.wait_layer(LAYOUT.num_layers - 1)
@@ -176,13 +170,13 @@ def test_a_block_that_rotted_in_the_host_tier_is_never_served(world):
     entries, _ = it.named(3)
     it.tiers.save(entries)
     it.settle()
-    it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
+    it.slab.row(it.tiers.host.row(entries[1].digest))[7] ^= 4
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
     assert load.corrupt == (entries[1].digest,)
     load.wait_over()
     it.settle()
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 1
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) == 1
     assert it.tiers.stats.corrupt == 1
 
 
@@ -192,7 +186,7 @@ def test_with_checks_off_the_same_rot_is_served(world):
     entries, expected = it.named(3)
     it.tiers.save(entries)
     it.settle()
-    it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
+    it.slab.row(it.tiers.host.row(entries[1].digest))[7] ^= 4
     load, blocks = it.bring_up(entries)
     assert load.wait_verified()
     load.wait_over()
@@ -237,7 +231,7 @@ def test_a_rotten_block_does_not_go_further_down(world):
     entries, _ = it.named(3)
     it.tiers.save(entries)
     it.settle()
-    it.slab.row(it.tiers.host.index.row(entries[0].digest))[0] ^= 1
+    it.slab.row(it.tiers.host.row(entries[0].digest))[0] ^= 1
     it.tiers._offload.put([entry.digest for entry in entries])
     it.settle()
     assert set(store.blocks) == {entry.digest for entry in entries[1:]}
@@ -253,21 +247,21 @@ def test_what_fell_out_of_the_host_tier_is_fetched_from_the_store_for_a_request_
     it.tiers.save(second)
     it.settle()
     hashes = [entry.digest for entry in first]
-    assert it.tiers.host.match(hashes, 0) == 0
+    assert it.tiers.host.num_here(hashes, 0) == 0
     store.gate.clear()
     it.tiers.fetches.fetch("r1", hashes, [entry.meta for entry in first], 0)
     assert it.tiers.fetches.is_waiting("r1")
     store.gate.set()
     it.settle()
     assert not it.tiers.fetches.is_waiting("r1")
-    assert it.tiers.host.match(hashes, 0) == 4
-    assert it.tiers.host.index.counts().held == 4  # nobody takes them away before the request has its turn
+    assert it.tiers.host.num_here(hashes, 0) == 4
+    assert it.tiers.host.counts().held == 4  # nobody takes them away before the request has its turn
     load, blocks = it.bring_up(first)
     it.tiers.fetches.end("r1")
     load.wait_over()
     it.settle()
     assert torch.equal(it.storage.tensor[:, list(blocks)], expected)
-    assert it.tiers.host.index.counts().held == 0
+    assert it.tiers.host.counts().held == 0
 
 
 @pytest.mark.parametrize(("prefetch", "is_waiting"), [("wait", True), ("timeout", True), ("best-effort", False)])
@@ -282,7 +276,7 @@ def test_how_long_a_request_waits_for_a_store(world, prefetch, is_waiting):
     it.tiers.fetches.end("r1")
     store.gate.set()
     it.settle()
-    assert it.tiers.host.index.counts().held == 0
+    assert it.tiers.host.counts().held == 0
 
 
 def test_a_store_that_fails_costs_a_miss(world):
@@ -297,8 +291,8 @@ def test_a_store_that_fails_costs_a_miss(world):
     it.tiers.fetches.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
     it.settle()
     assert not it.tiers.fetches.is_waiting("r1")
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 0
-    assert it.tiers.host.index.counts().reserved == 0
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) == 0
+    assert it.tiers.host.counts().reserved == 0
 
 
 def test_a_full_host_tier_whose_slots_are_all_held_saves_nothing_and_loses_nothing(world):
@@ -306,13 +300,13 @@ def test_a_full_host_tier_whose_slots_are_all_held_saves_nothing_and_loses_nothi
     entries, _ = it.named(2)
     it.tiers.save(entries)
     it.settle()
-    held = it.tiers.host.index.hold([entry.digest for entry in entries])
+    held = it.tiers.host.hold([entry.digest for entry in entries])
     more, _ = it.named(3, salt="other")
     it.tiers.save(more)
     it.settle()
-    assert it.tiers.host.match([entry.digest for entry in more], 0) == 0
+    assert it.tiers.host.num_here([entry.digest for entry in more], 0) == 0
     assert it.tiers.held_blocks() == []
-    it.tiers.host.index.unhold(held)
+    it.tiers.host.unhold(held)
 
 
 class Clock:
@@ -358,7 +352,7 @@ def test_what_is_fetched_for_a_request_that_is_gone_is_not_read(world, monkeypat
     it, _, entries = hung(world)
     want(it, "r1", entries)
     deadline = time.monotonic() + 10
-    while not it.tiers.host.index.counts().reserved:
+    while not it.tiers.host.counts().reserved:
         it.woken.acquire(timeout=1)
         it.tiers.poll()
         assert time.monotonic() < deadline
@@ -366,7 +360,7 @@ def test_what_is_fetched_for_a_request_that_is_gone_is_not_read(world, monkeypat
     it.tiers._stores[0].gate.set()
     it.settle()
     assert it.tiers._stores[0].num_loads <= 2  # those that two threads had begun
-    assert it.tiers.host.index.counts().reserved == it.tiers.host.index.counts().held == 0
+    assert it.tiers.host.counts().reserved == it.tiers.host.counts().held == 0
 
 
 def test_what_the_host_tier_has_of_a_prompt_stays_while_the_rest_is_fetched(world):
@@ -382,7 +376,7 @@ def test_what_the_host_tier_has_of_a_prompt_stays_while_the_rest_is_fetched(worl
     it.tiers.save(others)
     store.gate.set()
     it.settle()
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) >= 2
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) >= 2
 
 
 def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
@@ -398,7 +392,7 @@ def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
     it.tiers.discard_load(load)
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 0
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) == 0
 
 
 def test_a_good_copy_that_came_after_a_corrupt_one_stays(world):
@@ -406,13 +400,13 @@ def test_a_good_copy_that_came_after_a_corrupt_one_stays(world):
     entries, _ = it.named(2)
     it.tiers.save(entries)
     it.settle()
-    it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
+    it.slab.row(it.tiers.host.row(entries[1].digest))[7] ^= 4
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
     it.tiers.discard_load(load)
     it.tiers.save(entries)
     it.settle()
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 2
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) == 2
 
 
 def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_half_the_host_tier(world):
@@ -423,15 +417,15 @@ def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_
     entries, _ = it.named(8)
     hashes = [entry.digest for entry in entries]
     it.tiers.save(entries[:2])
-    while not it.tiers.host.index.counts().held:  # on their way to the store
+    while not it.tiers.host.counts().held:  # on their way to the store
         it.woken.acquire(timeout=10)
         it.tiers.poll()
     it.tiers.used(hashes[:2])
     it.tiers.save(entries[2:])
-    while len(it.tiers.host.index) < 8:
+    while len(it.tiers.host) < 8:
         it.woken.acquire(timeout=10)
         it.tiers.poll()
-    assert it.tiers.host.index.counts().held == 4
+    assert it.tiers.host.counts().held == 4
     store.gate.set()
     it.settle()
     assert sorted(sum(store.writing, ())) == sorted(hashes[:4])
@@ -471,10 +465,10 @@ def test_closing_with_a_request_in_line_lets_its_blocks_go(world):
     it.settle()
     store.gate.clear()
     want(it, "r1", entries)
-    assert it.tiers.host.index.counts().held
+    assert it.tiers.host.counts().held
     store.gate.set()
     it.tiers.close()
-    assert it.tiers.host.index.counts().held == it.tiers.host.index.counts().reserved == 0
+    assert it.tiers.host.counts().held == it.tiers.host.counts().reserved == 0
 
 
 def test_closing_with_work_in_line_gives_everything_back():
@@ -485,6 +479,6 @@ def test_closing_with_work_in_line_gives_everything_back():
     store.gate.set()
     it.tiers.close()
     assert it.tiers.held_blocks() == []
-    assert it.tiers.host.index.counts().reserved == it.tiers.host.index.counts().held == 0
+    assert it.tiers.host.counts().reserved == it.tiers.host.counts().held == 0
     assert store.is_closed
     assert np.all([thread.name.startswith("kv-tier") is False for thread in threading.enumerate()])

@@ -54,8 +54,8 @@ def test_what_was_prefetched_outlives_pressure_and_holds_nothing(stored):
     it.settle()
     assert told == [4]
     fill(it, 8, "other")
-    assert it.tiers.host.match(hashes, 0) == 4
-    counts = it.tiers.host.index.counts()
+    assert it.tiers.host.num_here(hashes, 0) == 4
+    counts = it.tiers.host.counts()
     assert (counts.held, counts.reserved, len(it.tiers.fetches)) == (0, 0, 0)
     assert it.pool.counts().used == 0
 
@@ -65,8 +65,8 @@ def test_a_prefetch_whose_request_never_comes_ends_by_itself(stored):
     ahead(it, hashes, metas, ttl_s=0.0)
     it.settle()
     fill(it, 8, "other")
-    assert it.tiers.host.match(hashes, 0) == 0
-    assert it.tiers.host.index.counts().pinned == 0
+    assert it.tiers.host.num_here(hashes, 0) == 0
+    assert it.tiers.host.counts().pinned == 0
     assert len(it.tiers.fetches._prefetches) == 0
 
 
@@ -83,9 +83,9 @@ def test_a_request_waits_for_a_prefetch_under_way_and_asks_for_the_rest(stored):
     it.settle()
     assert not it.tiers.fetches.is_waiting("r")
     assert sorted(asked) == sorted(hashes)  # each once
-    assert it.tiers.host.index.counts().held == 4
+    assert it.tiers.host.counts().held == 4
     it.tiers.fetches.end("r")
-    assert it.tiers.host.index.counts().held == 0
+    assert it.tiers.host.counts().held == 0
 
 
 def test_a_request_that_goes_while_it_waits_for_a_prefetch_leaves_nothing(stored):
@@ -96,8 +96,8 @@ def test_a_request_that_goes_while_it_waits_for_a_prefetch_leaves_nothing(stored
     it.tiers.fetches.end("r")
     store.gate.set()
     it.settle()
-    assert it.tiers.host.index.counts().held == 0
-    assert it.tiers.host.match(hashes, 0) == 2
+    assert it.tiers.host.counts().held == 0
+    assert it.tiers.host.num_here(hashes, 0) == 2
 
 
 def test_what_no_store_has_is_not_on_its_way(stored):
@@ -147,7 +147,7 @@ def test_with_prefetch_off_nothing_is_brought(world):  # noqa: F811
     hashes, metas = chain(it, 4)
     assert ahead(it, hashes, metas) == [0]
     it.settle()
-    assert it.tiers.host.match(hashes, 0) == 0
+    assert it.tiers.host.num_here(hashes, 0) == 0
 
 
 # ---- pins
@@ -165,7 +165,7 @@ def test_a_pinned_chain_stays_in_the_host_tier_under_pressure(world, write, is_p
     it.settle()
     for salt in "abc":
         fill(it, 4, salt)
-    assert (it.tiers.host.match([entry.digest for entry in entries], 0) == 3) == is_pinned
+    assert (it.tiers.host.num_here([entry.digest for entry in entries], 0) == 3) == is_pinned
 
 
 def test_a_pin_ends_early_even_before_its_block_has_arrived(world):  # noqa: F811
@@ -174,7 +174,7 @@ def test_a_pin_ends_early_even_before_its_block_has_arrived(world):  # noqa: F81
     it.tiers.pin(entries, time.monotonic() + SOON_S)
     it.tiers.unpin([entry.digest for entry in entries])
     it.settle()
-    assert it.tiers.host.index.counts().pinned == 0
+    assert it.tiers.host.counts().pinned == 0
     assert not it.tiers._pin_when_saved
 
 
@@ -183,6 +183,6 @@ def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
     entries, _ = it.named(7)
     it.tiers.pin(entries, time.monotonic() + SOON_S)
     it.settle()
-    assert it.tiers.host.index.counts().pinned == 4
-    assert it.tiers.host.match([entry.digest for entry in entries], 0) == 7
+    assert it.tiers.host.counts().pinned == 4
+    assert it.tiers.host.num_here([entry.digest for entry in entries], 0) == 7
     assert not it.tiers._pin_when_saved

@@ -94,12 +94,12 @@ def broken(monkeypatch, what):
     elif what == "what failed is found again":
         monkeypatch.setattr(TierController, "discard_load", lambda self, load: None)
     elif what == "a checksum is kept when its row changes hands":
-        put = HostTier.put
+        put = HostTier.put_block
 
         def stale(self, digest, row, checksum, meta):
             put(self, digest, row, self._checksums[row] or checksum, meta)
 
-        monkeypatch.setattr(HostTier, "put", stale)
+        monkeypatch.setattr(HostTier, "put_block", stale)
     else:
         monkeypatch.setattr(TiersMachine, "is_checked", False)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.eviction.policies import Lru
-from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules
 from kvrelay.types import BlockId
 
@@ -68,7 +68,7 @@ class Faults:
         return left > 0
 
 
-class CountedIndex(TierIndex):
+class CountedTier(HostTier):
     """Counts how often each row was handed out: a reference with an older number is stale."""
 
     def __init__(self, *args, **options) -> None:
@@ -87,8 +87,8 @@ class FakeSlab:
 
     num_layers, num_rows, block_bytes = LAYERS, SLOTS, BLOCK_BYTES
 
-    def __init__(self, pool: BlockPool, index: CountedIndex) -> None:
-        self.pool, self.index, self.faults = pool, index, Faults()
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool, self.faults = pool, Faults()
         self.memory = bytearray(SLOTS * HASH_BYTES)
         self.content = [EMPTY] * BLOCKS  # of the pool
 
@@ -253,19 +253,12 @@ class Life:
         self.now_s, self.count, self.arrivals = 0.0, 0, 0
         self.pool = BlockPool(BLOCKS, block_size=SIZE, pin_share=0.3)
         quotas = {} if quota is None else {PROMPTS[1].tenant: quota}
-        self.index = CountedIndex(SLOTS, Lru(), quotas=quotas, pin_limit=3, keep_changes=True)
-        self.slab = FakeSlab(self.pool, self.index)
+        self.slab = FakeSlab(self.pool)
+        self.index = self.slab.index = CountedTier(self.slab, Lru(), lambda: self.now_s, quotas=quotas, pin_limit=3)
         self.stores = [FakeStore("near", 6), FakeStore("far", 40)]
         self.rules = TierRules(write, prefetch, 2.0, is_checked, SIZE)
         self.tiers = TierController(
-            self.pool,
-            self.slab,
-            self.index,
-            self.stores,
-            self.rules,
-            wake=lambda: None,
-            clock=lambda: self.now_s,
-            make_threads=InlineThreads,
+            self.pool, self.index, self.stores, self.rules, wake=lambda: None, make_threads=InlineThreads
         )
         self.tiers.start()
         self.copies, self.io = self.tiers._copies, self.tiers._io
@@ -319,7 +312,7 @@ class Life:
         hashes, match = seq.prompt.hashes, self.pool.match(seq.prompt.chain)
         for digest, block in zip(hashes, match.blocks, strict=False):
             assert self.slab.content[block] == digest, "the pool serves another block"
-        below = self.tiers.host.match(hashes, len(match))
+        below = self.tiers.host.num_here(hashes, len(match))
         self.pool.acquire(match.blocks)
         fresh = self.fresh(len(hashes) - len(match))
         if fresh is None:
@@ -439,7 +432,7 @@ class Life:
         """A hint that a request will come."""
         prompt = PROMPTS[argument % len(PROMPTS)]
         here = len(self.pool.match(prompt.chain))
-        here += self.tiers.host.match(prompt.hashes, here)
+        here += self.tiers.host.num_here(prompt.hashes, here)
         self.arrivals += 1
         name = f"ahead-{self.arrivals}"
         self.unanswered.add(name)
