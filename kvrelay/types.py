@@ -6,6 +6,7 @@ from typing import NewType
 
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes, chained: see hashing.py
+MAX_WAITING = 256  # sequences that queue at a worker; more are refused, which clients see as 429
 
 
 class Role(enum.StrEnum):

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvrelay import types
 from kvrelay.cluster.commands.settings_flags import with_pairs
 from kvrelay.cluster.commands.simulate import simulated
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
@@ -41,7 +42,7 @@ TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9
 PREFILL_POOL_TOKENS, DECODE_POOL_TOKENS = 500_000, 1_500_000
 LOADS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0)
 OVERLOAD = 1.25
-NO_LIMITS = {"router": {"max_inflight": 1_000_000}, "engine": {"max_waiting": 1_000_000}}
+NO_LIMITS = {"router": {"max_inflight": 1_000_000}}
 PROMISES = {"slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}}
 
 PEERS = "bench.router.peer_policies"
@@ -116,7 +117,7 @@ class Lab:
         own = CONTENDERS[task.contender]
         settings = {section: {**NO_LIMITS.get(section, {}), **own.get(section, {})} for section in {**NO_LIMITS, **own}}
         settings = with_pairs(settings, list(task.pairs))
-        deferral.MAX_DEFERRED = 1_000_000  # no limits: see NO_LIMITS
+        deferral.MAX_DEFERRED = types.MAX_WAITING = 1_000_000  # no limits: see NO_LIMITS
         simulated_worker.RESERVE_TIMEOUT_S = 3600.0
         self._scenario = scenario_from(
             {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from kvrelay import types
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.fast_forward import FairShareWithParked, FastForward, ParkedSequences, RefreshedHeadroom
@@ -115,7 +116,7 @@ class SimulatedEngine:
         config = SchedulerConfig(
             profile.token_budget,
             self.max_running,
-            own.max_waiting,
+            types.MAX_WAITING,
             HEADROOM_SHARE,
             preemption=None if own.preemption == "auto" else PreemptionMode(own.preemption),
             token_bytes=float(profile.kv_bytes_per_token),

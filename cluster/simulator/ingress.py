@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay import types
 from kvrelay.cluster.simulator.requests import SimulatedAttempt, SimulatedRequest
 from kvrelay.cluster.simulator.scenario import World
 from kvrelay.cluster.simulator.worker import SimulatedWorker
@@ -328,8 +329,7 @@ class WorkerLinks:
 
     def _new_router(self) -> Router:
         settings, size = self._world.settings, self._world.profile.block_size
-        max_waiting = settings.engine.max_waiting
-        return Router(settings.router, tokens_per_hash=size, max_waiting=max_waiting, slo=settings.slo)
+        return Router(settings.router, tokens_per_hash=size, max_waiting=types.MAX_WAITING, slo=settings.slo)
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
         self._clock.after(self._world.scenario.message_s, call, *args)

@@ -16,10 +16,12 @@ from kvrelay.cluster.verify.verifier import Verifier
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import LatentSpec
+from kvrelay.engine.scheduling.fair_share import CREDIT_TOKENS, TURNS_IN_CREDIT
 from kvrelay.engine.scheduling.preempt import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import LayoutMismatch
+from kvrelay.hashing import tenant_of
 from kvrelay.kvtransfer.mover.copy_plan import pair
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import KvLayout
@@ -168,14 +170,16 @@ ARRIVAL_ORDER = tuple(RANKED_LOAD)
 
 def _ranked_request(where: str, verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
     rank = {"tenant": "greedy", **RANKED_LOAD[prompt.name]}
-    rank["tenant"] += f" {where}"  # a tenant's counters last as long as the worker
-    return msgspec.structs.replace(verifier.request(prompt), **rank)
+    tenant = tenant_of(f"{rank['tenant']} {where}")  # a tenant's counters last as long as the worker
+    return msgspec.structs.replace(verifier.request(prompt), **rank | {"tenant": tenant})
 
 
 def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
     """A whole load queues at a worker that runs one sequence at a time. Control: without ranks, order of arrival."""
     # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
-    credit_tokens = 4.0 * (len(verifier.prompt("several chunks").token_ids) + verifier.num_output)
+    num_tokens = len(verifier.prompt("several chunks").token_ids) + verifier.num_output
+    weight = TURNS_IN_CREDIT * num_tokens / CREDIT_TOKENS
+    weights = {f"{tenant} {where}": weight for tenant in ("greedy", "modest", "hurried") for _, where in _PLACES}
     rows: list[VerifyRow | OwnRows] = []
     for (force, where), stage in zip(_PLACES, ("reserved", "first token"), strict=True):
         name = f"priorities, deadlines, tenants {where}"
@@ -186,7 +190,7 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
             served = VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True)
             rows.append(replace(served, during=(steer.served_in_order(stage, order),), request=request))
     rows.append(blocks_freed("every block of queued requests freed"))
-    overrides: dict[str, dict[str, Any]] = {"decode": {"max_running": 1}, "scheduler": {"credit_tokens": credit_tokens}}
+    overrides: dict[str, dict[str, Any]] = {"decode": {"max_running": 1}, "scheduler": {"tenant_weights": weights}}
     prompts = tuple(map(verifier.prompt, ARRIVAL_ORDER))
     return [Setup("priorities, deadlines and tenants", tuple(rows), transport, overrides=overrides, prompts=prompts)]
 

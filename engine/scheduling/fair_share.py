@@ -13,6 +13,7 @@ from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.hashing import tenant_of
 from kvrelay.settings.router import SchedulerSettings
 
+CREDIT_TOKENS = 4096.0  # weighted; a tenant may save up so many, and lead by as many and have its deadlines honoured
 TURNS_IN_CREDIT = 4
 MAX_IDLE = 4096  # tenants that are remembered while they have nothing here
 MAX_NAMED = 32  # tenants with a figure of their own in metrics, beside those that have a weight
@@ -24,16 +25,14 @@ class QueueRules:
 
     oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
     output_weight: float = 2.0  # of an output token, against 1 of a prompt token: its share of a step's time
-    credit_tokens: float = (
-        4096.0  # weighted tokens that a tenant may save up, and lead by and still have deadlines heeded
-    )
+    credit_tokens: float = CREDIT_TOKENS
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
 
 
 def queue_rules(settings: SchedulerSettings) -> QueueRules:
     """The engine's own form of the settings; weights are of the names' digests."""
     weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return QueueRules(credit_tokens=settings.credit_tokens, tenant_weights=weights)
+    return QueueRules(tenant_weights=weights)
 
 
 class FairShare:

@@ -1,20 +1,193 @@
-"""For which sequences of a step a draft model drafts, and how many tokens: as many as pay. Pure.
+"""How many tokens are drafted for which sequences of a step, from their text or by a draft model: as many as pay. Pure.
 
-The model drafts one token per pass, for all sequences that get one. It must have computed a sequence's text before; for
-sequences that are far behind this is a one-time cost, weighed against what their drafts bring until the sequence ends.
-The unit is tokens: time costs the tokens that steps without drafts would have produced in it.
+More rows make a step longer: a draft pays while its expected tokens per second are more than the step's own. On a busy
+device nothing pays, and nothing is drafted. A draft model drafts one token per pass, for all sequences that get one. It
+must have computed a sequence's text before; for sequences that are far behind this is a one-time cost, spread over the
+steps until the sequence ends. The unit is tokens: time costs the tokens that steps without drafts would have produced
+in it.
+Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023 (the expected tokens).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+DRAFT_TOKENS = 8  # at most, for a sequence in one step: what pays is measured, and mostly less
 MARGIN = 1.3  # least ratio of a draft's expected tokens to its cost: rates are estimates
-_TRY_SHARE = 0.03  # of the time is spent on trial drafts while drafts are not expected to pay
+_RECENT_STEPS = 5  # plain ones, whose median counts: among drafted ones they are rare, and a slow one counts for long
+_ENOUGH_PLAIN = 3
+_FORGET = 0.97  # weight of older steps in the fit
+_RECENT = 0.9  # weight of older drafts in a sequence's acceptance rate
+_PRIOR = 4.0  # drafted tokens of prior for a new sequence, at the overall rate
+_FLOOR, _CEILING = 0.02, 0.98  # limits of rates
+_PLAIN_EVERY = 32  # steps: one runs without drafts, to measure it
+_TRY_EVERY = 16  # steps: one draft that is not expected to pay, to measure it
+_FEW = 1.5  # weight of steps with drafts before the fit is used
+_TRY_SHARE = 0.03  # of the time is spent on a draft model's trial drafts while they are not expected to pay
 TRY_TOKENS = 2  # of a trial draft
 _BLEND = 0.25  # weight of the newest pass in the average
 _CATCHING_UP = 8  # tokens of text per pass time, until it is measured
 _LEAST_SHARE = 0.03  # of a step's time: a pass costs more than reading its weights
-_FEW = 8  # tokens of a pass beyond one per sequence, from which their time is measured
+_MEASURABLE = 8  # tokens of a pass beyond one per sequence, from which their time is measured
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Share of one sequence's drafted tokens that were right if those before were. Recent ones count more."""
+
+    accepted: float = 0.0
+    drafted: float = 0.0
+
+    def observe(self, num_accepted: int, num_drafted: int) -> None:
+        """The first `num_accepted` of a draft were right. Tokens behind a wrong one are not counted."""
+        counted = min(num_accepted + 1, num_drafted)
+        self.accepted = self.accepted * _RECENT + num_accepted
+        self.drafted = self.drafted * _RECENT + counted
+
+    def rate(self, prior: float) -> float:
+        share = (self.accepted + _PRIOR * prior) / (self.drafted + _PRIOR)
+        return min(_CEILING, max(_FLOOR, share))
+
+
+@dataclass(slots=True)
+class SpeculationTimes:
+    """Durations of steps without drafts, and what drafts add: a fixed part and a part per token.
+
+    By the power of two of sequences.
+    """
+
+    plain_s: dict[int, float] = field(default_factory=dict)
+    _recent_s: dict[int, deque[float]] = field(default_factory=dict)
+    _seen: set[tuple[int, int]] = field(default_factory=set)
+    _moments: dict[int, list[float]] = field(default_factory=dict)  # weight, k, k², seconds, k · seconds
+
+    def plain(self, num_sequences: int) -> float | None:
+        """Seconds of a step without drafts; None: not measured."""
+        return self.plain_s.get(num_sequences.bit_length())
+
+    def is_known(self, num_sequences: int) -> bool:
+        """Whether there were enough plain steps: the first of a size is slow (recording, first touch of memory)."""
+        return len(self._recent_s.get(num_sequences.bit_length(), ())) >= _ENOUGH_PLAIN
+
+    def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        size = num_sequences.bit_length()
+        if not num_drafted:
+            recent_s = self._recent_s.setdefault(size, deque(maxlen=_RECENT_STEPS))
+            recent_s.append(seconds)
+            self.plain_s[size] = sorted(recent_s)[(len(recent_s) - 1) // 2]
+            return
+        if (plain := self.plain(num_sequences)) is None:
+            return
+        kind = (size, num_drafted if num_sequences == 1 else 0)
+        if kind not in self._seen:  # slow: recording, first touch of memory
+            self._seen.add(kind)
+            return
+        extra = min(max(0.0, seconds - plain), num_drafted * plain)  # a token more takes no longer than a step
+        newest = (1.0, num_drafted, num_drafted**2, extra, num_drafted * extra)
+        moments = self._moments.get(size, [0.0] * 5)
+        self._moments[size] = [old * _FORGET + new for old, new in zip(moments, newest, strict=True)]
+
+    def extra(self, num_sequences: int) -> tuple[float, float] | None:
+        """(seconds that any draft adds, seconds per drafted token) to such a step; None: not measured yet."""
+        weight, k, k2, seconds, ks = self._moments.get(num_sequences.bit_length(), [0.0] * 5)
+        if weight < _FEW:
+            return None
+        spread = weight * k2 - k * k
+        slope = (weight * ks - k * seconds) / spread if spread > 1e-6 * weight * k2 else seconds / k
+        slope = min(max(slope, 0.0), seconds / k)
+        return max(0.0, (seconds - slope * k) / weight), slope
+
+
+class DraftSource:
+    """Results of one source of drafts. prior: the acceptance rate before any draft; overall: of all sequences."""
+
+    def __init__(self, prior: float, overall: Acceptance) -> None:
+        self._prior, self._all = prior, overall
+        self.num_drafted = self.num_accepted = 0
+
+    def observe(self, acceptance: Acceptance, num_accepted: int, num_drafted: int) -> None:
+        """Record the result of one sequence's draft."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        acceptance.observe(num_accepted, num_drafted)
+        self._all.observe(num_accepted, num_drafted)
+
+    def rate(self, acceptance: Acceptance) -> float:
+        """The chance that a drafted token is right, for a sequence with this acceptance."""
+        return acceptance.rate(self._all.rate(self._prior))
+
+
+class Speculation(DraftSource):
+    """One engine's measurements, and from them how many tokens are worth drafting."""
+
+    def __init__(self, most: int) -> None:
+        """most: tokens drafted for a sequence in one step."""
+        self.most = most
+        self.times = SpeculationTimes()
+        super().__init__(0.5, Acceptance(0.5, 1.0))
+        self._num_steps = 0
+
+    def comes_next(self, num_sequences: int, drafters: Sequence[Acceptance] | None) -> bool:
+        """Whether the next step may get drafts. False: it counts as begun, without drafts.
+
+        drafters: those that prompt lookup could draft for; None: what pays is decided once tokens are known.
+        """
+        if not self.begins(num_sequences) or (drafters is not None and not any(self.lengths(num_sequences, drafters))):
+            return False
+        self._num_steps -= 1
+        return True
+
+    def begins(self, num_sequences: int) -> bool:
+        """Count a step of this many sequences. False: no drafts, to measure it, or since not even a sure one pays."""
+        self._num_steps += 1
+        plain_s = self.times.plain(num_sequences)
+        if plain_s is None or not self.times.is_known(num_sequences) or self._num_steps % _PLAIN_EVERY == 0:
+            return False
+        extra, is_try = self.times.extra(num_sequences), self._num_steps % _TRY_EVERY == 0
+        return extra is None or is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING
+
+    def lengths(self, num_sequences: int, drafters: Sequence[Acceptance]) -> list[int]:
+        """Tokens worth drafting for each of `drafters`, sequences of a step of `num_sequences` that `begins`."""
+        plain_s = self.times.plain(num_sequences)
+        if not drafters or plain_s is None:
+            return [0] * len(drafters)
+        if (extra := self.times.extra(num_sequences)) is None:
+            return self._try(drafters, self.most)
+        fixed_s, token_s = extra
+        rates = list(map(self.rate, drafters))
+        tokens_per_s = num_sequences / plain_s  # without drafts
+        found = [self._length(rate, MARGIN * token_s * tokens_per_s) for rate in rates]
+        gain = sum(expected(rate, length) for rate, length in zip(rates, found, strict=True))
+        cost_s = fixed_s + token_s * sum(found)
+        if gain <= MARGIN * tokens_per_s * cost_s:
+            return self._try(drafters, min(TRY_TOKENS, self.most) * (self._num_steps % _TRY_EVERY == 0))
+        return found
+
+    def worth(self, num_sequences: int, acceptance: Acceptance, length: int) -> float:
+        """The expected tokens of a draft from the text less the cost of verifying it, in tokens."""
+        tokens, plain_s = expected(self.rate(acceptance), length), self.times.plain(num_sequences)
+        extra = self.times.extra(num_sequences)
+        if plain_s is None or extra is None:
+            return tokens
+        return tokens - MARGIN * num_sequences / plain_s * extra[1] * length
+
+    @staticmethod
+    def _try(drafters: Sequence[Acceptance], length: int) -> list[int]:
+        """A draft for one sequence, to measure its cost."""
+        return [length] + [0] * (len(drafters) - 1)
+
+    def _length(self, rate: float, price: float) -> int:
+        """Draft while the next token's chance to be kept is more than its cost in tokens."""
+        length, chance = 0, rate
+        while length < self.most and chance > price:
+            length += 1
+            chance *= rate
+        return length
+
+
+def expected(rate: float, length: int) -> float:
+    """Expected number of drafted tokens that are kept."""
+    return sum(rate**index for index in range(1, length + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +219,12 @@ class Prices:
     behind: float
     one_pass: Callable[[int], float]
     near: int
+
+    def gain(self, one: DraftCandidate, length: int, kept: float) -> float:
+        """Tokens that a draft of this length, of which so many are expected to be kept, brings over the other draft."""
+        steps_left = 1.0 if one.num_behind <= self.near else one.num_left / (1 + kept)
+        lacking = one.num_behind - (one.num_behind <= self.near)
+        return kept - self.token * length - one.instead - self.behind * lacking / max(steps_left, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +262,7 @@ class PassTimes:
         size, more = one.num_sequences.bit_length(), one.num_tokens - one.num_sequences
         if more == 0:
             self._pass_s[size] = _moved(self.one_pass(one.num_sequences, plain_s), one.seconds)
-        elif more >= _FEW:
+        elif more >= _MEASURABLE:
             newest = max(0.0, one.seconds - self.one_pass(one.num_sequences, plain_s)) / more
             self.behind_s = _moved(self.behind(one.num_sequences, plain_s), newest)
 
@@ -93,71 +272,23 @@ def _moved(old: float, newest: float) -> float:
 
 
 def choose(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> list[int]:
-    """Tokens to draft for each candidate, up to `most`; 0: none by the model."""
-    lengths = [0] * len(candidates)
-    left = list(range(len(candidates)))
-    while left:
-        depth, found, gains = _deepest([candidates[index] for index in left], prices, most)
-        if not depth:
-            return lengths
-        winners = [index for index, length in zip(left, found, strict=True) if length]
-        share = depth * prices.one_pass(len(winners)) / len(winners)
-        bad = {
-            index
-            for index, length, gain in zip(left, found, gains, strict=True)
-            if length and not _is_worth_it(candidates[index], length, gain - share, prices)
-        }
-        if not bad:
-            for index, length in zip(left, found, strict=True):
-                lengths[index] = length
-            return lengths
-        left = [index for index in winners if index not in bad]
-    return lengths
-
-
-def _is_worth_it(one: DraftCandidate, length: int, gain: float, prices: Prices) -> bool:
-    """Whether the model's drafts until the sequence ends bring more than computing its text first costs.
-
-    gain: per step, in tokens. Only for sequences far behind; for others the gain includes the cost.
-    """
-    if one.num_behind <= prices.near:
-        return True
-    num_steps = one.num_left / (1 + sum(one.rate**index for index in range(1, length + 1)))
-    return gain * num_steps > prices.behind * one.num_behind
-
-
-def _deepest(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> tuple[int, list[int], list[float]]:
-    """(the best number of passes, tokens to draft for each candidate, the gain over its other draft).
-
-    (0, zeros, zeros) when none pays.
-    """
-    none = [0] * len(candidates), [0.0] * len(candidates)
-    best, best_gain = (0, *none), 0.0
-    chances, lengths = [1.0] * len(candidates), [0] * len(candidates)
-    gains = [
-        -one.instead - (prices.behind * (one.num_behind - 1) if one.num_behind <= prices.near else 0.0)
-        for one in candidates
-    ]
+    """Tokens to draft for each candidate, up to `most`; 0: none by the model. All share the passes."""
+    count, best_gain = len(candidates), 0.0
+    best, lengths, kept, chances = [0] * count, [0] * count, [0.0] * count, [1.0] * count
     for depth in range(1, most + 1):
-        num_longer = 0
         for index, one in enumerate(candidates):
-            if lengths[index] == depth - 1 and depth <= one.most:
-                chances[index] *= one.rate
-                if chances[index] > prices.token:
-                    gains[index] += chances[index] - prices.token
-                    lengths[index] = depth
-                    num_longer += 1
-        if not num_longer:
+            chance = chances[index] * one.rate
+            if lengths[index] == depth - 1 and depth <= one.most and chance > prices.token:
+                lengths[index], chances[index] = depth, chance
+                kept[index] += chance
+        if depth not in lengths:
             break
-        winners = [index for index, gain in enumerate(gains) if gain > 0]
-        if not winners:
-            continue
-        gain = sum(gains[index] for index in winners) - depth * prices.one_pass(len(winners)) - prices.fixed
-        if gain > best_gain:
+        gains = list(map(prices.gain, candidates, lengths, kept))
+        num_winners = sum(gain > 0 for gain in gains)
+        total = sum(gain for gain in gains if gain > 0) - prices.fixed
+        if num_winners and (gain := total - depth * prices.one_pass(num_winners)) > best_gain:
             best_gain = gain
-            best = depth, [0] * len(candidates), [0.0] * len(candidates)
-            for index in winners:
-                best[1][index], best[2][index] = lengths[index], gains[index]
+            best = [length if gain > 0 else 0 for length, gain in zip(lengths, gains, strict=True)]
     return best
 
 

@@ -8,7 +8,7 @@ probabilities, they agree on the token. `draft_choice.py` decides which sequence
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,13 +84,8 @@ class DraftModel:
             max_blocks=-(-self.max_model_len // config.block_size) + 1,
         )
         self._sampler = Sampler(backend, ())
-        self.num_blocks = num_blocks
         pool = BlockPool(num_blocks, block_size=config.block_size)
         self.cache = DraftCache(pool, vocab_size=spec.vocab_size, forget=self._runner.forget)
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self.cache.pool.counts().used
 
     def describe(self) -> str:
         layout = self._storage.memory.layout
@@ -102,18 +97,6 @@ class DraftModel:
     def most_for(self, seq: Sequence) -> int:
         """Tokens that its context length allows to draft; 0: none, or the text has tokens outside its vocabulary."""
         return 0 if self.cache.is_foreign(seq) else max(0, self.max_model_len - seq.num_tokens)
-
-    def num_behind(self, seq: Sequence) -> int:
-        """Tokens of the sequence's text to compute before its first draft."""
-        return self.cache.num_behind(seq)
-
-    def forget(self, seq: Sequence) -> None:
-        """The sequence ended here, or was preempted."""
-        self.cache.forget(seq)
-
-    def check(self, live: Collection[Sequence]) -> None:
-        """Raise AssertionError unless every block of its pool is accounted for."""
-        self.cache.check(live)
 
     @torch.inference_mode()
     def draft(self, wanted: Rows[tuple[Sequence, int]], *, chunk: int) -> Drafted:
@@ -135,7 +118,7 @@ class DraftModel:
         needed = {seq.request_id for seq, _ in wanted}
         work: list[Scheduled] = []
         ready: list[tuple[Shadow, int]] = []
-        for seq, most in sorted(wanted, key=lambda pair: self.num_behind(pair[0])):
+        for seq, most in sorted(wanted, key=lambda pair: self.cache.num_behind(pair[0])):
             shadow = self.cache.follow(seq)
             if shadow is None or chunk <= 0:
                 continue

@@ -1,13 +1,10 @@
-"""Speculative decoding of one engine: how many drafted tokens each sequence gets, and the drafts in a step's plan.
+"""Speculative decoding of one engine: the drafts in a step's plan.
 
 Drafted tokens are computed behind a sequence's next one, in the same step, each in a row of the step and a slot of the
 sequence's blocks; those that match what would have been sampled anyway are kept, wrong ones are overwritten by the next
-step. More rows make a step longer: a draft pays while its expected tokens per second are more than the step's own. On a
-busy device nothing pays, and nothing is drafted. Drafts never preempt.
-Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023 (the expected tokens).
+step. Drafts never preempt. `draft_choice.py` decides how many tokens are worth it.
 """
 
-from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -18,180 +15,16 @@ import numpy as np
 from kvrelay.engine.scheduling.blocks import OutputLengths
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
-from kvrelay.engine.speculation.draft_choice import MARGIN, TRY_TOKENS, DraftCandidate, DraftModelChoice
+from kvrelay.engine.speculation.draft_choice import (
+    Acceptance,
+    DraftCandidate,
+    DraftModelChoice,
+    DraftSource,
+    Speculation,
+)
 from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
-
-_RECENT_STEPS = 5  # plain ones, whose median counts: among drafted ones they are rare, and a slow one counts for long
-_ENOUGH_PLAIN = 3
-_FORGET = 0.97  # weight of older steps in the fit
-_RECENT = 0.9  # weight of older drafts in a sequence's acceptance rate
-_PRIOR = 4.0  # drafted tokens of prior for a new sequence, at the overall rate
-_FLOOR, _CEILING = 0.02, 0.98  # limits of rates
-_PLAIN_EVERY = 32  # steps: one runs without drafts, to measure it
-_TRY_EVERY = 16  # steps: one draft that is not expected to pay, to measure it
-_FEW = 1.5  # weight of steps with drafts before the fit is used
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """Share of one sequence's drafted tokens that were right if those before were. Recent ones count more."""
-
-    accepted: float = 0.0
-    drafted: float = 0.0
-
-    def observe(self, num_accepted: int, num_drafted: int) -> None:
-        """The first `num_accepted` of a draft were right. Tokens behind a wrong one are not counted."""
-        counted = min(num_accepted + 1, num_drafted)
-        self.accepted = self.accepted * _RECENT + num_accepted
-        self.drafted = self.drafted * _RECENT + counted
-
-    def rate(self, prior: float) -> float:
-        share = (self.accepted + _PRIOR * prior) / (self.drafted + _PRIOR)
-        return min(_CEILING, max(_FLOOR, share))
-
-
-@dataclass(slots=True)
-class SpeculationTimes:
-    """Durations of steps without drafts, and what drafts add: a fixed part and a part per token.
-
-    By the power of two of sequences.
-    """
-
-    plain_s: dict[int, float] = field(default_factory=dict)
-    _recent_s: dict[int, deque[float]] = field(default_factory=dict)
-    _seen: set[tuple[int, int]] = field(default_factory=set)
-    _moments: dict[int, list[float]] = field(default_factory=dict)  # weight, k, k², seconds, k · seconds
-
-    def plain(self, num_sequences: int) -> float | None:
-        """Seconds of a step without drafts; None: not measured."""
-        return self.plain_s.get(num_sequences.bit_length())
-
-    def is_known(self, num_sequences: int) -> bool:
-        """Whether there were enough plain steps: the first of a size is slow (recording, first touch of memory)."""
-        return len(self._recent_s.get(num_sequences.bit_length(), ())) >= _ENOUGH_PLAIN
-
-    def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
-        size = num_sequences.bit_length()
-        if not num_drafted:
-            recent_s = self._recent_s.setdefault(size, deque(maxlen=_RECENT_STEPS))
-            recent_s.append(seconds)
-            self.plain_s[size] = sorted(recent_s)[(len(recent_s) - 1) // 2]
-            return
-        if (plain := self.plain(num_sequences)) is None:
-            return
-        kind = (size, num_drafted if num_sequences == 1 else 0)
-        if kind not in self._seen:  # slow: recording, first touch of memory
-            self._seen.add(kind)
-            return
-        extra = min(max(0.0, seconds - plain), num_drafted * plain)  # a token more takes no longer than a step
-        newest = (1.0, num_drafted, num_drafted**2, extra, num_drafted * extra)
-        moments = self._moments.get(size, [0.0] * 5)
-        self._moments[size] = [old * _FORGET + new for old, new in zip(moments, newest, strict=True)]
-
-    def extra(self, num_sequences: int) -> tuple[float, float] | None:
-        """(seconds that any draft adds, seconds per drafted token) to such a step; None: not measured yet."""
-        weight, k, k2, seconds, ks = self._moments.get(num_sequences.bit_length(), [0.0] * 5)
-        if weight < _FEW:
-            return None
-        spread = weight * k2 - k * k
-        slope = (weight * ks - k * seconds) / spread if spread > 1e-6 * weight * k2 else seconds / k
-        slope = min(max(slope, 0.0), seconds / k)
-        return max(0.0, (seconds - slope * k) / weight), slope
-
-
-class DraftSource:
-    """Results of one source of drafts. prior: the acceptance rate before any draft; overall: of all sequences."""
-
-    def __init__(self, prior: float, overall: Acceptance) -> None:
-        self._prior, self._all = prior, overall
-        self.num_drafted = self.num_accepted = 0
-
-    def observe(self, acceptance: Acceptance, num_accepted: int, num_drafted: int) -> None:
-        """Record the result of one sequence's draft."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        acceptance.observe(num_accepted, num_drafted)
-        self._all.observe(num_accepted, num_drafted)
-
-    def rate(self, acceptance: Acceptance) -> float:
-        """The chance that a drafted token is right, for a sequence with this acceptance."""
-        return acceptance.rate(self._all.rate(self._prior))
-
-
-class Speculation(DraftSource):
-    """One engine's measurements, and from them how many tokens are worth drafting."""
-
-    def __init__(self, most: int) -> None:
-        """most: tokens drafted for a sequence in one step."""
-        self.most = most
-        self.times = SpeculationTimes()
-        super().__init__(0.5, Acceptance(0.5, 1.0))
-        self._num_steps = 0
-
-    def comes_next(self, num_sequences: int, drafters: Rows[Acceptance] | None) -> bool:
-        """Whether the next step may get drafts. False: it counts as begun, without drafts.
-
-        drafters: those that prompt lookup could draft for; None: what pays is decided once tokens are known.
-        """
-        if not self.begins(num_sequences) or (drafters is not None and not any(self.lengths(num_sequences, drafters))):
-            return False
-        self._num_steps -= 1
-        return True
-
-    def begins(self, num_sequences: int) -> bool:
-        """Count a step of this many sequences. False: no drafts, to measure it, or since not even a sure one pays."""
-        self._num_steps += 1
-        plain_s = self.times.plain(num_sequences)
-        if plain_s is None or not self.times.is_known(num_sequences) or self._num_steps % _PLAIN_EVERY == 0:
-            return False
-        extra, is_try = self.times.extra(num_sequences), self._num_steps % _TRY_EVERY == 0
-        return extra is None or is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING
-
-    def lengths(self, num_sequences: int, drafters: Rows[Acceptance]) -> list[int]:
-        """Tokens worth drafting for each of `drafters`, sequences of a step of `num_sequences` that `begins`."""
-        plain_s = self.times.plain(num_sequences)
-        if not drafters or plain_s is None:
-            return [0] * len(drafters)
-        if (extra := self.times.extra(num_sequences)) is None:
-            return self._try(drafters, self.most)
-        fixed_s, token_s = extra
-        rates = list(map(self.rate, drafters))
-        tokens_per_s = num_sequences / plain_s  # without drafts
-        found = [self._length(rate, MARGIN * token_s * tokens_per_s) for rate in rates]
-        gain = sum(expected(rate, length) for rate, length in zip(rates, found, strict=True))
-        cost_s = fixed_s + token_s * sum(found)
-        if gain <= MARGIN * tokens_per_s * cost_s:
-            return self._try(drafters, min(TRY_TOKENS, self.most) * (self._num_steps % _TRY_EVERY == 0))
-        return found
-
-    def worth(self, num_sequences: int, acceptance: Acceptance, length: int) -> float:
-        """The expected tokens of a draft from the text less the cost of verifying it, in tokens."""
-        tokens, plain_s = expected(self.rate(acceptance), length), self.times.plain(num_sequences)
-        extra = self.times.extra(num_sequences)
-        if plain_s is None or extra is None:
-            return tokens
-        return tokens - MARGIN * num_sequences / plain_s * extra[1] * length
-
-    @staticmethod
-    def _try(drafters: Rows[Acceptance], length: int) -> list[int]:
-        """A draft for one sequence, to measure its cost."""
-        return [length] + [0] * (len(drafters) - 1)
-
-    def _length(self, rate: float, price: float) -> int:
-        """Draft while the next token's chance to be kept is more than its cost in tokens."""
-        length, chance = 0, rate
-        while length < self.most and chance > price:
-            length += 1
-            chance *= rate
-        return length
-
-
-def expected(rate: float, length: int) -> float:
-    """Expected number of drafted tokens that are kept."""
-    return sum(rate**index for index in range(1, length + 1))
-
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match; longer matches are tried first
 _ITEM = 4  # bytes of a packed token
@@ -364,7 +197,7 @@ class DraftSteps:
             return DraftCandidate(
                 rate=self.by_model.rate(drafter.by_model),
                 most=min(self.speculation.most, self._most_for(seq), model.most_for(seq)),
-                num_behind=model.num_behind(seq),
+                num_behind=model.cache.num_behind(seq),
                 num_left=num_left,
                 instead=self.speculation.worth(num_running, drafter.acceptance, from_text) if from_text else 0.0,
             )
@@ -411,23 +244,21 @@ class DraftSteps:
     def forget(self, seq: Sequence) -> None:
         """The sequence ended here, or was preempted."""
         if self.model is not None:
-            self.model.forget(seq)
+            self.model.cache.forget(seq)
 
     def check(self, live: Collection[Sequence]) -> None:
         """Raise AssertionError unless the draft model's blocks are all accounted for."""
         if self.model is not None:
-            self.model.check(live)
+            self.model.cache.check(live)
 
     def load(self) -> dict[str, Any]:
         """LoadReport's fields."""
-        by_text, by_model, model = self.speculation, self.by_model, self.model
+        by_text, by_model = self.speculation, self.by_model
         return {
             "drafted_tokens": by_text.num_drafted + by_model.num_drafted,
             "accepted_tokens": by_text.num_accepted + by_model.num_accepted,
             "model_drafted_tokens": by_model.num_drafted,
             "model_accepted_tokens": by_model.num_accepted,
-            "draft_used_blocks": model.num_used_blocks if model is not None else 0,
-            "draft_total_blocks": model.num_blocks if model is not None else 0,
         }
 
 

@@ -14,7 +14,7 @@ from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.plane.reports import KvEvents, LoadReport
-from kvrelay.types import BlockId, Fingerprint, KvMemory
+from kvrelay.types import MAX_WAITING, BlockId, Fingerprint, KvMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class EngineConfig:
     quantization: Scheme | None = None  # of the products' weights
     token_budget: int = 512
     max_running: int = 64
-    max_waiting: int = 256
+    max_waiting: int = MAX_WAITING
     max_model_len: int | None = None
     prefix_caching: bool = True
     policy: str = "lru"  # of eviction: see kvcache/eviction/policies.py

@@ -14,6 +14,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.speculation.draft_choice import DRAFT_TOKENS
 from kvrelay.engine.speculation.draft_model import make_draft_model
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache
@@ -119,14 +120,13 @@ def _engine_config(options: WorkerOptions, own: Settings, sizes: EngineSizes) ->
         quantization=scheme_of(own.model.quantization),
         token_budget=sizes.token_budget,
         max_running=sizes.max_running,
-        max_waiting=engine.max_waiting,
         max_model_len=settings.model.max_model_len,
         prefix_caching=engine.prefix_caching,
         policy=settings.cache.eviction_policy,
         rules=queue_rules(settings.scheduler),
         preemption=engine.preemption,
         headroom=HEADROOM_SHARE,
-        draft_tokens=engine.draft_tokens if engine.speculation != "off" else 0,
+        draft_tokens=DRAFT_TOKENS if engine.speculation != "off" else 0,
         prompt_lookup=engine.speculation != "model",
     )
 

@@ -160,8 +160,6 @@ class LoadReport(WireMessage, frozen=True, tag="load"):
     accepted_tokens: int = 0  # of those, accepted
     model_drafted_tokens: int = 0  # of the drafted tokens, by the draft model; the others by prompt lookup
     model_accepted_tokens: int = 0
-    draft_used_blocks: int = 0  # of the draft model's own KV pool
-    draft_total_blocks: int = 0  # 0: there is no draft model
     is_draining: bool = False  # accepts no new sequences
 
 

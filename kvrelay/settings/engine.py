@@ -71,7 +71,6 @@ class EngineSettings(Section):
         unit="sequences",
         ge=1,
     )
-    max_waiting: int = setting(256, "Most sequences in the waiting queue; more get 429.", unit="sequences", ge=1)
     num_threads: int | None = setting(None, "CPU threads; default: the worker's physical cores.", ge=1)
     prefix_caching: bool = setting(True, "Keep full blocks for later prompts with the same prefix.")
     preemption: PreemptionSetting = setting(
@@ -86,7 +85,6 @@ class EngineSettings(Section):
         "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both "
         "where there is a draft_model). Tokens stay the same.",
     )
-    draft_tokens: int = setting(8, "Most tokens drafted for a sequence in one step.", unit="tokens", ge=1, le=32)
     draft_model: str | None = setting(
         None,
         "A small model with the same vocabulary that drafts on decode workers; same forms as model.source, computed "

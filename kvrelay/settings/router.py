@@ -21,14 +21,6 @@ class SchedulerSettings(Section):
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
         {}, "Shares of the service by salt, user or key as clients send it; other tenants have weight 1."
     )
-    credit_tokens: float = setting(
-        4096.0,
-        "Tolerated imbalance between tenants: an idle tenant saves up this much of its share, and a tenant this far "
-        "ahead still has its deadlines honoured.",
-        unit="weighted tokens",
-        ge=0,
-        allow_inf_nan=False,
-    )
 
 
 class RouterSettings(Section):

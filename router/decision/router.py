@@ -23,7 +23,7 @@ from kvrelay.router.slo.admission import choose_candidate, refusal_message
 from kvrelay.router.slo.forecast import Forecast
 from kvrelay.router.types import Decision, Deferred, Prediction, Ranking, RouteRequest, RoutingRefusal, WorkerView
 from kvrelay.settings.router import RouterSettings, SloSettings
-from kvrelay.types import Role
+from kvrelay.types import MAX_WAITING, Role
 
 HASHES_PER_BLOCK = 16
 """Hashes per block of its pool (lower tiers included) that a worker may announce before its index is DEGRADED."""
@@ -41,7 +41,7 @@ class Router:
         settings: RouterSettings,
         *,
         tokens_per_hash: int,
-        max_waiting: int = 256,
+        max_waiting: int = MAX_WAITING,
         model: CostModel | None = None,
         slo: SloSettings | None = None,
         policy: RoutingPolicy | None = None,

@@ -117,7 +117,6 @@ def make_router(settings: Settings) -> Router:
     return Router(
         settings.router,
         tokens_per_hash=settings.tokens_per_hash,
-        max_waiting=settings.engine.max_waiting,
         slo=settings.slo,
         has_store=settings.cache.is_shared,
         schedule=run_in_slices,

@@ -90,9 +90,9 @@ def test_a_scenario_file_that_is_none_is_refused(files):
 
 def test_pairs_win_over_a_scenario_s_settings_and_leave_them_as_they_are():
     before = {"router": {"policy": "round_robin"}}
-    assert with_pairs(before, ["router.policy=joint", "engine.max_waiting=32"]) == {
+    assert with_pairs(before, ["router.policy=joint", "engine.block_size=32"]) == {
         "router": {"policy": "joint"},
-        "engine": {"max_waiting": 32},
+        "engine": {"block_size": 32},
     }
     assert before == {"router": {"policy": "round_robin"}}
     assert with_pairs({}, []) == {}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrelay import types
 from tests.cluster.simulator.simulator_cases import (
     SETTINGS,
     chats,
@@ -127,10 +128,9 @@ def test_a_request_that_takes_too_long_is_ended():
     everything_is_given_back(sim)
 
 
-def test_a_full_line_turns_away_and_another_worker_is_tried():
-    sim = simulation(
-        chats(60, every_s=0.001), workers=profile(num_blocks=40), settings=SETTINGS | {"engine": {"max_waiting": 4}}
-    ).run()
+def test_a_full_line_turns_away_and_another_worker_is_tried(monkeypatch):
+    monkeypatch.setattr(types, "MAX_WAITING", 4)
+    sim = simulation(chats(60, every_s=0.001), workers=profile(num_blocks=40), settings=SETTINGS).run()
     assert sim.tally.outcomes["overloaded"] > 0 and sim.tally.outcomes["done"] > 0
     everything_is_given_back(sim)
 

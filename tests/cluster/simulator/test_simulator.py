@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay import types
 from kvrelay.cluster.simulator import engine as engines
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.engine import Stride
@@ -266,7 +267,7 @@ def flood(policy, **options):
     """Forty prompts a second for 20 s, where two workers can compute about eighteen."""
     entries = [entry(0.025 * index, 900, 4) for index in range(800)]
     router = {"policy": policy, "policy_options": options, "max_inflight": 10_000}
-    given = {"router": router, "engine": {"max_waiting": 10_000}}
+    given = {"router": router}
     sim = simulate(entries, workers=profile(num_blocks=65_536, max_running=128), ttft_s=3.0, settings=given)
     assert set(sim.tally.outcomes) == {"done"}
     everything_is_given_back(sim)
@@ -276,4 +277,5 @@ def flood(policy, **options):
 @pytest.mark.slow
 def test_past_saturation_who_is_begun_is_still_in_time(monkeypatch):
     monkeypatch.setattr("kvrelay.cluster.simulator.worker.RESERVE_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(types, "MAX_WAITING", 10_000)
     assert flood("joint", ttft_s=3.0) > 1.5 * flood("least_loaded")  # control: first come, first served

@@ -8,7 +8,7 @@ import torch
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.scheduling.fair_share import QueueRules, queue_rules
+from kvrelay.engine.scheduling.fair_share import CREDIT_TOKENS, QueueRules, queue_rules
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.thread import EngineThread
@@ -123,9 +123,9 @@ async def test_a_worker_refuses_what_is_overdue_and_goes_on(folder):
 
 
 def test_weights_go_by_the_digest_of_the_name_that_clients_send():
-    settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}, "credit_tokens": 50}})
+    settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}}})
     rules = queue_rules(settings.scheduler)
-    assert rules.tenant_weights == {tenant_of("alice"): 3.0} and rules.credit_tokens == 50
+    assert rules.tenant_weights == {tenant_of("alice"): 3.0} and rules.credit_tokens == CREDIT_TOKENS
 
 
 @pytest.mark.parametrize("facts", [{"priority": 9}, {"priority": -9}, {"deadline_s": 0.0}, {"deadline_s": float("nan")},

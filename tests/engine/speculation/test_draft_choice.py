@@ -5,8 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.speculation.draft_choice import DraftCandidate, DraftModelChoice, Pass, PassTimes, Prices, choose
-from kvrelay.engine.speculation.speculation import Acceptance, DraftSource, Speculation
+from kvrelay.engine.speculation.draft_choice import (
+    Acceptance,
+    DraftCandidate,
+    DraftModelChoice,
+    DraftSource,
+    Pass,
+    PassTimes,
+    Prices,
+    Speculation,
+    choose,
+)
 
 pytestmark = pytest.mark.pure
 

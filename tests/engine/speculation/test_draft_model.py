@@ -9,9 +9,8 @@ import torch
 
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.execution.launch import StepExecutor
-from kvrelay.engine.speculation.draft_choice import DraftModelChoice
+from kvrelay.engine.speculation.draft_choice import DraftModelChoice, Speculation
 from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
-from kvrelay.engine.speculation.speculation import Speculation
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine
@@ -30,6 +29,11 @@ SAMPLINGS = {
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3},
     "min_tokens": {"temperature": 0.8, "min_tokens": 9, "seed": 1},
 }
+
+
+def used_draft_blocks(engine):
+    model = engine.drafts.model
+    return 0 if model is None else model.cache.pool.counts().used
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,7 @@ def serve(engine: Engine, **sampling) -> tuple[list, int]:
             logprobs += [(one.token_id, round(one.logprob, 4)) for one in output.logprobs]
             ends += [output.finish_reason] * (output.finish_reason is not None)
         engine.check()
-    assert engine.pool.counts().used == engine.load().draft_used_blocks == 0
+    assert engine.pool.counts().used == used_draft_blocks(engine) == 0
     return list(streams.values()), steps
 
 
@@ -217,7 +221,7 @@ def test_a_pool_that_is_too_small_for_all_drafts_for_some(make, draft_blocks):
     expected, _ = serve(make(), temperature=0.0)
     engine = make("itself", draft_blocks=draft_blocks)
     assert serve(engine, temperature=0.0)[0] == expected
-    assert engine.load().draft_total_blocks == draft_blocks
+    assert engine.drafts.model.cache.pool.num_blocks == draft_blocks
     assert engine.load().model_accepted_tokens > 0
 
 
@@ -254,11 +258,11 @@ def test_what_begins_alike_is_not_computed_twice(make):
 def test_an_aborted_sequence_leaves_nothing_behind(make):
     engine = make("itself")
     engine.add(request("r", prompts()[2], temperature=0.0))
-    while not engine.load().draft_used_blocks:
+    while not used_draft_blocks(engine):
         engine.step()
     engine.abort("r")
     engine.check()
-    assert engine.load().draft_used_blocks == 0
+    assert used_draft_blocks(engine) == 0
 
 
 def test_a_block_without_a_holder_is_noticed(make):
@@ -271,9 +275,9 @@ def test_a_block_without_a_holder_is_noticed(make):
 def test_a_shadow_that_stays_behind_is_noticed(make):
     engine = make("itself")
     engine.add(request("r", prompts()[2], temperature=0.0))
-    while not engine.load().draft_used_blocks:
+    while not used_draft_blocks(engine):
         engine.step()
-    engine.drafts.model.forget = lambda seq: None
+    engine.drafts.model.cache.forget = lambda seq: None
     engine.abort("r")
     with pytest.raises(AssertionError, match="no longer runs"):
         engine.check()

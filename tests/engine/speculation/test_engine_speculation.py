@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvrelay.engine.execution.launch import StepExecutor
-from kvrelay.engine.speculation.speculation import PromptLookup, Speculation
+from kvrelay.engine.speculation.draft_choice import Speculation
+from kvrelay.engine.speculation.speculation import PromptLookup
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.speculation.speculation import Acceptance, PromptLookup, Speculation, SpeculationTimes, expected
+from kvrelay.engine.speculation.draft_choice import Acceptance, Speculation, SpeculationTimes, expected
+from kvrelay.engine.speculation.speculation import PromptLookup
 
 pytestmark = pytest.mark.pure
 
