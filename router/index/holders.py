@@ -17,16 +17,13 @@ is ours.
 Not thread-safe. Never imports torch, Ray, sockets or a clock.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.router.index.hash_array import HashArray, Ints
-
-_FEW = 64
 
 
 class HolderSets:
@@ -38,7 +35,7 @@ class HolderSets:
         self.masks = [0]  # by set id; 0: the id is free
         self._counts = [0]  # blocks per set
         self._numbers = {0: 0}  # by mask
-        self._free: list[int] = []  # a heap; it may list ids that were dropped or are in use again
+        self._free: list[int] = []
 
     def moved(self, source: int, mask: int, count: int) -> int:
         """`count` blocks of set `source` (0: new ones) are held by `mask` from now on (0: by no worker).
@@ -58,24 +55,13 @@ class HolderSets:
 
     def _forget(self, set_id: int) -> None:
         """No block has this set any more."""
-        masks = self.masks
-        del self._numbers[masks[set_id]]
-        masks[set_id] = 0
-        heappush(self._free, set_id)
-        while len(masks) > 1 and not masks[-1]:
-            masks.pop()
-            self._counts.pop()
-        if len(self._free) > 2 * len(masks) + _FEW:
-            self._free = [number for number, mask in enumerate(masks) if number and not mask]
+        del self._numbers[self.masks[set_id]]
+        self.masks[set_id] = 0
+        self._free.append(set_id)
 
     def _new(self, mask: int) -> int:
-        set_id = 0
-        while not set_id and self._free:
-            set_id = heappop(self._free)
-            if set_id >= len(self.masks) or self.masks[set_id]:
-                set_id = 0
-        if set_id:
-            self.masks[set_id] = mask
+        if self._free:
+            self.masks[set_id := self._free.pop()] = mask
         else:
             set_id = len(self.masks)
             self.masks.append(mask)
@@ -203,12 +189,12 @@ class HolderIndex:
 
     # ---- samples
 
-    def sample(self, matches: Callable[[int], bool], total: int, count: int, numbers: Iterator[int]) -> list[bytes]:
-        """Some `count` hashes whose holders match, spread over the `total` that there are; drawn by `numbers`."""
+    def sample(self, matches: Callable[[int], bool], total: int, count: int, rng: np.random.Generator) -> list[bytes]:
+        """Some `count` hashes whose holders match, spread over the `total` that there are; drawn by `rng`."""
         step = max(1, total // (4 * max(count, 1)))
-        positions, _ = self._found(matches, next(numbers) % step, step)
+        positions, _ = self._found(matches, int(rng.integers(step)), step)
         if len(positions) > count:
-            positions = positions[[next(numbers) % len(positions) for _ in range(count)]]
+            positions = positions[rng.integers(len(positions), size=count)]
         return self.array.names(positions.tolist())
 
     def share(self, matches: Callable[[int], bool], own_bits: int, total: int, count: int) -> float | None:

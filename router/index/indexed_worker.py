@@ -8,9 +8,11 @@ at the end. Owns no masks. Never imports torch, Ray, sockets or a clock.
 
 import enum
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, distinct
 from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
@@ -22,7 +24,6 @@ RETRY_EVERY = 256
 """While a snapshot is awaited, it is requested again every so many events."""
 _REMEMBERED = 32  # removed hashes that an audit may sample
 _LENGTHS = frozenset([HASH_BYTES])
-_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class EventAction(enum.Enum):
@@ -40,19 +41,6 @@ class AuditCounts:
     compared: int = 0
     wrong: int = 0
     missed: int = 0
-
-
-def draws(seed: int) -> Iterator[int]:
-    """Endless 64-bit random numbers, the same for the same seed.
-
-    Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-    """
-    state = seed & _WORD
-    while True:
-        state = (state + _GOLDEN) & _WORD
-        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
-        yield mixed ^ (mixed >> 31)
 
 
 SLICE = 512
@@ -294,10 +282,10 @@ class IndexedWorker:
         """Up to `num_hashes`: half that it is known to hold, half that it is not (other workers hold them, or it
         removed them recently).
         """
-        numbers, holders, own_bits = draws(seed), self.holders, self.both
+        rng, holders, own_bits = np.random.default_rng(seed), self.holders, self.both
         num_claimed = num_hashes - num_hashes // 2
-        claimed = holders.sample(lambda mask: mask & own_bits != 0, self.num_blocks, num_claimed, numbers)
-        others = holders.sample(lambda mask: mask & own_bits == 0, len(holders), num_hashes, numbers)
+        claimed = holders.sample(lambda mask: mask & own_bits != 0, self.num_blocks, num_claimed, rng)
+        others = holders.sample(lambda mask: mask & own_bits == 0, len(holders), num_hashes, rng)
         unclaimed = (one for one in (*reversed(self.recently_removed), *others) if not holders.mask(one) & own_bits)
         return [*dict.fromkeys(claimed), *islice(dict.fromkeys(unclaimed), num_hashes // 2)]
 

@@ -120,7 +120,8 @@ async def _pairs(front: Front, request: Request) -> Response:
     """Which workers' KV can reach which; POST measures every pair again and returns at once."""
     dispatcher = front.dispatcher
     if request.method == "POST":
-        dispatcher.workers.pairs.probe()
+        dispatcher.workers.pairs.book.measure_all(dispatcher.clock())
+        dispatcher.workers.pairs.notify()
     return json_response(dispatcher.workers.pairs.book.view())
 
 

@@ -188,8 +188,8 @@ class Membership:
         if self._is_open:
             link.retire()
         self._router.worker_down(link.worker_id)
-        self.pairs.worker_down(link.worker_id)
-        self._notify()
+        self.pairs.book.worker_down(link.worker_id)
+        self.pairs.notify()
 
     # ---- workers
 
@@ -235,11 +235,13 @@ class Membership:
         """Take a worker, unless it cannot work with this ingress or with the workers that are here."""
         if (why := self._why_not(info)) is not None:
             if self._links.is_member(link):
-                self.pairs.reject(info, why)
+                self.pairs.book.reject(info, why)
+                self.pairs.notify()
             return why
         if self._links.is_member(link):
             self._router.worker_up(info)
-            self.pairs.worker_up(info)
+            self.pairs.book.worker_up(info, self._clock())
+            self.pairs.notify()
         logger.info("worker %s (%s) is up", info.worker_id, info.role)
         asyncio.get_running_loop().call_soon(self._notify)
         return None
@@ -261,7 +263,8 @@ class Membership:
         logger.info("worker %s is gone: %s", link.worker_id, why)
         if self._links.get(link.worker_id) in (link, None):
             self._router.worker_down(link.worker_id)
-            self.pairs.worker_down(link.worker_id)
+            self.pairs.book.worker_down(link.worker_id)
+            self.pairs.notify()
         self._submissions.link_lost(link, why)
         self._queries.link_lost(link, why)
         self._notify()

@@ -233,18 +233,6 @@ class PairWatch:
         self._send, self._on_change, self._clock = send, on_change, clock
         self._changed = asyncio.Event()
 
-    def worker_up(self, info: WorkerInfo) -> None:
-        self.book.worker_up(info, self._clock())
-        self._notify()
-
-    def worker_down(self, worker_id: str) -> None:
-        self.book.worker_down(worker_id)
-        self._notify()
-
-    def reject(self, info: WorkerInfo, why: str) -> None:
-        self.book.reject(info, why)
-        self._notify()
-
     def answered(self, report: PairReport) -> None:
         """A prefill worker's report."""
         before = {pair.key: pair.verdict for pair in self.book.pairs}
@@ -252,14 +240,10 @@ class PairWatch:
         if pair is not None and pair.verdict is not before[pair.key]:
             log = logger.info if pair.verdict is Verdict.OK else logger.warning
             log("KV %s", _summary(pair))
-        self._notify()
+        self.notify()
 
-    def probe(self) -> None:
-        """Measure every pair again."""
-        self.book.measure_all(self._clock())
-        self._notify()
-
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """The book has changed."""
         self._changed.set()
         self._on_change()
 

@@ -182,7 +182,7 @@ moves = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1
 
 @settings(max_examples=200, deadline=None)
 @given(moves)
-def test_kinds_are_numbered_and_no_more_than_there_were_at_once_of_the_higher_ones(happened):
+def test_kinds_are_numbered_and_no_more_than_there_were_at_once(happened):
     """Blocks move from one mask to another: (from, to, how many); 0: nobody's."""
     set_ids, counts = HolderSets(), {}
     for source, target, count in happened:
@@ -197,14 +197,14 @@ def test_kinds_are_numbered_and_no_more_than_there_were_at_once_of_the_higher_on
         counts = {mask: number for mask, number in counts.items() if number}
         assert {mask: set_ids._counts[number] for mask, number in set_ids._numbers.items() if mask} == counts
         assert sorted(mask for mask in set_ids.masks if mask) == sorted(counts)
-        assert len(set_ids.masks) == 1 + max(set_ids._numbers.values())
+        assert len(set_ids.masks) == 1 + len(counts) + len(set_ids._free)
 
 
-def test_the_lists_of_kinds_shrink_with_them():
+def test_numbers_of_kinds_are_used_again():
     set_ids = HolderSets()
-    for mask in range(1, 1001):
-        set_ids.moved(0, mask, 1)
-    for mask in range(1000, 2, -1):
-        set_ids.moved(mask, 0, 1)
-    assert set_ids.masks == [0, 1, 2] and len(set_ids._counts) == 3
-    assert len(set_ids._free) < 100 and set_ids.moved(0, 9999, 1) == 3
+    for _ in range(3):
+        numbers = [set_ids.moved(0, mask, 1) for mask in range(1, 1001)]
+        assert sorted(numbers) == list(range(1, 1001))
+        for mask in range(1, 1001):
+            set_ids.moved(set_ids._numbers[mask], 0, 1)
+    assert len(set_ids.masks) == len(set_ids._counts) == 1001 and not any(set_ids.masks)
