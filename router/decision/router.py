@@ -7,6 +7,7 @@ torch, Ray, sockets, a clock or a random source. Not thread-safe. The caller lim
 """
 
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -174,7 +175,7 @@ class Router:
         snapshot = self._snapshots.take(request, now_s)
         ranking = snapshot.ranking()
         if not ranking.candidates:
-            return self._snapshots.refusal(snapshot)
+            return snapshot.refusal()
         if self.forecast is None:
             return snapshot.decision(ranking)
         return self._admit(self.forecast, snapshot, ranking, now_s)
@@ -184,13 +185,8 @@ class Router:
     ) -> Decision | RoutingRefusal:
         """The decision with its prediction, or the refusal of a request whose SLO would be missed."""
         request = snapshot.request
-        decisions: dict[int, Decision] = {}
+        decision_at = cache(partial(snapshot.decision, ranking))
         pairs = [workers_of(ranking, candidate) for candidate in ranking.candidates]
-
-        def decision_at(index: int) -> Decision:
-            if index not in decisions:
-                decisions[index] = snapshot.decision(ranking, index)
-            return decisions[index]
 
         def predict(index: int) -> Prediction:
             decision = decision_at(index)

@@ -14,8 +14,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvrelay.router.fleet.account import LONGEST, ROOM, Columns, PrefixHits
-from kvrelay.router.fleet.ledger import IncompatiblePairs, Ledger, LiveWorkers, compatible_sets
+from kvrelay.router.fleet.account import LONGEST, ROOM, PrefixHits
+from kvrelay.router.fleet.ledger import Ledger, LiveWorkers, compatible_sets
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
@@ -75,9 +75,7 @@ class RoutingSnapshot:
     context: RoutingContext
     prefills: WorkerTable
     decodes: WorkerTable
-    policy: RoutingPolicy
-    model: CostModel
-    incompatible: IncompatiblePairs
+    taker: "SnapshotTaker"
     held: Mapping[Role, PrefixHits]  # by row of all live workers of a role
     latency_targets: tuple[float, float] | None  # (TTFT, TPOT) in seconds, of the policy
 
@@ -88,17 +86,19 @@ class RoutingSnapshot:
     def ranking(self) -> Ranking:
         """The policy's candidates, best first, without incompatible pairs."""
         prefills, decodes = self.prefills, self.decodes
-        if self.incompatible and len(prefills) and len(decodes):
+        if self.taker.workers.incompatible and len(prefills) and len(decodes):
             candidates = self._ranked_by_compatible_set()
         else:
-            candidates = self.policy.rank(self.context, prefills, decodes)
-        return Ranking(tuple(candidates), prefills.names, decodes.names, self.policy.term_names)
+            candidates = self.taker.policy.rank(self.context, prefills, decodes)
+        return Ranking(tuple(candidates), prefills.names, decodes.names, self.taker.policy.term_names)
 
     def _ranked_by_compatible_set(self) -> list[Candidate]:
         found = []
-        for prefill_rows, decode_rows in compatible_sets(self.prefills.names, self.decodes.names, self.incompatible):
+        for prefill_rows, decode_rows in compatible_sets(
+            self.prefills.names, self.decodes.names, self.taker.workers.incompatible
+        ):
             prefills, decodes = np.array(prefill_rows, np.int64), np.array(decode_rows, np.int64)
-            candidates = self.policy.rank(
+            candidates = self.taker.policy.rank(
                 self.context, select_rows(self.prefills, prefills), select_rows(self.decodes, decodes)
             )
             found += [_renumbered(candidate, prefills, decodes) for candidate in candidates]
@@ -125,12 +125,12 @@ class RoutingSnapshot:
             loaded_tokens_prefill=loaded,
             cached_tokens_decode=int(self.decodes.held[candidate.decode]) if candidate.decode is not None else 0,
             terms=common,
-            policy=self.policy.name,
+            policy=self.taker.policy.name,
             score=candidate.score,
             policy_terms=dict(zip(ranking.term_names, candidate.parts, strict=True)),
             regret=self._regret(compute, row),
             ranking=ranking,
-            incompatible_pairs=self.incompatible,
+            incompatible_pairs=self.taker.workers.incompatible,
             ttft_target_s=ttft_target_s,
             tpot_target_s=tpot_target_s,
         )
@@ -140,14 +140,14 @@ class RoutingSnapshot:
         expected, size = int(table.expected[row]), int(table.block_size[row])
         if not self.context.stored_tokens and table.in_any_tier[row] <= expected:
             return min(expected, (self.request.num_tokens - 1) // size * size), 0
-        source = prefix_sources(self.context, (select_rows(table, np.array([row])),), self.model)
+        source = prefix_sources(self.context, (select_rows(table, np.array([row])),), self.taker.model)
         return int(source.cached[0]), int(source.loaded[0])
 
     def _common_terms(self, candidate: Candidate) -> dict[str, float]:
         """The common cost's terms: part of the policy's own terms where it builds on them, else computed here."""
-        if self.policy.term_names[: len(TERM_NAMES)] == TERM_NAMES:
+        if self.taker.policy.term_names[: len(TERM_NAMES)] == TERM_NAMES:
             return dict(zip(TERM_NAMES, candidate.parts, strict=False))
-        cost = CommonCost(self.context, self.prefills, self.decodes, self.model)
+        cost = CommonCost(self.context, self.prefills, self.decodes, self.taker.model)
         return dict(zip(TERM_NAMES, _cost_terms(cost, candidate), strict=True))
 
     def _regret(self, table: WorkerTable, row: int) -> Regret:
@@ -162,16 +162,16 @@ class RoutingSnapshot:
                     best, holder = tokens, other.names[most]
         return Regret(holder, best - chosen, (best - chosen) / float(table.prefill_tokens_per_s[row]))
 
-    def refusal(self, role: Role, live: Columns, unpaired: frozenset[str], prefill_rate: float) -> RoutingRefusal:
-        """Why no worker of `role` is usable.
-
-        One that could hold the request, but is busy or excluded, makes it "full".
-        """
+    def refusal(self) -> RoutingRefusal:
+        """Why no worker is usable. One that could hold the request, but is busy or excluded, makes it "full"."""
+        request, workers = self.request, self.taker.workers
+        lacks_prefill = request.force == "remote" and (not request.needs_decode or len(self.decodes) > 0)
+        role = Role.PREFILL if lacks_prefill else Role.DECODE
+        live, unpaired = workers.columns(role), workers.unpaired
         rows = np.array([row for row, name in enumerate(live.names) if name not in unpaired], np.int64)
         if not len(rows):
             reason: RefusalReason = "no_prefill_worker" if role is Role.PREFILL else "no_decode_worker"
             return RoutingRefusal(reason, f"no {role} worker is up", MIN_RETRY_S)
-        request = self.request
         able = live.fitting(request, needs_output=role is Role.DECODE)
         fitting = rows if able is None else np.intersect1d(rows, able)
         if not len(fitting):
@@ -179,8 +179,8 @@ class RoutingSnapshot:
             tokens = f"{request.num_tokens} tokens and up to {request.max_tokens} more"
             message = f"{tokens} do not fit on any {role} worker: the largest holds {most}"
             return RoutingRefusal("too_long", message, MAX_RETRY_S)
-        table = live.table(fitting, self.held[role], prefill_rate, self.context.now_s)
-        wait_s = float(CommonCost(self.context, table, table, self.model).decode[2].min())
+        table = live.table(fitting, self.held[role], workers.prefill_rate, self.context.now_s)
+        wait_s = float(CommonCost(self.context, table, table, self.taker.model).decode[2].min())
         message = f"all {len(rows)} {role} workers are full or were tried"
         return RoutingRefusal("full", message, min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
@@ -266,19 +266,10 @@ class SnapshotTaker:
             self._context(request, held, now_s),
             self._worker_table(Role.PREFILL, request, held, now_s, unpaired),
             self._worker_table(Role.DECODE, request, held, now_s, unpaired),
-            self.policy,
-            self.model,
-            self.workers.incompatible,
+            self,
             held,
             self.policy.latency_targets(request),
         )
-
-    def refusal(self, snapshot: RoutingSnapshot) -> RoutingRefusal:
-        request = snapshot.request
-        lacks_prefill = request.force == "remote" and (not request.needs_decode or len(snapshot.decodes) > 0)
-        role = Role.PREFILL if lacks_prefill else Role.DECODE
-        columns = self.workers.columns(role)
-        return snapshot.refusal(role, columns, self.workers.unpaired, self.workers.prefill_rate)
 
     def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float) -> RoutingContext:
         hashes = request.block_hashes

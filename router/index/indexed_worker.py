@@ -6,11 +6,11 @@ order, and none is buffered. Blocks that the worker was known to hold before, an
 at the end. Owns no masks. Never imports torch, Ray, sockets or a clock.
 """
 
-import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 
@@ -26,12 +26,7 @@ _REMEMBERED = 32  # removed hashes that an audit may sample
 _LENGTHS = frozenset([HASH_BYTES])
 
 
-class EventAction(enum.Enum):
-    """How to treat an event."""
-
-    APPLY = "apply"
-    IGNORE = "ignore"
-    REQUEST_SNAPSHOT = "ask"  # ignore it, and request a snapshot
+EventAction = Literal["apply", "ignore", "request snapshot"]
 
 
 @dataclass(slots=True)
@@ -164,15 +159,15 @@ class IndexedWorker:
         self.newest_seq = max(self.newest_seq, seq)
         if self.state is IndexState.STALE and self.ingest is None:
             self.ignored += 1
-            return EventAction.REQUEST_SNAPSHOT if self.ignored % RETRY_EVERY == 1 else EventAction.IGNORE
+            return "request snapshot" if self.ignored % RETRY_EVERY == 1 else "ignore"
         if seq <= self.seq:
-            return EventAction.IGNORE
+            return "ignore"
         if seq != self.seq + 1:
             self.set_state(IndexState.STALE)
             self.ignored = 1  # requested just now
-            return EventAction.REQUEST_SNAPSHOT
+            return "request snapshot"
         self.seq = seq
-        return EventAction.APPLY
+        return "apply"
 
     def set_state(self, state: IndexState) -> None:
         """Change the state. STALE aborts the ingest of a snapshot."""

@@ -22,7 +22,6 @@ from kvrelay.router.index.indexed_worker import (
     RETRY_EVERY,
     AuditCounts,
     DeferredWork,
-    EventAction,
     IndexedWorker,
     Schedule,
     SnapshotIngest,
@@ -128,10 +127,10 @@ class PrefixIndex:
         if member is None:
             return True
         action = member.receive(seq)
-        if action is EventAction.REQUEST_SNAPSHOT:
+        if action == "request snapshot":
             self._update_routable(member)
             return False
-        if action is EventAction.IGNORE:
+        if action == "ignore":
             return True
         if member.ingest is not None:
             return self._change(member, stored, removed, lowered, raised)

@@ -122,8 +122,9 @@ def _logprobs(body: Common) -> int | None:
     return body.logprobs if isinstance(body, CompletionBody) else None
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(*values: T | None) -> T:
+    """The first that is given; the last is."""
+    return next(value for value in values if value is not None)
 
 
 def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
@@ -135,14 +136,14 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
     return Sampling(
         max_tokens=max(max_tokens, 1),
         min_tokens=body.min_tokens or 0,
-        temperature=_or(body.temperature, 1.0),
+        temperature=_first(body.temperature, 1.0),
         top_k=max(body.top_k or 0, 0),
-        top_p=max(_or(body.top_p, 1.0), _MIN_TOP_P),
-        min_p=_or(body.min_p, 0.0),
+        top_p=max(_first(body.top_p, 1.0), _MIN_TOP_P),
+        min_p=_first(body.min_p, 0.0),
         seed=(secrets.randbits(63) if body.seed is None else body.seed) & SEED_MASK,
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, 1.0),
+        presence_penalty=_first(body.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, 0.0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=counted,
@@ -282,12 +283,6 @@ def merged_hints(fields: KvFields, inherited: SessionHints, session: str) -> KvH
     pin_s = _first(fields.pin_s, inherited.pin_s, 0.0) if keep else 0.0
     priority = _first(fields.priority, inherited.priority, 0)
     return KvHints(keep=keep, priority=priority, pin_s=pin_s, session=session if pin_s else "")
-
-
-def _first(own: T | None, inherited: T | None, default: T) -> T:
-    if own is not None:
-        return own
-    return inherited if inherited is not None else default
 
 
 # ---- choices: n, best_of, beam search

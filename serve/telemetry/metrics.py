@@ -1,5 +1,6 @@
 """/metrics: the ingress's own counters and the workers' load reports, collected when Prometheus scrapes."""
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -13,17 +14,10 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.slo.forecast import Forecast
 from kvrelay.router.slo.learning import RATIO_BOUNDS
-from kvrelay.serve.telemetry.observer import Histogram, ServeStats
+from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Verdict, WorkerPair
 from kvrelay.types import Role
-
-
-def _histogram(name: str, documentation: str, histogram: Histogram) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, documentation)
-    buckets = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in histogram.cumulative()]
-    family.add_metric([], buckets, histogram.total)
-    return family
 
 
 class _Table:
@@ -203,7 +197,9 @@ class ServeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, documentation, attribute in _HISTOGRAMS:
-            yield _histogram(name, documentation, getattr(self._stats, attribute))
+            histogram = getattr(self._stats, attribute)
+            buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in histogram.cumulative()]
+            yield HistogramMetricFamily(name, documentation, buckets, histogram.total)
         table = _Table()
         table.add_fields(_OF_INGRESS, self._stats, {})
         what = "Moving average of observed minus predicted time to first token."
