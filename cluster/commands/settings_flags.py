@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kvrelay.config import Settings, in_one_line, load_settings, settings_from, with_secrets
 from kvrelay.errors import ConfigError
 from kvrelay.settings.engine import DEFAULT_MODEL
@@ -16,7 +18,10 @@ def with_pairs(sections: dict[str, dict[str, Any]], pairs: list[str]) -> dict[st
         section, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise ConfigError(f"--set {pair}: write section.key=value, for example engine.token_budget=1024")
-        merged.setdefault(section, {})[key] = plain_value(pair, value)
+        try:  # as YAML reads it: numbers, booleans, null, else the text
+            merged.setdefault(section, {})[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {pair}: {in_one_line(error)}") from error
     return merged
 
 
@@ -29,16 +34,6 @@ def settings_from_flags(config: Path | None, flags: dict[str, dict[str, Any]], p
     """
     settings = load_settings(config, with_pairs(flags, pairs))
     return with_secrets(with_absolute_source(settings))
-
-
-def plain_value(pair: str, text: str) -> Any:
-    """A flag's text as YAML reads it: numbers, booleans, null, else the text. Raises ConfigError naming the pair."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {pair}: {in_one_line(error)}") from error
 
 
 def with_absolute_source(settings: Settings) -> Settings:

@@ -5,7 +5,7 @@ import itertools
 import json
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,15 +18,15 @@ from rich.table import Table
 
 from kvrelay.cluster.launch.endpoints import endpoints
 from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, require_loopback, run_load, served_model
-from kvrelay.cluster.loadgen.plot import SUFFIXES
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt, trace_prompt
-from kvrelay.cluster.loadgen.stats import Distribution, Slo, Summary
+from kvrelay.cluster.loadgen.stats import OK, Distribution, LoadRecord, Slo, Summary, concurrency_steps
 from kvrelay.cluster.workloads.choose import load_trace
 from kvrelay.cluster.workloads.mixes import poisson_arrivals
 from kvrelay.cluster.workloads.trace import TraceEntry, scale_entries
 from kvrelay.errors import ConfigError
 
 _WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run
+SUFFIXES = ("", ".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")  # without one: PNG
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +280,6 @@ def _run(
         }
         out.write_text(json.dumps(document, indent=1) + "\n")
     if picture is not None:
-        from kvrelay.cluster.loadgen.plot import plot
-
         plot(result, picture, title=title, slo=slo)
     render(summary, console)
     if result.first_failure:
@@ -290,3 +288,55 @@ def _run(
         raise typer.Exit(130)
     if summary.num_ok == 0:
         raise typer.Exit(1)
+
+
+def _draw_shares(axes: Any, title: str, values_s: Sequence[float], limit_s: float | None) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("ms")
+    axes.set_ylabel("share of values")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    if values_s:
+        axes.ecdf([1000 * value for value in values_s])
+    if limit_s is not None:
+        axes.axvline(1000 * limit_s, color="tab:red", linestyle="--", label="SLO")
+        axes.legend(loc="lower right")
+
+
+def _draw_course(axes: Any, records: Sequence[LoadRecord]) -> None:
+    axes.set_title("course of the run")
+    axes.set_xlabel("s since start")
+    axes.set_ylabel("requests in flight")
+    axes.grid(alpha=0.3)
+    axes.step(*concurrency_steps(records), where="post", color="tab:gray")
+    other = axes.twinx()
+    other.set_ylabel("TTFT, ms")
+    first = [(record.started_s, 1000 * record.ttft_s) for record in records if record.ttft_s is not None]
+    other.scatter([x for x, _ in first], [y for _, y in first], s=8)
+    bad = [record.started_s for record in records if record.outcome != OK]
+    if bad:
+        other.scatter(bad, [0.0] * len(bad), s=24, marker="x", color="tab:red", label="not ok")
+        other.legend(loc="upper right")
+
+
+def plot(result: LoadResult, path: Path, *, title: str, slo: Slo) -> None:
+    """Write the picture as PNG (or what the suffix says). Raises OSError when it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ok = [record for record in result.records if record.outcome == OK]
+    ttfts = [record.ttft_s for record in ok if record.ttft_s is not None]
+    tpots = [tpot for record in ok if (tpot := record.tpot_s) is not None]
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5))
+    try:
+        _draw_shares(axes[0][0], "time to first token", ttfts, slo.ttft_s)
+        _draw_shares(axes[0][1], "gap between tokens (ITL)", result.gaps_s, None)
+        _draw_shares(axes[1][0], "time per output token (TPOT)", tpots, slo.tpot_s)
+        _draw_course(axes[1][1], result.records)
+        figure.suptitle(title)
+        figure.tight_layout()
+        figure.savefig(path, dpi=110)
+    finally:
+        pyplot.close(figure)

@@ -18,7 +18,6 @@ import torch
 
 from kvrelay.cluster.profiles.profile import ConstantSource, Fit, FitError, SimulatorProfile
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import block_hashes
@@ -129,8 +128,12 @@ class StepSampler:
 
         The mean over all kinds of work with at least four steps; 0: there is none.
         """
-        found = [_spread([taken_s for _, taken_s in steps]) for steps in self._cells.values() if len(steps) >= 4]
-        return statistics.fmean(found) if found else 0.0
+        found = [
+            np.quantile([taken_s for _, taken_s in steps], (0.1, 0.5, 0.9))
+            for steps in self._cells.values()
+            if len(steps) >= 4
+        ]
+        return statistics.fmean((high - low) / middle for low, middle, high in found) if found else 0.0
 
     def samples(self) -> list[StepSample]:
         """Of all steps so far."""
@@ -225,26 +228,21 @@ class StepSampler:
 
     # ---- one step
 
-    def _step(self) -> StepResult:
+    def _step(self) -> None:
         """Raises _TimeIsOver when the budget is spent."""
         if self._clock() >= self._end_s:
             raise _TimeIsOver
-        return self._step_now()
+        self._step_now()
 
-    def _step_now(self) -> StepResult:
+    def _step_now(self) -> None:
         begin_s = self._step_clock()
         result = self._engine.step()
         seconds = result.seconds if self._engine.looks_ahead else self._step_clock() - begin_s
         self._engine.drain_events()
         if result.num_tokens:
-            self._note(result, seconds)
-        return result
-
-    def _note(self, result: StepResult, seconds: float) -> None:
-        """A step was collected, the oldest that was planned. It is a sample unless sequences left meanwhile."""
-        work = self._planned.popleft()
-        if work.prompt_tokens + work.sequences == result.num_tokens:
-            self._cells[_cell_of(work)].append((work, seconds))
+            work = self._planned.popleft()  # the oldest that was planned
+            if work.prompt_tokens + work.sequences == result.num_tokens:  # no sequence left meanwhile
+                self._cells[_cell_of(work)].append((work, seconds))
 
     def _end(self, names: list[str]) -> None:
         """Abort these, and compute what else is left: the last prompt beside them."""
@@ -284,11 +282,6 @@ def _sample(steps: list[tuple[StepWork, float]]) -> StepSample:
     context = round(statistics.fmean(work.context_tokens for work, _ in steps))
     work = StepWork(first.prompt_tokens, first.prompt_pairs, first.sequences, context)
     return StepSample(work, statistics.median(seconds for _, seconds in steps))
-
-
-def _spread(values: list[float]) -> float:
-    low, middle, high = np.quantile(values, (0.1, 0.5, 0.9))
-    return float((high - low) / middle)
 
 
 def copy_bytes_per_s() -> float:
