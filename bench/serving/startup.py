@@ -100,7 +100,7 @@ class Server:
 
 async def first_token(url: str) -> float:
     """Stream one short completion; seconds to its first token. Exits when it fails."""
-    target, result = LoadTarget(url, await served_model(url)), LoadResult()
+    target, result = LoadTarget(url, served_model(url)), LoadResult()
     async with open_session(target) as session:
         job = LoadRequest(0, list(range(1000, 1064)), 8)
         record = await send(session, target, job, result, run_start_s=time.perf_counter())

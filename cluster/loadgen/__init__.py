@@ -1,4 +1,4 @@
 """`kvrelay bench`: a load generator for OpenAI servers.
 
-May import kvrelay, cluster/launch, cluster/workloads.
+May import kvrelay, cluster, cluster/launch, cluster/workloads.
 """

@@ -234,7 +234,7 @@ def command(
             concurrency = 4
         target = LoadTarget(
             url=url,
-            model=model or asyncio.run(served_model(url, api_key=api_key)),
+            model=model or served_model(url, api_key=api_key),
             endpoint="chat" if endpoint == "chat" else "completions",
             api_key=api_key,
             extra_body=_json_object(extra_body),

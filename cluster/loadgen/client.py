@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch.endpoints import auth_headers, request_json
 from kvrelay.cluster.loadgen.prompts import as_text
 from kvrelay.cluster.loadgen.stats import OK, UNFINISHED, LoadRecord, Slo, Summary, summarize, token_gaps
 from kvrelay.errors import ConfigError
@@ -174,17 +176,13 @@ def request_body(target: LoadTarget, job: LoadRequest) -> dict[str, Any]:
     return {**body, **fixed_length, **target.extra_body}
 
 
-def _key_header(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
 def open_session(target: LoadTarget) -> "aiohttp.ClientSession":
     """A session without a connection limit: the load decides how many are open."""
     import aiohttp
 
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
-        headers={"Content-Type": "application/json", **_key_header(target.api_key)},
+        headers={"Content-Type": "application/json", **auth_headers(target.api_key)},
         timeout=aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=10),
         read_bufsize=1 << 18,
     )
@@ -339,17 +337,10 @@ def require_loopback(url: str, *, allow_remote: bool) -> None:
         raise ConfigError(f"{parts.hostname} is another machine; pass --allow-remote to load it on purpose")
 
 
-async def served_model(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> str:
+def served_model(url: str, *, api_key: str | None = None) -> str:
     """The first model that a server lists. Raises ConfigError: it lists none, or does not answer."""
-    import aiohttp
-
-    limit = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=limit, headers=_key_header(api_key)) as session,
-            session.get(f"{url.rstrip('/')}/v1/models") as response,
-        ):
-            response.raise_for_status()
-            return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError) as error:
+        models = request_json("GET", f"{url.rstrip('/')}/v1/models", headers=auth_headers(api_key), timeout_s=10.0)
+        return str(models["data"][0]["id"])
+    except (ClusterError, LookupError, TypeError) as error:
         raise ConfigError(f"{url} does not list a model ({str(error) or repr(error)}); name it with --model") from error

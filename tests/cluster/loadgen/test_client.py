@@ -247,9 +247,9 @@ def test_a_token_prompt_asks_for_exactly_its_length():
 
 async def test_the_first_listed_model_is_the_default():
     async with Server() as server:
-        assert await served_model(server.url) == "plain-model"
+        assert await asyncio.to_thread(served_model, server.url) == "plain-model"
     with pytest.raises(ConfigError, match="--model"):
-        await served_model(server.url)
+        await asyncio.to_thread(served_model, server.url)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"])
