@@ -248,16 +248,16 @@ class SourceLink:
                     grant.check_seal(payload, seal)
                     self._reads.advance(grant)
                 case wire.Confirmed() if grant.is_waiting and grant.payload is not None:
-                    self._on_confirmed(grant, grant.payload)
+                    self._on_confirmed(grant)
         except TransferRefused as error:
             self._target.grants.end(grant, error)
 
-    def _on_confirmed(self, grant: Grant, payload: bytes) -> None:
+    def _on_confirmed(self, grant: Grant) -> None:
         """The source held every block until the last read had ended: the sequence may decode from them."""
-        assert self.route is not None
+        assert self.route is not None and grant.payload is not None
         grant.check_generations(self._target.generation_of)
         result = self._target.grants.commit(grant, self.route.next_path)
-        call(self._target.on_commit, grant.request_id, payload, result)
+        call(self._target.on_commit, grant.request_id, grant.payload, result)
         self.send(
             wire.Committed(
                 nonce=grant.ticket.nonce, transport=result.transport, num_bytes=result.num_bytes, seconds=result.seconds

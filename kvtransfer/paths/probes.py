@@ -5,7 +5,6 @@ go back only when it has ended.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -113,14 +112,5 @@ class PathProbe:
             probe_buffers.put_back(blocks)
             return
         logger.warning("%d blocks stay taken until a stuck probe ends", len(blocks))
-        left = set(self._reads)
-
-        def on_done(read: "asyncio.Future[None]") -> None:
-            with contextlib.suppress(Exception):
-                read.result()
-            left.discard(read)
-            if not left:
-                probe_buffers.put_back(blocks)
-
-        for read in list(left):
-            read.add_done_callback(on_done)
+        ended = asyncio.gather(*self._reads, return_exceptions=True)
+        ended.add_done_callback(lambda _: probe_buffers.put_back(blocks))
