@@ -5,7 +5,6 @@ Pure: decides from metadata and tensor names alone.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
@@ -17,24 +16,14 @@ END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endof
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # all of 3.x
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFamily:
-    """Hugging Face's names for a `general.architecture`."""
-
-    model_type: str
-    architecture: str
-    is_gemma: bool = False
-    permutes_qk: bool = False  # llama.cpp interleaves the rotary halves of q and k rows of this architecture
-
-
-FAMILIES = {
-    "llama": GgufFamily("llama", "LlamaForCausalLM", permutes_qk=True),
-    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "gemma": GgufFamily("gemma", "GemmaForCausalLM", is_gemma=True),
-    "gemma2": GgufFamily("gemma2", "Gemma2ForCausalLM", is_gemma=True),
-    "gemma3": GgufFamily("gemma3_text", "Gemma3ForCausalLM", is_gemma=True),
+FAMILIES = {  # Hugging Face's model_type and architecture of a `general.architecture`
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 
 
@@ -46,7 +35,7 @@ class Metadata:
         self.architecture = str(values.get("general.architecture", ""))
         if self.architecture not in FAMILIES:
             raise UnsupportedModel(source, f"GGUF architecture {self.architecture!r}; supported: {', '.join(FAMILIES)}")
-        self.family = FAMILIES[self.architecture]
+        self.is_gemma = self.architecture.startswith("gemma")
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(f"{self.architecture}.{key}", default)
@@ -63,10 +52,6 @@ class Metadata:
         value = self.values.get(f"tokenizer.ggml.{name}_token_id")
         size = len(self.values.get("tokenizer.ggml.tokens", ()))
         return int(value) if value is not None and 0 <= int(value) < size else None
-
-    @property
-    def is_gemma(self) -> bool:
-        return self.family.is_gemma
 
 
 def short_float(value: float) -> float:
@@ -89,10 +74,11 @@ def hf_config(meta: Metadata, shapes: Mapping[str, Sequence[int]], rope_freqs: S
         raise UnsupportedModel(meta.source, "keys and values of different lengths")
     if int(meta.get("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedModel(meta.source, "rotary embedding over a part of each head")
+    model_type, architecture = FAMILIES[meta.architecture]
     ids = {f"{name}_token_id": meta.token(long) for name, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
     config: Json = {
-        "architectures": [meta.family.architecture],
-        "model_type": meta.family.model_type,
+        "architectures": [architecture],
+        "model_type": model_type,
         "dtype": "bfloat16",
         "vocab_size": int(shapes["token_embd.weight"][0]),
         "hidden_size": hidden,

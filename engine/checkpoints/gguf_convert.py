@@ -155,7 +155,7 @@ def _row_order(
     """Rows of q and k from llama.cpp's interleaved rotary pairs back to Hugging Face's two halves."""
     heads = {".attn_q.": config["num_attention_heads"], ".attn_k.": config["num_key_value_heads"]}
     count = next((count for part, count in heads.items() if part in name), None)
-    if count is None or not meta.family.permutes_qk:
+    if count is None or meta.architecture != "llama":  # the only one whose rows llama.cpp interleaves
         return None
     return np.arange(shape[0]).reshape(count, -1, 2).swapaxes(1, 2).reshape(-1)
 

@@ -9,14 +9,14 @@ because that path bakes the step's blocks into its kernels' arguments.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant, ModelForward
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES
 from kvrelay.kernels.cuda.paged_attention import CudaPlan
@@ -24,7 +24,6 @@ from kvrelay.kernels.cuda.plan import PagedIndex, has_attention, is_unpacked, pa
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, AttentionBatch, CudaPlan], Tensor]  # (token ids, batch, plan) -> hidden [B, H]
 _LOG_EVERY_S = 5.0
 
 
@@ -68,22 +67,55 @@ def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
     ), shortest
 
 
-def capture_all(what: str, sizes: Sequence[int], capture: Callable[[int], object], device: torch.device) -> None:
-    """Capture every size, the largest first, so that smaller ones fit into its memory. Logs progress.
+class Captures:
+    """Captures of one model's steps, by size. Call it from the engine thread only.
 
-    Raises: the errors of `capture`.
+    Args:
+        backend: the backend whose kernels the forward calls.
+        shape: of the model's attention layers.
+        sizes: to capture, ascending; larger steps run without graphs.
     """
-    began_s = logged_s = time.monotonic()
-    free, _ = torch.cuda.mem_get_info(device)
-    for number, size in enumerate(sorted(sizes, reverse=True), 1):
-        capture(size)
-        if time.monotonic() - logged_s > _LOG_EVERY_S:
-            logged_s = time.monotonic()
-            logger.info("%d of %d sizes of %s are captured", number, len(sizes), what)
-    taken = free - torch.cuda.mem_get_info(device)[0]
-    logger.info(
-        "%s are captured in %d sizes: %.1f s, %.0f MiB", what, len(sizes), time.monotonic() - began_s, taken / 2**20
-    )
+
+    _what: str  # is captured, for the log
+
+    def __init__(self, backend: CudaBackend, shape: AttentionShape, sizes: Sequence[int]) -> None:
+        self._backend, self._shape, self._sizes = backend, shape, tuple(sizes)
+        self._graphs: dict[int, Any] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether FlashInfer supports this shape and reads the cache itself."""
+        return self._shape.latent_dim is None and has_attention(self._shape) and not is_unpacked(self._shape)
+
+    def reset(self) -> None:
+        """Drop all graphs, after something that they read has moved."""
+        self._graphs.clear()
+
+    def warm_up(self, forward: ModelForward) -> None:
+        """Capture every size before the first request, the largest first, so that smaller ones fit into its memory.
+
+        Writes the cache's first slot, which must be unused.
+        """
+        if not self.is_possible:
+            return
+        device, began_s = self._backend.device, time.monotonic()
+        (free, _), logged_s, num_sizes = torch.cuda.mem_get_info(device), began_s, len(self._sizes)
+        for number, size in enumerate(sorted(self._sizes, reverse=True), 1):
+            self._of(size, forward)
+            if time.monotonic() - logged_s > _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                logger.info("%d of %d sizes of %s are captured", number, num_sizes, self._what)
+        taken, seconds = free - torch.cuda.mem_get_info(device)[0], time.monotonic() - began_s
+        logger.info("%s are captured in %d sizes: %.1f s, %.0f MiB", self._what, num_sizes, seconds, taken / 2**20)
+
+    def _of(self, size: int, forward: ModelForward, batch: AttentionBatch | None = None) -> Any:
+        """What is captured for this size, now from the batch (None: an idle one) if it is the first."""
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size, forward, idle_batch(size) if batch is None else batch)
+        return self._graphs[size]
+
+    def _capture(self, size: int, forward: ModelForward, batch: AttentionBatch) -> Any:
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -106,17 +138,16 @@ class _Shared:
     stream: Any
 
 
-class CudaGraphs:
-    """CUDA graphs of one model's decode step. Call `run` from the engine thread only.
+class CudaGraphs(Captures):
+    """CUDA graphs of one model's decode step.
 
     Args:
-        backend: the backend whose kernels the forward calls.
-        shape: of the model's attention layers.
         max_blocks: most blocks of a sequence.
-        sizes: batch sizes to capture, ascending; larger batches run without a graph.
         num_layers: layers of full attention, whose rows may share prefixes; 0: graphs are always preferred to cascade
             attention.
     """
+
+    _what = "decode steps"
 
     def __init__(
         self,
@@ -127,23 +158,15 @@ class CudaGraphs:
         sizes: Sequence[int] = ladder(128),
         num_layers: int = 0,
     ) -> None:
-        self._num_layers = num_layers
-        self._backend, self._paged = backend, backend.paged
-        self._shape, self._max_blocks = shape, max_blocks
-        self._sizes = tuple(sizes)
-        self._graphs: dict[int, _Graph] = {}
+        super().__init__(backend, shape, sizes)
+        self._num_layers, self._paged, self._max_blocks = num_layers, backend.paged, max_blocks
         self._shared: _Shared | None = None
 
     def fits(self, batch: AttentionBatch) -> bool:
         """Whether the batch is all decode, no larger than the largest graph, and FlashInfer reads the cache itself."""
         size = batch.context_lens.shape[0]
-        if is_unpacked(self._shape):
-            return False
-        if not (
-            has_attention(self._shape) and batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
-        ):
-            return False
-        return not self._is_worth_more_without(batch)
+        is_decode = batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
+        return self.is_possible and is_decode and not self._is_worth_more_without(batch)
 
     def _is_worth_more_without(self, batch: AttentionBatch) -> bool:
         """Whether rows share so much that a step with cascade attention, which is not captured, takes less time.
@@ -155,11 +178,7 @@ class CudaGraphs:
         token_bytes = 2 * self._shape.num_kv_heads * self._shape.head_dim * self._shape.dtype.itemsize
         return levels.spared_tokens * token_bytes * self._num_layers >= EAGER_WORTH_BYTES
 
-    def reset(self) -> None:
-        """Drop all graphs, after something that they read has moved."""
-        self._graphs.clear()
-
-    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
         """Hidden states [S, hidden] of a batch that fits; captures at the first batch of its size.
 
         token_ids: [S] int64 on the device. The result is overwritten by the next run.
@@ -167,9 +186,7 @@ class CudaGraphs:
         num_rows = token_ids.shape[0]
         size = next(size for size in self._sizes if size >= num_rows)
         batch, repeated = padded(batch, size)
-        captured = self._graphs.get(size)
-        if captured is None:
-            captured = self._graphs[size] = self._capture(batch, forward)
+        captured: _Graph = self._of(size, forward, batch)
         captured.token_ids[:num_rows].copy_(token_ids)
         captured.token_ids[num_rows:].copy_(captured.token_ids[repeated : repeated + 1].expand(size - num_rows))
         self._refill(captured, batch)
@@ -179,17 +196,6 @@ class CudaGraphs:
     def logits_of(self, hidden: Tensor) -> Tensor | None:
         """The head is not captured."""
         return None
-
-    def warm_up(self, forward: Forward) -> None:
-        """Capture every size before the first request. Writes the cache's first slot, which must be unused."""
-        if is_unpacked(self._shape) or not has_attention(self._shape):
-            return
-
-        def capture(size: int) -> None:
-            if size not in self._graphs:
-                self._graphs[size] = self._capture(idle_batch(size), forward)
-
-        capture_all("decode steps", self._sizes, capture, self._backend.device)
 
     def _refill(self, captured: _Graph, batch: AttentionBatch) -> None:
         """Write new contents into the buffers that the graph reads, attention schedules included."""
@@ -213,7 +219,7 @@ class CudaGraphs:
             self._shape.kv_layout, shared.indptr[: batch_size + 1], shared.indices, shared.last_page_len[:batch_size]
         )
 
-    def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[AttentionVariant]:
+    def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> list[AttentionVariant]:
         """The attention variants that the model uses, found by running the step once without a graph."""
         plan = self._backend.plan(batch, self._shape)
         forward(token_ids, batch, plan)
@@ -229,9 +235,9 @@ class CudaGraphs:
             torch.cuda.Stream(device),
         )
 
-    def _capture(self, batch: AttentionBatch, forward: Forward) -> _Graph:
+    def _capture(self, size: int, forward: ModelForward, batch: AttentionBatch) -> _Graph:
         shared = self._shared = self._shared or self._make_shared()
-        size, device = batch.num_decode, self._backend.device
+        device = self._backend.device
         static_ids = torch.zeros(size, dtype=torch.int64, device=device)
         variants = self._variants(static_ids, batch, forward)
         plan = self._backend.plan(batch, self._shape)

@@ -21,13 +21,13 @@ from kvrelay.kernels.backend import (
     AttentionVariant,
     DecodeGraphs,
     GraphSpec,
+    ModelForward,
     PieceGraphs,
 )
 from kvrelay.kernels.cuda.backend import CudaBackend
-from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, Forward, capture_all, idle_batch, ladder
+from kvrelay.kernels.cuda.cuda_graphs import Captures, CudaGraphs, ladder
 from kvrelay.kernels.cuda.experts import has_grouped_products
 from kvrelay.kernels.cuda.paged_attention import CudaPlan
-from kvrelay.kernels.cuda.plan import has_attention, is_unpacked
 from kvrelay.kernels.cuda.recorder import Call, Recorder
 
 logger = logging.getLogger(__name__)
@@ -52,31 +52,17 @@ class _Pieces:
     hidden: Tensor
 
 
-class StepPieces:
-    """Piecewise graphs of one model's steps. Call `run` from the engine thread only.
+class StepPieces(Captures):
+    """Piecewise graphs of one model's steps, by number of tokens."""
 
-    Args:
-        backend: the backend whose kernels the forward calls.
-        shape: of the model's attention layers.
-        sizes: numbers of tokens to capture, ascending; longer steps run without graphs.
-    """
+    _what = "steps in pieces"
 
     def __init__(self, backend: CudaBackend, shape: AttentionShape, *, sizes: Sequence[int] = SIZES) -> None:
-        self._backend, self._shape, self._sizes = backend, shape, tuple(sizes)
-        self._pieces: dict[int, _Pieces] = {}
+        super().__init__(backend, shape, sizes)
         self._shared: tuple[Any, Tensor] | None = None  # stream of captures, attention output
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether FlashInfer supports this shape and reads the cache itself."""
-        return self._shape.latent_dim is None and has_attention(self._shape) and not is_unpacked(self._shape)
 
     def fits(self, batch: AttentionBatch) -> bool:
         return self.is_possible and batch.positions.shape[0] <= self._sizes[-1]
-
-    def reset(self) -> None:
-        """Drop all graphs, after something that they read has moved."""
-        self._pieces.clear()
 
     def choose_kernels(self, variants: Collection[AttentionVariant]) -> None:
         """Time the prefill attention kernels for these variants and take the fastest."""
@@ -84,20 +70,19 @@ class StepPieces:
             for variant in sorted(variants, key=str):
                 self._backend.paged.prefill_kernels.try_out(self._shape, variant)
 
-    def warm_up(self, forward: Forward) -> None:
-        """Capture every size before the first request."""
-        if self.is_possible:
-            capture_all("steps in pieces", self._sizes, lambda size: self._of(size, forward), self._backend.device)
-
     def run(
-        self, token_ids: Tensor, batch: AttentionBatch, forward: Forward, on_layer: Callable[[int], None] | None = None
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        forward: ModelForward,
+        on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of a batch that fits; captures at the first batch of its size.
 
         token_ids: [T] int64. on_layer: see DecoderModel.forward. The result is overwritten by the next run.
         """
         num_tokens = batch.positions.shape[0]
-        pieces = self._of(next(size for size in self._sizes if size >= num_tokens), forward)
+        pieces: _Pieces = self._of(next(size for size in self._sizes if size >= num_tokens), forward)
         plan = self._backend.plan(batch, self._shape)
         pieces.token_ids[:num_tokens].copy_(token_ids)
         pieces.positions[:num_tokens].copy_(plan.device_positions)
@@ -115,19 +100,14 @@ class StepPieces:
         self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.batch.slot_mapping)
         self._backend.paged.attend(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
 
-    def _of(self, size: int, forward: Forward) -> _Pieces:
-        if size not in self._pieces:
-            self._pieces[size] = self._capture(size, forward)
-        return self._pieces[size]
-
     def _make_shared(self) -> tuple[Any, Tensor]:
         device, shape = self._backend.device, self._shape
         out = torch.zeros(self._sizes[-1], shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
         return torch.cuda.Stream(device), out
 
-    def _capture(self, size: int, forward: Forward) -> _Pieces:
+    def _capture(self, size: int, forward: ModelForward, batch: AttentionBatch) -> _Pieces:
         stream, out = self._shared = self._shared or self._make_shared()
-        backend, batch = self._backend, idle_batch(size)
+        backend = self._backend
         plan = backend.plan(batch, self._shape)
         token_ids = torch.zeros(size, dtype=torch.int64, device=backend.device)
         recorder = Recorder(out[:size], backend.graph_pool)

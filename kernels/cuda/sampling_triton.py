@@ -182,34 +182,11 @@ def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     totals, tokens = (torch.empty(rows, dtype=torch.int64, device=logits.device) for _ in range(2))
     bits = scale_bits(vocab)
     scale = float(1 << bits)
+    sizes = {"SMALL": _SMALL, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}
+    heat = settings.temperature
+    filters = settings.top_p, settings.min_p, uniform
     with torch.cuda.device_of(logits):
-        _weigh[(rows,)](
-            logits,
-            logits.stride(0),
-            settings.temperature,
-            settings.top_k,
-            weights,
-            totals,
-            tokens,
-            vocab,
-            scale,
-            SMALL=_SMALL,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
-        _choose[(rows,)](
-            weights,
-            totals,
-            settings.temperature,
-            settings.top_p,
-            settings.min_p,
-            uniform,
-            tokens,
-            vocab,
-            scale,
-            bits // 4 + 1,
-            SMALL=_SMALL,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
+        weigh, choose = _weigh[(rows,)], _choose[(rows,)]
+        weigh(logits, logits.stride(0), heat, settings.top_k, weights, totals, tokens, vocab, scale, **sizes)
+        choose(weights, totals, heat, *filters, tokens, vocab, scale, bits // 4 + 1, **sizes)
     return tokens

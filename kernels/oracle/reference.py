@@ -271,8 +271,12 @@ class ReferenceBackend(TorchBackend):
             rows = slice(sequence.start, sequence.end)
             mask = causal_mask(sequence.end - sequence.start, sequence.context_len, window, q.device)
             k, v = gather_kv(kv_layer, sequence)
-            out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
+            out[rows] = self._attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
         return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        """One sequence's attention, in any float dtype."""
+        return attend(q, k, v, mask, scale=scale, softcap=softcap)
 
     def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]

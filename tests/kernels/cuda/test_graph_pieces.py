@@ -77,9 +77,9 @@ def test_a_replay_that_keeps_the_last_steps_metadata_is_seen(fake_gpu, folder, f
     decoder = Decoder(fake_gpu, folder)
     pieces = StepPieces(fake_gpu, decoder.shape, sizes=(8, 32))
     pieces.warm_up(decoder.forward)
-    for size, one in pieces._pieces.items():
+    for size, one in pieces._graphs.items():
         copy = getattr(one, forgotten).clone()  # replay reads the old one
-        pieces._pieces[size] = dataclasses.replace(one, **{forgotten: copy})
+        pieces._graphs[size] = dataclasses.replace(one, **{forgotten: copy})
     with pytest.raises(AssertionError, match="not close"):
         assert_pieces_equal_steps(decoder, pieces)
 
