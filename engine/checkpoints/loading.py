@@ -116,8 +116,34 @@ class Packer:
             return self._backend.pack_heads(weight)
         return HeadByHead([self._pack(head, None) for head in weight])
 
-    def mlp(self, at: str, layer: int) -> Mlp:
-        """The MLP of layer `layer`, at this name."""
+    def layers(self) -> Iterator[Layer]:
+        """All layers, in order."""
+        logged_s = time.monotonic()
+        for index in range(self._spec.num_layers):
+            yield self._layer(index)
+            if time.monotonic() - logged_s > _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                logger.info("%d of %d layers are loaded", index + 1, self._spec.num_layers)
+
+    def _layer(self, index: int) -> Layer:
+        at, latent, sandwich = f"layers.{index}", self._spec.latent, self._spec.sandwich_norms
+        before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        own = f"{at}.self_attn"
+        return Layer(
+            input_norm=self.norm(f"{at}.input_layernorm.weight"),
+            attention=self._head_attention(own) if latent is None else self._latent_attention(own, latent),
+            post_attention_norm=self.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
+            mlp_norm=self.norm(f"{at}.{before_mlp}.weight"),
+            mlp=self._mlp(f"{at}.mlp", index),
+            post_mlp_norm=self.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
+        )
+
+    def _head_attention(self, at: str) -> HeadAttention:
+        qkv, has_norms = self.linear(*(f"{at}.{name}_proj" for name in "qkv")), self._spec.has_qk_norm
+        norms = (self.norm(f"{at}.q_norm.weight"), self.norm(f"{at}.k_norm.weight")) if has_norms else None
+        return HeadAttention(qkv=qkv, head_norms=norms, o=self.linear(f"{at}.o_proj"))
+
+    def _mlp(self, at: str, layer: int) -> Mlp:
         experts = self._spec.experts
         if experts is None or layer not in experts.layers:
             return self._gated_mlp(at)
@@ -155,7 +181,7 @@ class Packer:
         """A linear layer in float32 for any model dtype: routing must not depend on rounding."""
         return self._backend.pack_linear(self._reader.read(f"{name}.weight", torch.float32, self._backend.device))
 
-    def latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
+    def _latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
         has_down = spec.query_rank is not None
         heads, kv_up = self._spec.num_heads, self._weight(f"{at}.kv_b_proj.weight")
         keys, values = kv_up.unflatten(0, (heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
@@ -188,44 +214,6 @@ class Packer:
         return torch.cat((plain, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
 
 
-def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:
-    layers: list[Layer] = []
-    logged_s = time.monotonic()
-    for index in range(spec.num_layers):
-        layers.append(_pack_layer(packer, spec, index))
-        if time.monotonic() - logged_s > _LOG_EVERY_S:
-            logged_s = time.monotonic()
-            logger.info("%d of %d layers are loaded", index + 1, spec.num_layers)
-    return layers
-
-
-def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
-    at = f"layers.{index}"
-    sandwich = spec.sandwich_norms
-    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    latent = spec.latent
-    return Layer(
-        input_norm=packer.norm(f"{at}.input_layernorm.weight"),
-        attention=_pack_heads(packer, spec, at)
-        if latent is None
-        else packer.latent_attention(f"{at}.self_attn", latent),
-        post_attention_norm=packer.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
-        mlp_norm=packer.norm(f"{at}.{before_mlp}.weight"),
-        mlp=packer.mlp(f"{at}.mlp", index),
-        post_mlp_norm=packer.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
-    )
-
-
-def _pack_heads(packer: Packer, spec: ModelSpec, at: str) -> HeadAttention:
-    return HeadAttention(
-        qkv=packer.linear(*(f"{at}.self_attn.{name}_proj" for name in "qkv")),
-        head_norms=(packer.norm(f"{at}.self_attn.q_norm.weight"), packer.norm(f"{at}.self_attn.k_norm.weight"))
-        if spec.has_qk_norm
-        else None,
-        o=packer.linear(f"{at}.self_attn.o_proj"),
-    )
-
-
 def load_model(
     folder: Path,
     backend: Backend,
@@ -252,7 +240,7 @@ def load_model(
             backend,
             dtype,
             embedding=embedding,
-            layers=_pack_layers(packer, spec),
+            layers=tuple(packer.layers()),
             final_norm=packer.norm("norm.weight"),
             lm_head=packer.head(embedding),
             block_size=block_size,

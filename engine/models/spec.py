@@ -162,15 +162,11 @@ def _text_config(raw: Json, family: Family) -> ConfigText:
 def _build(family: Family, text: ConfigText, eos_ids: tuple[int, ...], bos_id: int | None) -> ModelSpec:
     if text.get("use_bidirectional_attention"):
         raise UnsupportedModel(family.name, "bidirectional attention (an encoder) cannot be served as a decoder")
-    num_layers, num_heads, hidden = (
-        text.size("num_hidden_layers"),
-        text.size("num_attention_heads"),
-        text.size("hidden_size"),
-    )
+    num_layers, num_heads = text.size("num_hidden_layers"), text.size("num_attention_heads")
+    hidden, bias = text.size("hidden_size"), bool(text.get("attention_bias"))
     head_dim = text.size("head_dim") if text.get("head_dim") else hidden // num_heads
     is_sliding = _sliding_layers(text, num_layers)
     ropes = _ropes(text)
-    bias = bool(text.get("attention_bias"))
     spec = ModelSpec(
         architecture=family.name,
         num_layers=num_layers,

@@ -4,7 +4,7 @@ log-probabilities of sampled and of top tokens: few numbers per row reach the ho
 An operation touches each logit at most once, so that its result does not depend on an order.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,19 +47,16 @@ class LogitChanges:
             return logits
         changed = logits.clone(memory_format=torch.contiguous_format)
         flat = changed.view(-1)
-        if self._penalised.indices:
-            at, penalty = self._penalised.on(logits.device)
-            values = flat[at]
-            flat[at] = torch.where(values > 0, values / penalty, values * penalty)
-        if self._lowered.indices:
-            at, amount = self._lowered.on(logits.device)
-            flat[at] -= amount
-        if self._biased.indices:
-            at, amount = self._biased.on(logits.device)
-            flat[at] += amount
-        if self._banned.indices:
-            at, value = self._banned.on(logits.device)
-            flat[at] = value
+        changes: tuple[tuple[_Places, Callable[[Tensor, Tensor], Tensor]], ...] = (
+            (self._penalised, lambda old, by: torch.where(old > 0, old / by, old * by)),
+            (self._lowered, torch.sub),
+            (self._biased, torch.add),
+            (self._banned, lambda old, to: to),
+        )
+        for places, change in changes:
+            if places.indices:
+                at, numbers = places.on(logits.device)
+                flat[at] = change(flat[at], numbers)
         return changed
 
 

@@ -5,7 +5,6 @@ float32 always takes the compiled panels where they exist, because they are batc
 measurement decides, once per machine and thread count, so that all workers agree.
 """
 
-import json
 import logging
 import os
 import time
@@ -98,19 +97,11 @@ def _measure(candidates: dict[str, Pack], dtype: torch.dtype) -> str:
     return winner
 
 
-def _remembered(path: Path, candidates: dict[str, Pack]) -> str | None:
-    try:
-        name = json.loads(path.read_text())["winner"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return name if name in candidates else None
-
-
 def _remember(path: Path, winner: str) -> None:
     scratch = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps({"winner": winner}))
+        scratch.write_text(winner)
         os.replace(scratch, path)
     except OSError as error:
         logger.warning("cannot remember the choice of linear kernel in %s: %s", path, error)
@@ -121,9 +112,9 @@ def choose_linear(native: NativeKernels | None, dtype: torch.dtype, num_threads:
     candidates = _candidates(native, dtype)
     if dtype == torch.float32 and "native" in candidates:
         return "native", candidates["native"]
-    path = cache_dir() / "native" / f"linear-{key}-{str(dtype).removeprefix('torch.')}-{num_threads}.json"
-    winner = _remembered(path, candidates)
-    if winner is None:
+    path = cache_dir() / "native" / f"linear-{key}-{str(dtype).removeprefix('torch.')}-{num_threads}.txt"
+    winner = path.read_text(errors="replace") if path.is_file() else ""
+    if winner not in candidates:
         winner = _measure(candidates, dtype)
         _remember(path, winner)
     return winner, candidates[winner]

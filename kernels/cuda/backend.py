@@ -13,6 +13,7 @@ steps are not captured.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kvrelay.kernels.backend import (
     AsyncDevice,
     AttentionBatch,
     AttentionShape,
+    AttentionVariant,
     Experts,
     KvOrder,
     QuantizedLinear,
@@ -36,11 +38,112 @@ from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCac
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, has_latent_attention
 from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, in_memory_order
-from kvrelay.kernels.cuda.recorder import Recorder
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 
 logger = logging.getLogger(__name__)
+
+
+Draw = Callable[[Tensor, SamplingSettings, Tensor], Tensor]
+
+
+class DeviceSampler:
+    """Samples tokens [R] int64 on the device, from float32 logits [R, V] and a batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._settings = device, SettingsCache(device)
+        self.kernels, self._draw = self._chosen()
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        settings = self._settings.of(batch)
+        uniform = to_device(batch.uniform, self._device) if settings.draws else batch.uniform
+        return self._draw(logits, settings, uniform)
+
+    def _chosen(self) -> tuple[str, Draw]:
+        """("triton" | "torch", the function). Builds Triton's kernels at start."""
+        if self._device.type != "cuda":
+            return "torch", sampling_search.draw
+        try:
+            from kvrelay.kernels.cuda import sampling_triton
+
+            batch = SamplingBatch(
+                torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()
+            )
+            settings = sampling_search.settings_of(batch, self._device)
+            logits = torch.arange(64, dtype=torch.float32, device=self._device).unsqueeze(0)
+            token = int(sampling_triton.draw(logits, settings, batch.uniform.to(self._device)))
+            if token != 63:
+                raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")
+        except Exception as error:  # not installed, or an error of its compiler or the driver
+            logger.warning("tokens are drawn by torch, slower: triton's kernels do not work here (%s)", error)
+            return "torch", sampling_search.draw
+        return "triton", sampling_triton.draw
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One layer's attention: q, k, v as the graph before it leaves them, padding included."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv_layer: Tensor
+    variant: AttentionVariant
+
+
+class Recorder:
+    """Takes the calls of a backend's attention while a forward pass is captured.
+
+    out: [size, heads, head_dim], the buffer for the result of every attention call. pool: of the graphs' memory; None:
+    a rehearsal captures nothing, to create lazy library handles, which is impossible during capture.
+    """
+
+    def __init__(self, out: Tensor, pool: Any) -> None:
+        self.out, self._pool = out, pool
+        self.graphs: list[Any] = []
+        self.calls: list[Call] = []
+        self._stored: tuple[Tensor, Tensor] | None = None
+        self._capturing: Any = None
+
+    def begin(self) -> None:
+        if self._pool is None:
+            return
+        self._capturing = torch.cuda.CUDAGraph()
+        # thread_local: threads that move KV may use the device meanwhile
+        self._capturing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the open graph, if any."""
+        if self._capturing is not None:
+            graph, self._capturing = self._capturing, None
+            graph.capture_end()
+            self.graphs.append(graph)
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        self._stored = k, v
+
+    def attend(self, q: Tensor, kv_layer: Tensor, variant: AttentionVariant) -> Tensor:
+        q = q.contiguous()
+        self.end()
+        assert self._stored is not None, "keys are stored before they are attended to"
+        (k, v), self._stored = self._stored, None
+        self.calls.append(Call(unowned(q), unowned(k), unowned(v), kv_layer, variant))
+        self.begin()
+        return self.out
+
+
+def unowned(x: Tensor) -> Tensor:
+    """x, on a GPU without owning its memory: later graphs of the pool may reuse it."""
+    return alias_of(x) if x.device.type == "cuda" else x
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """A tensor with the same memory, shape and strides that does not own the memory: the caller ensures that it
+    stays.
+    """
+    storage = x.untyped_storage()
+    again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(again, x.storage_offset(), x.shape, x.stride())
 
 
 class CudaBackend(TorchBackend):
@@ -238,39 +341,3 @@ class CudaBackend(TorchBackend):
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         return self.staging.place(token_ids, feed)
-
-
-Draw = Callable[[Tensor, SamplingSettings, Tensor], Tensor]
-
-
-class DeviceSampler:
-    """Samples tokens [R] int64 on the device, from float32 logits [R, V] and a batch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._settings = device, SettingsCache(device)
-        self.kernels, self._draw = self._chosen()
-
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        settings = self._settings.of(batch)
-        uniform = to_device(batch.uniform, self._device) if settings.draws else batch.uniform
-        return self._draw(logits, settings, uniform)
-
-    def _chosen(self) -> tuple[str, Draw]:
-        """("triton" | "torch", the function). Builds Triton's kernels at start."""
-        if self._device.type != "cuda":
-            return "torch", sampling_search.draw
-        try:
-            from kvrelay.kernels.cuda import sampling_triton
-
-            batch = SamplingBatch(
-                torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()
-            )
-            settings = sampling_search.settings_of(batch, self._device)
-            logits = torch.arange(64, dtype=torch.float32, device=self._device).unsqueeze(0)
-            token = int(sampling_triton.draw(logits, settings, batch.uniform.to(self._device)))
-            if token != 63:
-                raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")
-        except Exception as error:  # not installed, or an error of its compiler or the driver
-            logger.warning("tokens are drawn by torch, slower: triton's kernels do not work here (%s)", error)
-            return "torch", sampling_search.draw
-        return "triton", sampling_triton.draw

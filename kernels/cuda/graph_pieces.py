@@ -24,11 +24,10 @@ from kvrelay.kernels.backend import (
     ModelForward,
     PieceGraphs,
 )
-from kvrelay.kernels.cuda.backend import CudaBackend
+from kvrelay.kernels.cuda.backend import Call, CudaBackend, Recorder
 from kvrelay.kernels.cuda.cuda_graphs import Captures, CudaGraphs, ladder
 from kvrelay.kernels.cuda.experts import has_grouped_products
 from kvrelay.kernels.cuda.paged_attention import CudaPlan
-from kvrelay.kernels.cuda.recorder import Call, Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -148,22 +148,16 @@ RAGGED: Sequences = (
 )  # fmt: skip
 SHARED: Sequences = ((1, 700), (1, 650), (1, 1100), (1, 530), (9, 600))  # with shared_tokens: decode rows read together
 EVERY_LENGTH: Sequences = (*((1, context) for context in range(1, 67)), (400, 400))
-LONG: dict[str, Sequences] = {
-    "1k to 8k": ((1, 1023), (1, 2048), (1, 4097), (1, 8192), (9, 8192)),
-    "32k": ((1, 32768), (7, 32768)),
-}
-
-
-def variants_of(heads: str) -> tuple[dict[str, float], ...]:
-    """Windows and softcaps; latent attention has none."""
-    return () if heads == "MLA" else VARIANTS
+LONG: Sequences = ((1, 1023), (1, 2048), (1, 4097), (1, 8192), (9, 8192))
+LONGEST: Sequences = ((1, 32768), (7, 32768))
 
 
 def attention_cases(heads: str, dtype: torch.dtype, layouts: tuple[KvOrder, ...]) -> Iterator[KernelCase]:
     """The grid for one kind of heads and one dtype, without long contexts. The first case per block size and KV dtype
     is empty.
     """
-    plain, variants = KernelCase((), dtype=dtype, **HEADS[heads]), variants_of(heads)  # type: ignore[arg-type]
+    plain = KernelCase((), dtype=dtype, **HEADS[heads])  # type: ignore[arg-type]
+    variants = () if heads == "MLA" else VARIANTS  # latent attention has neither windows nor softcaps
     kinds = [*product(BLOCK_SIZES, (None,)), (16, FP8), (1, FP8), (128, FP8)]
     for index, (size, kv_dtype) in enumerate(kinds):
         case = replace(plain, block_size=size, kv_dtype=kv_dtype)
@@ -182,5 +176,5 @@ def long_cases(heads: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     """Contexts of up to 32k tokens: decode rows, and a prompt's last chunk."""
     plain = KernelCase((), dtype=dtype, **HEADS[heads])  # type: ignore[arg-type]
     for size, kv_dtype in ((16, None), (128, FP8)):
-        yield replace(plain, sequences=LONG["1k to 8k"], block_size=size, kv_dtype=kv_dtype)
-    yield replace(plain, sequences=LONG["32k"], block_size=32)
+        yield replace(plain, sequences=LONG, block_size=size, kv_dtype=kv_dtype)
+    yield replace(plain, sequences=LONGEST, block_size=32)

@@ -74,34 +74,6 @@ class ReferencePlan:
     block_size: int
 
 
-def plan_sequences(batch: AttentionBatch, shape: AttentionShape, device: torch.device) -> ReferencePlan:
-    """Split the batch into sequences, each with the block ids that its context fills."""
-    starts = batch.query_starts.tolist()
-    contexts = batch.context_lens.tolist()
-    tables = batch.block_tables.to(device=device, dtype=torch.int64)
-    sequences = tuple(
-        SequencePlan(starts[s], starts[s + 1], context, tables[s, : -(-context // shape.block_size)])
-        for s, context in enumerate(contexts)
-    )
-    return ReferencePlan(sequences, shape.block_size)
-
-
-def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]:
-    """The keys and values [context, kv_heads, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
-    blocks = kv_layer[sequence.blocks]
-    if blocks.dtype == torch.uint8:
-        blocks = fp8.decoded(blocks)
-    k = blocks[:, 0].flatten(0, 1)[: sequence.context_len]
-    v = blocks[:, 1].flatten(0, 1)[: sequence.context_len]
-    return k, v
-
-
-def gather_entries(kv_layer: Tensor, sequence: SequencePlan) -> Tensor:
-    """The latent cache entries [context, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
-    entries = kv_layer[sequence.blocks, 0, :, 0].flatten(0, 1)[: sequence.context_len]
-    return fp8.decoded(entries) if entries.dtype == torch.uint8 else entries
-
-
 def causal_mask(num_queries: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
     """[num_queries, context_len] bool, True where the query attends; queries are the context's last tokens."""
     query = torch.arange(context_len - num_queries, context_len, device=device).unsqueeze(1)
@@ -250,11 +222,16 @@ class ReferenceBackend(TorchBackend):
         slots = slot_mapping.to(kv_layer.device)
         block, offset = slots // block_size, slots % block_size
         for part, vectors in enumerate((k, v)):
-            is_fp8 = kv_layer.dtype == torch.uint8
-            kv_layer[block, part, offset] = fp8.encoded(vectors) if is_fp8 else vectors.to(kv_layer.dtype)
+            kv_layer[block, part, offset] = fp8.stored(vectors, kv_layer.dtype)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> ReferencePlan:
-        return plan_sequences(batch, shape, self.device)
+        """Split the batch into sequences, each with the block ids that its context fills."""
+        starts, tables = batch.query_starts.tolist(), batch.block_tables.to(device=self.device, dtype=torch.int64)
+        sequences = tuple(
+            SequencePlan(starts[s], starts[s + 1], context, tables[s, : -(-context // shape.block_size)])
+            for s, context in enumerate(batch.context_lens.tolist())
+        )
+        return ReferencePlan(sequences, shape.block_size)
 
     def attention(
         self,
@@ -270,7 +247,8 @@ class ReferenceBackend(TorchBackend):
         for sequence in plan.sequences:
             rows = slice(sequence.start, sequence.end)
             mask = causal_mask(sequence.end - sequence.start, sequence.context_len, window, q.device)
-            k, v = gather_kv(kv_layer, sequence)
+            blocks = fp8.loaded(kv_layer[sequence.blocks])
+            k, v = (blocks[:, part].flatten(0, 1)[: sequence.context_len] for part in (0, 1))
             out[rows] = self._attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
         return out
 
@@ -290,7 +268,8 @@ class ReferenceBackend(TorchBackend):
         for sequence in plan.sequences:
             rows = slice(sequence.start, sequence.end)
             mask = causal_mask(sequence.end - sequence.start, sequence.context_len, None, q.device).unsqueeze(1)
-            entries = gather_entries(kv_layer, sequence).float()
+            entries = kv_layer[sequence.blocks, 0, :, 0].flatten(0, 1)[: sequence.context_len]
+            entries = fp8.loaded(entries).float()
             scores = q[rows].float() @ entries.T * scale  # [Q, heads, context]
             probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
             out[rows] = (probs @ entries[:, :latent_dim]).to(q.dtype)

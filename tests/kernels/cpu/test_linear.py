@@ -91,8 +91,8 @@ def test_onednns_packing_where_it_exists(torch_only):
 def test_the_choice_is_measured_once_and_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
     first, _ = choose_linear(None, torch.float32, 1, "key")
-    (written,) = (tmp_path / "native").glob("linear-key-float32-1.json")
-    written.write_text('{"winner": "torch"}')
+    (written,) = (tmp_path / "native").glob("linear-key-float32-1.txt")
+    written.write_text("torch")
     assert first in ("torch", "onednn")
     assert choose_linear(None, torch.float32, 1, "key")[0] == "torch"
     written.write_text("half a fi")

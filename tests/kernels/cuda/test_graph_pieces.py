@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvrelay.kernels.backend import AttentionShape
+from kvrelay.kernels.cuda.backend import alias_of, unowned
 from kvrelay.kernels.cuda.graph_pieces import StepPieces
-from kvrelay.kernels.cuda.recorder import alias_of, unowned
 from tests.kernels.cuda.fake_gpu import OnHost, on_host
 from tests.kernels.cuda.test_backend import Decoder, cuda, fake_gpu, folder  # noqa: F401
 
