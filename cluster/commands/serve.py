@@ -19,7 +19,7 @@ from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch.endpoints import auth_headers, probe, request_json, wait_for_workers
 from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.cluster.launch.ray_session import RaySession
-from kvrelay.cluster.launch.supervisor import StopSignals, report_stopping
+from kvrelay.cluster.launch.supervisor import StopSignals, report
 from kvrelay.config import Settings
 from kvrelay.environment import API_KEY_VARIABLE
 
@@ -79,7 +79,7 @@ def serve(settings: Settings, console: Console) -> int:
         return 0
     finally:
         signals.stopping()
-        report_stopping(is_requested=signals.is_requested)
+        report("stopping" if signals.is_requested else "failing")
         _clear_up(session, note, console, is_fine=signals.is_requested)
         signals.close()
 
@@ -94,7 +94,7 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
         with contextlib.suppress(OSError):  # the terminal may have closed
             console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
     if note is not None:
-        endpoints.forget(note)
+        note.unlink(missing_ok=True)
     logs = session.stop(keep_logs=not is_fine)
     if logs:
         console.print(f"[dim]logs: {logs}[/dim]", highlight=False)

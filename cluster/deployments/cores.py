@@ -8,8 +8,7 @@ share no core either.
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvrelay.machine import Core
@@ -74,38 +73,32 @@ def acquire_cores(folder: Path, cores: Sequence[Core], want: int) -> CoreLease:
         want: limited to the number of cores.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _alone(folder / "choosing"):
+    alone = _lock(folder / "choosing", fcntl.LOCK_EX)  # locks that another process takes while choosing are no holders
+    assert alone is not None
+    try:
         found = {core: _next_lock(folder, core) for core in cores}
         chosen = set(choose({core: holders for core, (holders, _) in found.items()}, min(want, len(found))))
         for core, (_, lock) in found.items():
             if core not in chosen:
                 os.close(lock)
+    finally:
+        os.close(alone)
     return CoreLease(tuple(sorted(chosen)), [found[core][1] for core in sorted(chosen)])
 
 
 def _next_lock(folder: Path, core: Core) -> tuple[int, int]:
     """The core's number of holders, and a lock for one more: the n-th file belongs to the n-th holder."""
     holders = 0
-    while (lock := _try_lock(folder / f"core{core.index}.{holders}")) is None:
+    while (lock := _lock(folder / f"core{core.index}.{holders}", fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
         holders += 1
     return holders, lock
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time, because the locks taken while choosing would count as holders."""
+def _lock(path: Path, operation: int) -> int | None:
+    """A descriptor that holds the file's lock; None: another does, and the operation does not wait."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _try_lock(path: Path) -> int | None:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, operation)
     except BlockingIOError:
         os.close(lock)
         return None

@@ -176,11 +176,11 @@ class WorkerReplica:
         """The planner retires the worker: the same, before Serve removes the replica."""
         if self._ending is None:
             logger.info("worker %s retires", self._record.worker_id)
-            self._ending = asyncio.create_task(self._retired(drain_s), name="end")
+            self._ending = asyncio.create_task(self._end(drain_s, is_retiring=True), name="end")
 
-    async def _end(self, drain_s: float) -> None:
+    async def _end(self, drain_s: float, *, is_retiring: bool = False) -> None:
         """Leave the registry, so that no ingress sends anything new; then wait for running requests, and for KV to be
-        read.
+        read. One that retires then exits its actor, which Serve removes at its next health check.
         """
         assert self._listing is not None
         self._listing.cancel()
@@ -195,12 +195,9 @@ class WorkerReplica:
         if self._lease is not None:
             self._lease.release()
         await asyncio.to_thread(tracing.shutdown)
-
-    async def _retired(self, drain_s: float) -> None:
-        """End, then exit the actor, which Serve removes at its next health check."""
-        await self._end(drain_s)
-        logger.info("worker %s has retired", self._record.worker_id)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # without a fault
+        if is_retiring:
+            logger.info("worker %s has retired", self._record.worker_id)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # without a fault
 
 
 class PrefillReplica(WorkerReplica):

@@ -42,15 +42,11 @@ def _folder() -> Path:
 
 
 def note(cluster: RunningCluster) -> Path:
-    """Write the file; `forget` takes its path."""
+    """Write the file, which is to be deleted when the cluster ends."""
     path = _folder() / f"{cluster.pid}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(cluster)))
     return path
-
-
-def forget(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 def running() -> list[RunningCluster]:

@@ -23,7 +23,7 @@ from typing import Any
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.endpoints import request_json
-from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report_folder
+from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report
 from kvrelay.config import Settings
 from kvrelay.environment import LOG_FILE_VARIABLE
 from kvrelay.logs import LogFollower
@@ -104,7 +104,7 @@ class RaySession:
         import ray
 
         self._folder = Path(temporary_folder(), f"kvrelay-{secrets.token_hex(4)}")
-        report_folder(self._folder)
+        report(f"folder {self._folder}")
         self._folder.mkdir(mode=0o700)
         os.environ["TMPDIR"] = str(self._folder)  # files that its processes leave there are removed with the folder
         os.environ[LOG_FILE_VARIABLE] = str(self._folder / "kvrelay.log")

@@ -181,17 +181,10 @@ def supervise(say: Say) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def report_folder(folder: os.PathLike[str]) -> None:
-    """Report the folder to remove after a forced end, before creating it."""
-    _send(f"folder {os.fspath(folder)}")
-
-
-def report_stopping(*, is_requested: bool) -> None:
-    """Report that the driver stops now, because of a signal or of an error."""
-    _send("stopping" if is_requested else "failing")
-
-
-def _send(line: str) -> None:
+def report(line: str) -> None:
+    """Tell the supervisor: `folder <path>` (to remove after a forced end; before it is created), `stopping` (because of
+    a signal) or `failing` (because of an error).
+    """
     if _Pipe.sender is not None:
         with contextlib.suppress(OSError):
             os.write(_Pipe.sender, line.encode() + b"\n")

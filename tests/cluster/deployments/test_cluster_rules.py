@@ -184,7 +184,7 @@ def test_notes_of_running_clusters_are_found_and_those_of_dead_ones_removed(
     (path.parent / "junk.json").write_text("{")
     assert state_file.running() == [mine]
     assert not dead.exists()
-    state_file.forget(path)
+    path.unlink()
     assert state_file.running() == []
 
 

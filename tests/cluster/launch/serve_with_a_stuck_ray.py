@@ -78,7 +78,7 @@ class StuckRay(RaySession):
     def start_ray(self) -> None:
         self.has_ray = True
         self._folder = Path(os.environ["TMPDIR"]) / "kvrelay-test"
-        supervisor.report_folder(self._folder)
+        supervisor.report(f"folder {self._folder}")
         self._folder.mkdir()
         (self._folder / "a log").write_text("of Ray")
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
