@@ -28,7 +28,7 @@ from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.settings.transfer import TransferSettings
+from kvrelay.settings.cache import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)

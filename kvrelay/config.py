@@ -13,12 +13,11 @@ from pydantic import ValidationError, model_validator
 
 from kvrelay.environment import environment_api_key, environment_secret
 from kvrelay.errors import ConfigError
-from kvrelay.settings.cache import CacheSettings, StoreSettings
+from kvrelay.settings.cache import CacheSettings, StoreSettings, TransferSettings
 from kvrelay.settings.cluster import ClusterSettings, PlannerSettings, ServeSettings
 from kvrelay.settings.engine import EngineSettings, ModelSettings, RoleSettings
 from kvrelay.settings.router import RouterSettings, SchedulerSettings, SloSettings
 from kvrelay.settings.section import Section
-from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Role
 
 

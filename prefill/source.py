@@ -24,7 +24,7 @@ from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source_link import WINDOW_BYTES, TargetAddress, TargetLink, TargetLinks
-from kvrelay.settings.transfer import TransferSettings
+from kvrelay.settings.cache import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)

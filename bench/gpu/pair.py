@@ -20,9 +20,9 @@ from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import KvrelayError, UnsupportedModel
+from kvrelay.settings.cache import TransferSettings
 from kvrelay.settings.engine import EngineSettings, ModelSettings
 from kvrelay.settings.router import RouterSettings
-from kvrelay.settings.transfer import TransferSettings
 
 RANDOM = ("llama-8b", "qwen3-moe, 8 of 48 layers", "deepseek-v2-lite, 4 of 27 layers")
 

@@ -15,8 +15,8 @@ from kvrelay.kvtransfer.protocol.messages import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.prefill.source import KvSource
+from kvrelay.settings.cache import TransferSettings
 from kvrelay.settings.choices import TransportName
-from kvrelay.settings.transfer import TransferSettings
 
 SECRET = b"bench"
 HOST = "127.0.0.1"

@@ -17,8 +17,7 @@ from kvrelay.environment import environment_api_key
 
 DEFAULT_CPUS = 0.1  # what Ray accounts for; cores.py pins the real cores
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
-HEALTH_PERIOD_S = 5.0
-HEALTH_TIMEOUT_S = 30.0
+_WATCHED = {"health_check_period_s": 5.0, "health_check_timeout_s": 30.0, "graceful_shutdown_timeout_s": SHUTDOWN_S}
 
 
 def build(args: dict[str, Any] | Settings | None = None) -> Application:
@@ -36,41 +35,29 @@ def build(args: dict[str, Any] | Settings | None = None) -> Application:
 
 def application(settings: Settings) -> Application:
     """The deployments, bound. The replicas' arguments hold no counts, so that scaling restarts no replica."""
-    cluster = settings.cluster
-    plain = replica_arguments(settings)
-    workers: list[Application] = []
-    if cluster.prefill:
-        prefill = serve.deployment(PrefillReplica, name="prefill", **worker_options(settings))
-        workers.append(prefill.options(num_replicas=cluster.prefill).bind(plain))
-    decode = serve.deployment(DecodeReplica, name="decode", **worker_options(settings))
-    workers.append(decode.options(num_replicas=cluster.decode).bind(plain))
+    cluster, plain = settings.cluster, replica_arguments(settings)
+    workers = [
+        serve.deployment(kind, name=kind.role, num_replicas=count, **worker_options(settings)).bind(plain)
+        for kind, count in ((PrefillReplica, cluster.prefill), (DecodeReplica, cluster.decode))
+        if count
+    ]
     ingress = serve.deployment(
         serve.ingress()(IngressReplica),
         name="ingress",
         num_replicas=cluster.ingress,
         max_ongoing_requests=MAX_ONGOING,
         ray_actor_options={"num_cpus": DEFAULT_CPUS},
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        **_WATCHED,
     )
     return ingress.bind(plain, *workers)
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
     """Serve options of both worker deployments."""
-    cluster = settings.cluster
     actor: dict[str, Any] = {"num_cpus": DEFAULT_CPUS}
-    if cluster.num_gpus_per_worker:
-        actor["num_gpus"] = cluster.num_gpus_per_worker
-    return {
-        "ray_actor_options": actor,
-        "max_ongoing_requests": 16,
-        "health_check_period_s": HEALTH_PERIOD_S,
-        "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": SHUTDOWN_S,
-        "graceful_shutdown_wait_loop_s": 0.5,
-    }
+    if settings.cluster.num_gpus_per_worker:
+        actor["num_gpus"] = settings.cluster.num_gpus_per_worker
+    return {"ray_actor_options": actor, "max_ongoing_requests": 16, "graceful_shutdown_wait_loop_s": 0.5, **_WATCHED}
 
 
 def replica_arguments(settings: Settings) -> dict[str, Any]:

@@ -1,10 +1,17 @@
-"""Settings of the KV cache below the workers' pools, and of the cluster's own KV store."""
+"""Settings of the KV cache below the workers' pools, of the cluster's own KV store, and of KV transfers."""
 
 from typing import Self
 
 from pydantic import model_validator
 
-from kvrelay.settings.choices import Compression, EvictionPolicyName, PrefetchMode, WritePolicy
+from kvrelay.settings.choices import (
+    ChecksMode,
+    Compression,
+    EvictionPolicyName,
+    PrefetchMode,
+    TransportName,
+    WritePolicy,
+)
 from kvrelay.settings.section import Section, Size, parse_bytes, setting
 
 
@@ -78,3 +85,19 @@ class StoreSettings(Section):
     @property
     def tenant_quota_bytes(self) -> int | None:
         return None if self.tenant_quota is None else parse_bytes(self.tenant_quota)
+
+
+class TransferSettings(Section):
+    """How KV travels from prefill to decode workers."""
+
+    transport: TransportName = setting(
+        "auto", "How decode workers read KV; auto: shared memory on one host, nixl for CUDA, else tcp."
+    )
+    checks: ChecksMode = setting(
+        "full", "Checksums of KV regions, verified before commit: of all, of a random sample, or of none."
+    )
+    convert_dtype: bool = setting(
+        False,
+        "Allow different dtypes on prefill and decode workers: KV is cast on its way, and outputs may differ from "
+        "those of one worker.",
+    )

@@ -22,7 +22,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source import KvSource
-from kvrelay.settings.transfer import TransferSettings
+from kvrelay.settings.cache import TransferSettings
 from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 SECRET = b"a secret of the test cluster"

@@ -37,7 +37,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.protocol.messages import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.prefill.source import KvSource, SourceTransfer
-from kvrelay.settings.transfer import TransferSettings
+from kvrelay.settings.cache import TransferSettings
 from kvrelay.types import BlockId, Fingerprint, KvMemory
 from tests.kvtransfer.chaos.content import LAYOUT, content, digests
 from tests.kvtransfer.damage import damaged
