@@ -19,7 +19,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +198,7 @@ class DtypeRows:
             row.name = row.name.format(how=f"within {bound:.2g}" if bound else "bit for bit")
             if is_cold:
                 await reset_caches(cluster)
-            forces = ("local" if is_batched and index % 2 == 0 else "remote" for index in count())
+            forces = cycle(("local", "remote") if is_batched else ("remote",))
             served = (logprobs(prompt, force) for prompt, force in zip(verifier.prompts, forces, strict=False))
             found = await asyncio.gather(*served) if is_batched else [await one for one in served]
             for prompt, got in zip(verifier.prompts, found, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import cycle
 from typing import Any, Concatenate, ParamSpec
 
 from kvrelay.cluster.launch.local import LocalCluster
@@ -90,7 +91,7 @@ class VerifyRow:
 
     Args:
         prompts: names; none: all prompts of the setup.
-        force: where prompts are prefilled: `remote`, `local`, `alternate` (every other one), or by prompt.
+        force: where prompts are prefilled, `remote` or `local`; of several words one for each prompt, in turn.
         cold: the workers' caches are reset before.
         together: all requests are sent concurrently, after the first `num_first` of them one by one.
         request: the request of a prompt, if not the usual one.
@@ -100,7 +101,7 @@ class VerifyRow:
     name: str
     must: Must = Must.EQUAL
     prompts: tuple[str, ...] = ()
-    force: str | Callable[[VerifyPrompt], str] = "remote"
+    force: str = "remote"
     cold: bool = False
     together: bool = False
     num_first: int = 0
@@ -115,16 +116,13 @@ class VerifyRow:
     async def answers(self, case: Case, prompts: Sequence[VerifyPrompt]) -> list[ServedAnswer]:
         """Serve those of the prompts that it names."""
 
-        def serve(index: int, prompt: VerifyPrompt) -> Awaitable[ServedAnswer]:
-            force = self.force(prompt) if callable(self.force) else self.force
-            if force == "alternate":
-                force = "remote" if index % 2 else "local"
-            return case.verifier.serve(case.cluster, prompt, force, self.request(case.verifier, prompt))
-
-        requests = list(enumerate(prompt for prompt in prompts if not self.prompts or prompt.name in self.prompts))
+        chosen = [prompt for prompt in prompts if not self.prompts or prompt.name in self.prompts]
+        requests = [
+            case.verifier.serve(case.cluster, prompt, force, self.request(case.verifier, prompt))
+            for prompt, force in zip(chosen, cycle(self.force.split()), strict=False)
+        ]
         num_first = self.num_first if self.together else len(requests)
-        answers = [await serve(index, prompt) for index, prompt in requests[:num_first]]
-        return answers + await asyncio.gather(*(serve(index, prompt) for index, prompt in requests[num_first:]))
+        return [await one for one in requests[:num_first]] + await asyncio.gather(*requests[num_first:])
 
 
 @dataclass(frozen=True, slots=True)

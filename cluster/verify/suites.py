@@ -46,7 +46,7 @@ def paths(transports: Sequence[str]) -> list[Setup]:
     first, one, size, flipped = transports[0], ("one block",), 2 * BLOCK_SIZE, (FLIPPED_BIT,)
     own = (
         VerifyRow("prefix-cached on both workers", during=(_hits_cache(),)),
-        VerifyRow("batched with others", cold=True, together=True, force="alternate"),
+        VerifyRow("batched with others", cold=True, together=True, force="local remote"),
     )
     setups = []
     for transport in transports:
@@ -210,9 +210,7 @@ def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
     ready = {"local": steer.all_queued(len(SHORT) + 1), "remote": only_long_queued}
 
     def row(name: str, place: str, must: Must, during: Any) -> VerifyRow:
-        def force(prompt: VerifyPrompt) -> str:
-            return "local" if prompt.name == LONG else place
-
+        force = f"{place} " * len(SHORT) + "local"
         return VerifyRow(name, must, (*SHORT, LONG), force, cold=True, together=True, during=(during,))
 
     names = {"local": "on one worker", "remote": "transferred KV and a prompt of its own"}

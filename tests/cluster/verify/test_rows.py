@@ -112,15 +112,15 @@ async def test_rows_that_compare_something_else_fail_together_with_their_error()
 
 async def test_prompts_are_served_as_the_row_says():
     verifier = FakeVerifier()
-    for force in ("remote", "alternate", lambda prompt: f"to {prompt.name}"):
+    for force in ("remote", "local remote", "remote local"):
         await run_row(verifier, verifier, VerifyRow("row", force=force, together=True, num_first=1), PROMPTS)
     assert verifier.served == [
         ("a", "remote"),
         ("b", "remote"),
         ("a", "local"),
         ("b", "remote"),
-        ("a", "to a"),
-        ("b", "to b"),
+        ("a", "remote"),
+        ("b", "local"),
     ]
 
 
