@@ -182,7 +182,7 @@ def supervise(say: Say) -> None:
 
 
 def report(line: str) -> None:
-    """Tell the supervisor: `folder <path>` (to remove after a forced end; before it is created), `stopping` (because of
+    """Send the supervisor a line: `folder <path>` (to remove after a forced end; before it is created), `stopping` (because of
     a signal) or `failing` (because of an error).
     """
     if _Pipe.sender is not None:
