@@ -182,8 +182,8 @@ def supervise(say: Say) -> None:
 
 
 def report(line: str) -> None:
-    """Send the supervisor a line: `folder <path>` (to remove after a forced end; before it is created), `stopping` (because of
-    a signal) or `failing` (because of an error).
+    """Send the supervisor a line: `folder <path>` (to remove after a forced end; sent before it is created), `stopping`
+    (because of a signal) or `failing` (because of an error).
     """
     if _Pipe.sender is not None:
         with contextlib.suppress(OSError):
