@@ -46,17 +46,8 @@ _MAX_RETRIES = 5
 class Repairer:
     """Copies one node's blocks to others. Used on the node's loop."""
 
-    def __init__(
-        self,
-        node: StoreNode,
-        make_peer: Callable[[StoreAddress], SlabPeer],
-        *,
-        num_replicas: int,
-        bytes_per_s: float = BYTES_PER_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._node, self._make_peer = node, make_peer
-        self._num_replicas, self._bytes_per_s, self._clock = num_replicas, bytes_per_s, clock
+    def __init__(self, node: StoreNode, make_peer: Callable[[StoreAddress], SlabPeer], *, num_replicas: int) -> None:
+        self._node, self._make_peer, self._num_replicas = node, make_peer, num_replicas
         self._nodes: tuple[StoreAddress, ...] = ()
         self._peers: dict[StoreAddress, SlabPeer] = {}
         self._changed = asyncio.Event()
@@ -147,12 +138,12 @@ class Repairer:
             leases = [lease for lease in await self._node.lease(missing) if lease is not None]
             try:
                 offers = [msgspec.structs.replace(self._node.block(lease.row), offset=lease.offset) for lease in leases]
-                began = self._clock()
+                began = time.monotonic()
                 kept = await peer.put(offers, within_s=_PUT_S) if offers else []
             finally:
                 self._node.release(leases)
             num_bytes = sum(offer.num_bytes for offer in offers)
-            await asyncio.sleep(max(num_bytes / self._bytes_per_s - (self._clock() - began), 0.0))
+            await asyncio.sleep(max(num_bytes / BYTES_PER_S - (time.monotonic() - began), 0.0))
             return there + [offer.key for offer, is_kept in zip(offers, kept, strict=True) if is_kept]
 
     async def _peer(self, address: StoreAddress) -> SlabPeer:

@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.engine.scheduling.beam import BeamCandidates, BeamRules, BeamSearch
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
-from kvrelay.kvcache.memory.loads import Load
+from kvrelay.kvcache.memory.jobs import Load
 from kvrelay.kvcache.memory.swap import SwappedBlocks
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob

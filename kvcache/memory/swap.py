@@ -11,8 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvrelay.kvcache.memory.jobs import MAX_JOBS, CopyStats, IoJob, IoThreads, JobQueue, MakeThreads, Urgency, run
-from kvrelay.kvcache.memory.loads import BlockSlab, Load
+from kvrelay.kvcache.memory.jobs import (
+    MAX_JOBS,
+    BlockSlab,
+    CopyStats,
+    IoJob,
+    IoThreads,
+    JobQueue,
+    Load,
+    MakeThreads,
+    Urgency,
+    run,
+)
 from kvrelay.types import BlockHash, BlockId
 
 logger = logging.getLogger(__name__)

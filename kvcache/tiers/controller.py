@@ -17,11 +17,11 @@ from kvrelay.kvcache.memory.jobs import (
     IoJob,
     IoThreads,
     JobQueue,
+    Load,
     MakeThreads,
     Urgency,
     batch_blocks,
 )
-from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockStore, SharingStore
 from kvrelay.kvcache.tiers.fetches import Fetches

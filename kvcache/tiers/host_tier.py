@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvrelay.kvcache.eviction.policies import EvictionPolicy
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.loads import BlockSlab
+from kvrelay.kvcache.memory.jobs import BlockSlab
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.kvcache.eviction.policies import make_policy
-from kvrelay.kvcache.memory.loads import BlockSlab
+from kvrelay.kvcache.memory.jobs import BlockSlab
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.settings.cache import CacheSettings

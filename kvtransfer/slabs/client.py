@@ -25,9 +25,7 @@ from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
-Reply = TypeVar(
-    "Reply", wire.LeaseGranted, wire.PutResult, wire.ExistsResult, wire.Done, wire.HolderAddresses, wire.Description
-)
+Reply = TypeVar("Reply", wire.LeaseGranted, wire.Stored, wire.Done, wire.HolderAddresses, wire.Description)
 Outcome = TypeVar("Outcome")
 
 
@@ -160,10 +158,10 @@ class SlabPeer:
         Raises PeerLost. A read that the server ends after that fails its checksum.
         """
         request = wire.PutBlocks(number=next(self._numbers), hold_s=within_s, blocks=list(blocks))
-        taken = await self._while_connected(self._request(request, wire.PutResult, within_s))
-        if len(taken.kept) != len(blocks):
+        taken = await self._while_connected(self._request(request, wire.Stored, within_s))
+        if len(taken.found) != len(blocks):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
-        return taken.kept
+        return taken.found
 
     async def _while_connected(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
         """Await `work`, checking meanwhile that the server still answers. Raises PeerLost."""
@@ -183,7 +181,7 @@ class SlabPeer:
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these blocks are there. Raises PeerLost."""
-        return (await self._request(wire.Exists(number=next(self._numbers), keys=list(keys)), wire.ExistsResult)).found
+        return (await self._request(wire.Exists(number=next(self._numbers), keys=list(keys)), wire.Stored)).found
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Delete these blocks. Raises PeerLost."""

@@ -11,9 +11,9 @@ answer repeats. Times are durations.
                            <-    SlabWelcome | SlabRejected
     AcquireLease           ->    LeaseGranted          the client reads and verifies
     ReleaseLease           ->    (no answer)
-    PutBlocks              ->    (the server reads and verifies)   PutResult
+    PutBlocks              ->    (the server reads and verifies)   Stored
     AnnounceBlocks         ->    (no answer)
-    Exists, Forget, Pin, FindHolders, Describe -> ExistsResult | Done | HolderAddresses | Description
+    Exists, Forget, Pin, FindHolders, Describe -> Stored | Done | HolderAddresses | Description
 
 Keys are opaque: clients derive them from a block's hash and everything its bytes depend on (model, dtype, codec).
 """
@@ -110,20 +110,14 @@ class PutBlocks(_Numbered, frozen=True, tag="put-blocks"):
     blocks: list[BlockOffer]
 
 
-class PutResult(_Numbered, frozen=True, tag="put-result"):
-    """Which blocks are stored, in the order of PutBlocks; those stored earlier count."""
-
-    kept: list[bool]
-
-
 class Exists(_Numbered, frozen=True, tag="exists"):
-    """Which of these blocks are there? Answered by ExistsResult."""
+    """Which of these blocks are there? Answered by Stored."""
 
     keys: list[bytes]
 
 
-class ExistsResult(_Numbered, frozen=True, tag="exists-result"):
-    """In the order of Exists."""
+class Stored(_Numbered, frozen=True, tag="stored"):
+    """Which blocks are stored, in the order of Exists or PutBlocks; those stored earlier count."""
 
     found: list[bool]
 
@@ -187,7 +181,7 @@ class SlabRequestFailed(_Numbered, frozen=True, tag="failed"):
 
 
 Request = Union[AcquireLease, PutBlocks, Exists, Forget, Pin, FindHolders, Describe]
-Answer = Union[LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Description, SlabRequestFailed]
+Answer = Union[LeaseGranted, Stored, Done, HolderAddresses, Description, SlabRequestFailed]
 ToServer = Union[SlabHello, ReleaseLease, AnnounceBlocks, Request]
 ToClient = Union[SlabWelcome, SlabRejected, Answer]
 

@@ -239,7 +239,7 @@ class _Client:
         delegate, number = self._delegate, request.number
         match request:
             case wire.PutBlocks():
-                return wire.PutResult(number=number, kept=await self._put(request))
+                return wire.Stored(number=number, found=await self._put(request))
             case wire.Describe():
                 return wire.Description(number=number, text=delegate.describe())
         if len(request.keys) > _MAX_KEYS:
@@ -248,7 +248,7 @@ class _Client:
             case wire.AcquireLease():
                 return self._grant(number, await delegate.lease(request.keys))
             case wire.Exists():
-                return wire.ExistsResult(number=number, found=await delegate.exists(request.keys))
+                return wire.Stored(number=number, found=await delegate.exists(request.keys))
             case wire.Forget():
                 await delegate.forget(request.keys)
                 return wire.Done(number=number)

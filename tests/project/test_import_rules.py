@@ -41,7 +41,6 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/stores/fsspec.py"),
     Path("kvcache/memory/jobs.py"),
     Path("kvcache/pool/ledger.py"),
-    Path("kvcache/memory/loads.py"),
     Path("kvcache/stores/redis.py"),
     Path("kvcache/stores/store.py"),
 }

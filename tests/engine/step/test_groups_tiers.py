@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvrelay.hashing import block_hashes
-from kvrelay.kvcache.memory.loads import Load
+from kvrelay.kvcache.memory.jobs import Load
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest
 from tests.engine.step.test_engine_tiers import BLOCK, drive, folder, prompt_of  # noqa: F401
 

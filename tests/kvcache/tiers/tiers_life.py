@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.eviction.policies import Lru
-from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
-from kvrelay.kvcache.memory.loads import Load
+from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Load, Urgency
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import TierController
