@@ -21,8 +21,8 @@ import numpy as np
 from bench.planner.loads import made_days, stretched_days
 from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
+from kvrelay.cluster.simulator import operations
 from kvrelay.cluster.simulator import worker as simulated_worker
-from kvrelay.cluster.simulator.operations import fleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
@@ -268,7 +268,7 @@ class Day:
             "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
         }  # fmt: skip
         scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})
-        with mock.patch.object(fleet, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
+        with mock.patch.object(operations, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
             return self.run(name, scenario, num_days)
 
     def static(self, counts: WorkerCounts) -> Outcome:

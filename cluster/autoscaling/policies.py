@@ -3,17 +3,19 @@
 Serve counts requests at its own handles, which kvrelay's requests do not pass; so replicas report what a policy needs
 through Serve's `record_autoscaling_stats`. `PlannerPolicy` is an application's policy (`autoscaling_policy` in
 configs/autoscaling.yaml): Serve makes one instance, in its controller, and calls it for both roles at every tick. The
-registry's actor keeps its state (memory.py) across restarts of the controller.
+registry's actor keeps its state, which Serve does not, across restarts of the controller: it is saved at every
+observation, with Serve's times, seconds since the epoch, and lost only if both restart within one interval.
 """
 
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, decoded, encoded, registry
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, LearnedModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import find_profile
@@ -23,6 +25,8 @@ from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
+VERSION = 1  # of the saved state
+NAME = "planner"  # its key in the registry
 LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
 
@@ -201,3 +205,69 @@ def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, RetirementCa
             alone_share=min(shares, default=1.0),
         )
     return found
+
+
+@dataclass(frozen=True)
+class PlannerMemory:
+    """The policy's whole state, except the counts, which Serve keeps."""
+
+    planner: PlannerState | None  # None: it has made no decision yet
+    feed: feed.Feed
+    learned: LearnedModel
+    retiring: dict[str, Retiring]  # by role
+    version: int = VERSION
+
+
+def encoded(memory: PlannerMemory) -> bytes:
+    return msgspec.msgpack.encode(memory)
+
+
+def decoded(data: bytes) -> PlannerMemory | None:
+    """None: nothing was saved, or another version wrote it."""
+    if not data:
+        return None
+    try:
+        memory = msgspec.msgpack.decode(data, type=PlannerMemory)
+    except msgspec.DecodeError as error:  # another version's fields, too
+        logger.warning("kvrelay planner: its saved state cannot be read, so it learns again: %s", error)
+        return None
+    return memory if memory.version == VERSION else None
+
+
+class RegistryStateStore:
+    """The planner's state in the registry's actor. Saving does not wait; loading is polled, so that no tick blocks."""
+
+    def __init__(self) -> None:
+        self._pending: Any = None
+
+    def save(self, data: bytes) -> None:
+        if (found := registry()) is not None:
+            found.save_state.remote(NAME, data)
+
+    def load(self) -> bytes | None:
+        """What was saved, empty if nothing was; None: the registry has not answered yet, call again."""
+        import ray
+
+        try:
+            if self._pending is None:
+                found = registry()
+                if found is None:
+                    return b""
+                self._pending = found.saved_state.remote(NAME)
+            ready, _ = ray.wait([self._pending], timeout=0)
+            return bytes(ray.get(ready[0])) if ready else None
+        except ray.exceptions.RayError as error:
+            logger.warning("kvrelay planner: the registry does not return the saved state: %s", error)
+            return b""
+
+
+def registry() -> Any:
+    """The registry's handle; None: there is none."""
+    import ray
+
+    from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
+
+    try:
+        return ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE)
+    except (ValueError, ray.exceptions.RayError):
+        return None

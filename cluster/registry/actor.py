@@ -64,7 +64,7 @@ class RegistryActor:
         self._retirements.request(worker_ids, drain_s, time.monotonic())
 
     async def save_state(self, name: str, data: bytes) -> None:
-        """Save state that outlives its process (cluster/autoscaling/memory.py), over what had this name."""
+        """Save state that outlives its process (cluster/autoscaling/policies.py), over what had this name."""
         self._states[name] = data
 
     async def saved_state(self, name: str) -> bytes:

@@ -76,16 +76,10 @@ class Scenario(_Section):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
+        workers = [name for name, _ in self.worker_ids()]
+        ingresses = [f"i{number}" for number in range(self.ingress)]
         for fault in self.faults:
-            letter, number = fault.target[:1], fault.target[1:]
-            counts = {"p": self.prefill, "d": self.decode, "i": self.ingress}
-            is_ingress = fault.kind == "ingress_restart"
-            if (
-                letter not in counts
-                or not number.isdigit()
-                or int(number) >= counts[letter]
-                or (letter == "i") != is_ingress
-            ):
+            if fault.target not in (ingresses if fault.kind == "ingress_restart" else workers):
                 raise ValueError(f"{fault.kind} of {fault.target}: no such target")
         return self
 

@@ -12,8 +12,7 @@ from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.network import Network
-from kvrelay.cluster.simulator.operations.faults import FaultInjector
-from kvrelay.cluster.simulator.operations.fleet import Autoscaler, SimulatedFleet
+from kvrelay.cluster.simulator.operations import Autoscaler, FaultInjector, SimulatedFleet
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
 from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, World

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from kvrelay.cluster.autoscaling.memory import NAME, RegistryStateStore, decoded
+from kvrelay.cluster.autoscaling.policies import NAME, RegistryStateStore, decoded
 from kvrelay.cluster.registry.actor import NAMESPACE, connect_registry
 from tests.cluster.autoscaling.test_planner_policy import PlannerPolicy, World
 
