@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -322,12 +323,19 @@ class Replicated(DecodeReplica):
         self._registry = None
 
 
-async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_check():
+def note_exits(monkeypatch: pytest.MonkeyPatch, note: list[str]) -> None:
+    """Have an actor that kills itself note that instead."""
+    context = SimpleNamespace(current_actor=None)
+    own = SimpleNamespace(get_runtime_context=lambda: context, kill=lambda *_, **__: note.append("exit"))
+    monkeypatch.setattr("kvrelay.cluster.deployments.worker.ray", own)
+
+
+async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_check(monkeypatch):
     replica: Any = object.__new__(Replicated)
     facts = Leaving()
     replica._registry = replica._worker = replica._record = facts
     replica._ending = replica._following = replica._lease = None
-    replica._exit = lambda: facts.note.append("exit")
+    note_exits(monkeypatch, facts.note)
     replica._listing = asyncio.create_task(asyncio.sleep(60))
     replica._retire(45.0)
     replica._retire(45.0)  # told again with every heartbeat
@@ -344,13 +352,13 @@ async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_c
     assert facts.note == ["leave", "drain 45", "close", "exit"]
 
 
-async def test_who_is_ended_by_serve_does_not_end_its_process_itself():
+async def test_who_is_ended_by_serve_does_not_end_its_process_itself(monkeypatch):
     replica: Any = object.__new__(Replicated)
     facts = Leaving()
     facts.is_empty.set()
     replica._registry = replica._worker = replica._record = facts
     replica._ending = replica._following = replica._lease = None
-    replica._exit = lambda: facts.note.append("exit")
+    note_exits(monkeypatch, facts.note)
     replica._listing = asyncio.create_task(asyncio.sleep(60))
     await DecodeReplica.__del__(replica)
     assert facts.note == ["leave", "drain 30", "close"]
