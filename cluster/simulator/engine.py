@@ -181,7 +181,7 @@ class SimulatedEngine:
         num_parked = len(self._parked)
         plan = fast_forward.plan()
         if not plan.work and not num_parked:
-            self.scheduler.copied()
+            self.scheduler.blocks.copied()
             return None
         for item in plan.work:
             if not item.seq.plain_until:

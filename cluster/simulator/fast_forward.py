@@ -191,13 +191,13 @@ class FastForward:
 
     def passed(self, count: int) -> None:
         """Of the steps that `look` reported, so many are over, not counting the one for which a sequence wakes."""
-        self._scheduler.copied()
+        self._scheduler.blocks.copied()
         self._fair_share.serve(self._parked.output_tokens(count))
         self._parked.advance(count)
 
     def advance(self, plan: StepPlan) -> None:
         """A step is over: parked sequences have a token more, and the work of the active ones is done."""
-        self._scheduler.copied()
+        self._scheduler.blocks.copied()
         self._fair_share.add_parked(self._parked.output_tokens(1))
         self._scheduler.advance(*plan.work)
         self._parked.advance(1)

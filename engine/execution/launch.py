@@ -110,7 +110,7 @@ class StepLoads:
 
     def _rewind(self, seq: Sequence) -> None:
         load = seq.load
-        self._scheduler.rewind(seq)
+        self._scheduler.preemption.rewind(seq)
         if load is not None and not isinstance(load, SwapLoad):
             assert self._scheduler.tiers is not None
             self._scheduler.tiers.controller.discard_load(load)
@@ -207,7 +207,7 @@ class StepExecutor:
                 self._runner.forget(copy.seq)  # its row of the block table names the shared block
             step.keep_blocks(copy.source for copy in copies)
             self._storage.copy_blocks([(copy.source, copy.target) for copy in copies])
-        self._scheduler.copied()
+        self._scheduler.blocks.copied()
 
     def _draw_or_keep(self, step: InFlightStep, hidden: Tensor) -> None:
         """Draw the step's tokens now if they follow from its logits alone; else keep `hidden` until it is collected."""
@@ -265,13 +265,9 @@ class StepExecutor:
     def _sample_groups(self, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
         """Sample a step that has members of groups."""
         draws = self._groups.rows_of(seqs)
-        if len(draws) != len(seqs) or any(seq.group is not None for seq in seqs):
-            drawn = logits[torch.tensor([row for row, _ in draws], dtype=torch.int64, device=logits.device)]
-        else:
-            drawn = logits
         if draws:
-            members = [seq for _, seq in draws]
-            tokens, logprobs = self.sampler.sample(drawn, members)
+            rows, members = [row for row, _ in draws], [seq for _, seq in draws]
+            tokens, logprobs = self.sampler.sample(logits[rows], members)
             self._outputs.append_all(members, tokens, logprobs, outputs)
         now_s = self._clock()
         leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
@@ -282,7 +278,7 @@ class StepExecutor:
 
     def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
         """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its sequence's
-        step. So the tokens are those of plain steps, one by one: see `uniform`.
+        step. So the tokens are those of plain steps, one by one: see `uniforms`.
         """
         items = [item for item in plan.work if item.samples]
         ahead = [index for item in items for index in range(1 + len(item.drafts))]

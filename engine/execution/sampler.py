@@ -25,19 +25,13 @@ from kvrelay.types import FinishReason
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_FEW = 16  # rows; for less of them numpy is slower than Python
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for one output position. Source: splitmix64 (Steele et al., OOPSLA 2014)."""
-    z = (seed + _GOLDEN * (position + 1)) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`uniform` of many: seeds and positions [R] uint64, float64 out. Sums and products wrap."""
+    """Numbers in [0, 1) for output positions: float64 [R]. seeds, positions: uint64 [R]; sums and products wrap.
+
+    Source: splitmix64 (Steele et al., OOPSLA 2014).
+    """
     z = seeds + np.uint64(_GOLDEN) * (positions + np.uint64(1))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -165,17 +159,11 @@ class Sampler:
 
     def _draws(self, seqs: Rows[Sequence], ahead: Rows[int] | None) -> Tensor:
         """Each row's random number; 0 for rows that draw none."""
-        last = self._last
-        draws = torch.zeros(len(seqs), dtype=torch.float64)
-        positions = [len(seqs[row].token_ids) - seqs[row].request.num_prompt_tokens for row in last.random]
-        if ahead is not None:
-            positions = [position + ahead[row] for position, row in zip(positions, last.random, strict=True)]
-        if len(positions) < _FEW:
-            for row, position in zip(last.random, positions, strict=True):
-                draws[row] = uniform(last.params[row].seed, position)
-            return draws
-        draws.numpy()[last.random] = uniforms(last.seeds, np.array(positions, dtype=np.uint64))
-        return draws
+        draws, rows = np.zeros(len(seqs)), self._last.random
+        if rows:
+            positions = [seqs[row].num_output + (0 if ahead is None else ahead[row]) for row in rows]
+            draws[rows] = uniforms(self._last.seeds, np.array(positions, dtype=np.uint64))
+        return torch.from_numpy(draws)
 
     def _note_changes(self, changes: LogitChanges, row: int, seq: Sequence) -> None:
         p = seq.request.sampling

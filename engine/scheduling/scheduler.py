@@ -207,10 +207,6 @@ class Scheduler:
         is_roomy = self.pool.num_available >= 2 * len(queues.running)
         return is_roomy and not (queues.swapped or self.groups)
 
-    def copied(self) -> None:
-        """The last plan's copies are made: their sources may be reused."""
-        self.blocks.copied()
-
     def advance(self, *work: Scheduled) -> None:
         """The KV of this work is in its blocks now. Pass a whole step's: its tenants then pay once each."""
         fair_share, blocks, size = self.fair_share, self.blocks, self.pool.block_size
@@ -232,10 +228,6 @@ class Scheduler:
     def preempt_group(self, group: tuple[Sequence, ...]) -> PreemptionMode:
         """Preempt these running sequences, all in the mode that costs the least; returns it."""
         return self.preemption.preempt_group(group)
-
-    def rewind(self, seq: Sequence) -> None:
-        """What is being loaded for `seq` is corrupt: compute it again, without that."""
-        self.preemption.rewind(seq)
 
     # ---- the end
 

@@ -13,7 +13,7 @@ from kvrelay.kvcache.memory.jobs import Load
 from kvrelay.kvcache.memory.swap import SwappedBlocks
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob
-from kvrelay.types import BlockHash, FinishReason
+from kvrelay.types import FinishReason
 
 
 class State(enum.StrEnum):
@@ -146,10 +146,6 @@ class Sequence:
             for index in range(len(names) * stride + stride - 1, len(chain), stride):
                 names.data += chain.data[index * HASH_BYTES : (index + 1) * HASH_BYTES]
         return names
-
-    def full_hashes(self) -> list[BlockHash]:
-        """`block_chain` as a list."""
-        return self.block_chain().hashes()
 
     def end_load(self) -> None:
         """Wait until nothing is loaded into its blocks any more."""

@@ -37,7 +37,7 @@ class LowerTiers:
     @staticmethod
     def _usable(seq: Seq) -> Sequence[BlockHash]:
         """Hashes of the blocks that `seq` could load; none where every prompt token's logits are asked for."""
-        return [] if seq.request.sampling.prompt_logprobs is not None else seq.full_hashes()
+        return [] if seq.request.sampling.prompt_logprobs is not None else seq.block_chain().hashes()
 
     def _meta(self, seq: Seq, hashes: Sequence[BlockHash] | HashChain, index: int) -> BlockMeta:
         parent = hashes[index - 1] if index else None
@@ -81,14 +81,14 @@ class LowerTiers:
 
     def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
         """The number of blocks after those in the pool that the host tier has; they stay there for so long."""
-        hashes = seq.full_hashes()
+        hashes = seq.block_chain().hashes()
         count = self.host.num_here(hashes, num_in_pool)
         self.host.pin(hashes[num_in_pool : num_in_pool + count], self.host.now_s() + ttl_s)
         return count
 
     def prefetch(self, seq: Seq, num_here: int, ttl_s: float, on_found: Callable[[int], None]) -> bool:
         """Fetch its blocks after the first ones from the stores, and keep them for so long. See Fetches.prefetch."""
-        hashes = seq.full_hashes()
+        hashes = seq.block_chain().hashes()
         metas = [self._meta(seq, hashes, index) for index in range(num_here, len(hashes))]
         until_s = self.host.now_s() + ttl_s
         return self.fetches.prefetch(seq.request_id, hashes[num_here:], metas, until_s, on_found)

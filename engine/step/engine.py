@@ -198,7 +198,7 @@ class Engine:
         if batch.in_flight is not None:
             self._collect(result, launched)
         if launched is None:
-            scheduler.copied()
+            scheduler.blocks.copied()
             result.is_stuck = not (was_in_flight or plan.preempted or result.reservations or result.refused)
             scheduler.check_idle()
             return result

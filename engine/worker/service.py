@@ -31,7 +31,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.connection import Server
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.reports import Audited, LoadReport, PairReport, Status, WorkerInfo
-from kvrelay.plane.tls import ClusterTls, cluster_tls
+from kvrelay.plane.tls import cluster_tls
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,7 @@ class WorkerService:
         engine = await self.thread.start()
         self._role = role = await self._start_role(engine)
         self._reports = EngineReports(self.thread, engine.load(), completed=self._completed, changes=role.changes)
-        self._server = WorkerServer(
-            role, self.thread, self.requests, self._reports, self.status, secret=options.secret, tls=self.tls
-        )
+        self._server = WorkerServer(self, role, self._reports)
         self.info = await self._server.start(options.host, lambda port: self._describe(engine, role, port))
         logger.info(
             "%s worker %s serves %s at %s:%d",
@@ -271,28 +269,16 @@ def _plain(pair: PairReport) -> dict[str, Any]:
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
 
 
-logger = logging.getLogger(__name__)
-
 MAX_AUDITED = 1024  # hashes of one Audit that are answered
 
 
 class WorkerServer:
     """Listens from start() to aclose(). An ingress that disconnects takes its requests with it."""
 
-    def __init__(
-        self,
-        role: WorkerRole,
-        thread: EngineThread,
-        requests: RequestTable,
-        reports: EngineReports,
-        status: Callable[[], dict[str, Any]],
-        *,
-        secret: bytes,
-        tls: ClusterTls | None,
-    ) -> None:
-        self._role, self._thread, self._requests, self._reports = role, thread, requests, reports
-        self._status = status
-        self._server = Server(self._serve, secret, tls=tls)
+    def __init__(self, service: WorkerService, role: WorkerRole, reports: EngineReports) -> None:
+        self._service, self._role, self._reports = service, role, reports
+        self._thread, self._requests = service.thread, service.requests
+        self._server = Server(self._serve, service.options.secret, tls=service.tls)
         self._info: WorkerInfo | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -339,7 +325,7 @@ class WorkerServer:
             case wire.Assigned():
                 self._reports.assign(link, message)
             case wire.StatusQuery(query_id=query_id):
-                link.send(Status(query_id=query_id, json=json.dumps(self._status()).encode()))
+                link.send(Status(query_id=query_id, json=json.dumps(self._service.status()).encode()))
             case wire.Prefetch():
                 self._prefetch(link, message)
             case wire.Audit():

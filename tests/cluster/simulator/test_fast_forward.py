@@ -66,7 +66,7 @@ class Bench:
     def step(self):
         """Everybody's, planned and applied whole."""
         plan = self.sched.schedule()
-        self.sched.copied()
+        self.sched.blocks.copied()
         self.sched.advance(*plan.work)
         return self._append(plan)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvrelay.engine.execution.runner import sampled
-from kvrelay.engine.execution.sampler import OutputProcessor, Sampler, uniform, uniforms
+from kvrelay.engine.execution.sampler import OutputProcessor, Sampler, uniforms
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
@@ -15,6 +15,15 @@ from kvrelay.plane.messages import Sampling, SequenceRequest
 from tests.engine.tiny import tiny_llama
 
 VOCAB = 97
+
+
+def uniform(seed: int, position: int) -> float:
+    """One output position's number, in plain Python. Source: splitmix64 (Steele et al., OOPSLA 2014)."""
+    mask = (1 << 64) - 1
+    z = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class Run:
             self.sched.advance(item)
             if samples:
                 item.seq.token_ids.append(99)
-        self.sched.copied()
+        self.sched.blocks.copied()
         return plan
 
 
@@ -160,7 +160,7 @@ def test_service_is_charged_once_for_each_computed_token_also_over_a_preemption(
     seq = run.add("a", tokens=7)
     run.step()
     run.step()
-    run.sched.rewind(seq)
+    run.sched.preemption.rewind(seq)
     run.sched.pool.reset_cache()
     for _ in range(3):
         run.step()
@@ -210,7 +210,7 @@ def test_what_was_preempted_is_never_overdue():
     run = Run()
     seq = run.add(deadline_s=1.0)
     run.step()
-    run.sched.rewind(seq)
+    run.sched.preemption.rewind(seq)
     run.sched.reject_overdue(100.0)
     assert not run.sched.rejected and seq.state is State.WAITING
 

@@ -57,7 +57,7 @@ class Bench:
         for seq in self.sched.grant_reservations():
             self.sched.activate(seq.request_id, [WORD])
         plan = self.sched.schedule()
-        self.sched.copied()
+        self.sched.blocks.copied()
         self.sched.advance(*plan.work)
         seqs = [item.seq for item in plan.work if item.samples]
         self.appender.append_all(seqs, [WORD] * len(seqs), [None] * len(seqs), [])

@@ -247,7 +247,7 @@ class Swapping:
         for item in plan.work:
             seq = item.seq
             if isinstance(seq.load, SwapLoad) and not seq.load.wait_verified():
-                self.sched.rewind(seq)
+                self.sched.preemption.rewind(seq)
                 continue
             self.sched.advance(item)
             seq.load = None
@@ -257,7 +257,7 @@ class Swapping:
                 if seq.num_output >= seq.max_output:
                     self.done[seq.request_id] = seq.token_ids[seq.request.num_prompt_tokens :]
                     self.sched.finish(seq, FinishReason.LENGTH)
-        self.sched.copied()
+        self.sched.blocks.copied()
         self.sched.check()
         return plan
 
@@ -533,6 +533,6 @@ def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is()
     assert world.sched.blocks.try_own(seq) and seq.blocks[1] != shared[1]
     world.sched.preempt_group((seq,))
     assert seq.swapped is not None and [world.slab.content[slot] for slot in seq.swapped.rows] == before[-1:]
-    world.sched.copied()
+    world.sched.blocks.copied()
     world.sched.pool.release(shared)
     world.sched.check()

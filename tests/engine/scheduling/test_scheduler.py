@@ -75,8 +75,8 @@ def test_output_extends_the_chain_by_the_hashes_own_step():
     for _ in range(3):  # 6 tokens, then two more: the second block is full
         run(sched)
     seq = sched.sequences["a"]
-    assert seq.full_hashes() == block_hashes([*ids, 99, 99], 2)[1::2]
-    assert seq.full_hashes() != block_hashes([*ids, 99, 99], BLOCK)
+    assert seq.block_chain().hashes() == block_hashes([*ids, 99, 99], 2)[1::2]
+    assert seq.block_chain().hashes() != block_hashes([*ids, 99, 99], BLOCK)
 
 
 def test_a_block_that_is_yet_to_be_copied_goes_to_nobody_in_the_same_step():
@@ -105,7 +105,7 @@ def test_a_block_that_is_yet_to_be_copied_goes_to_nobody_in_the_same_step():
     assert len(sched.running) == 2
     assert copy.source not in [block for seq in sched.running for block in seq.blocks]
     sched.check()
-    sched.copied()
+    sched.blocks.copied()
     assert sched.pool.num_holders(copy.source) == 0
 
 
@@ -379,7 +379,7 @@ def test_a_block_that_begins_alike_is_copied_and_the_rest_computed():
     assert (copy.source, copy.target) == (blocks[1], seq.blocks[1]) and copy.source != copy.target
     assert seq.blocks[0] == blocks[0]
     run(sched, plan)
-    sched.copied()
+    sched.blocks.copied()
     sched.check()
 
 
@@ -417,10 +417,10 @@ def test_a_sequence_about_to_write_into_a_shared_block_gets_a_copy():
     [copy] = plan.copies
     assert (copy.seq, copy.source) == (seq, other[1]) and seq.blocks[1] == copy.target
     run(sched, plan)
-    sched.copied()
+    sched.blocks.copied()
     assert sched.schedule().copies == ()  # from now on the block is its own
     sched.pool.release(other)
-    sched.copied()
+    sched.blocks.copied()
     sched.check()
 
 

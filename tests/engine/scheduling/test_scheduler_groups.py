@@ -51,7 +51,7 @@ class Run:
             if seq.num_output >= seq.max_output:
                 self.sched.finish(seq, FinishReason.LENGTH)
         self.groups.settle([seq for seq in seqs if seq.group is not None and seq is seq.group.leader])
-        self.sched.copied()
+        self.sched.blocks.copied()
         self.sched.check()
 
 

@@ -85,7 +85,7 @@ def live(sched: Scheduler, acts: list[tuple[str, str, int]]):
             seq.token_ids.append(99)
             if seq.num_output >= 20:
                 sched.finish(seq, FinishReason.LENGTH)
-        sched.copied()
+        sched.blocks.copied()
         sched.check()
         yield accounts(sched)
 

@@ -56,7 +56,7 @@ class Life(World):
         for copy in plan.copies:
             if copy.seq in going:
                 self.content[copy.target] = list(self.content[copy.source])
-        self.sched.copied()
+        self.sched.blocks.copied()
         self.swaps.arrive()
         for item in work:
             item.seq.end_load()
@@ -169,7 +169,7 @@ class Life(World):
         for seq in sorted(bad, key=lambda seq: (seq.arrival, seq.choice)):
             self.swaps.arrive()
             self.rows.discard(seq)
-            self.sched.rewind(seq)
+            self.sched.preemption.rewind(seq)
         self.moved(frozenset({(R, W)} if bad else ()))
         return [item for item in plan.work if item.seq not in bad]
 
