@@ -190,9 +190,9 @@ class StepExecutor:
         step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.blocks)
         try:
             self._copy_blocks(step)
-            drawn = before.drawn() if before is not None else None
+            feed = before.feed(plan) if before is not None else None
             on_layer = None if self._layer_events is None else self._layer_events.on_layer(plan)
-            hidden = self._runner.run(plan, on_layer, self._loads.before_layer(plan), drawn)
+            hidden = self._runner.run(plan, on_layer, self._loads.before_layer(plan), feed)
             self._loads.settle(plan)
             step.wants_prompt_logprobs = any(item.seq.request.sampling.prompt_logprobs is not None for item in begun)
             self._draw_or_keep(step, hidden)
@@ -308,25 +308,19 @@ class StepExecutor:
         self._note_draft(item, num_accepted)
 
     def _collect_prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> None:
-        begin = 0
+        begin, num_rows = 0, _PROMPT_LOGPROB_ROWS
         for item in plan.work:
-            count = item.seq.request.sampling.prompt_logprobs
-            if count is not None:
-                self._collect_logprobs_of(item, hidden, begin, count)
+            seq, first = item.seq, begin
             begin += item.num_tokens
-
-    def _collect_logprobs_of(self, item: Scheduled, hidden: Tensor, begin: int, count: int) -> None:
-        """begin: the item's first row of `hidden`; count: likeliest tokens for each prompt token."""
-        seq = item.seq
-        last = min(item.start + item.num_tokens, seq.request.num_prompt_tokens - 1)
-        is_done = seq.num_output > seq.request.num_output_tokens  # sent before a preemption
-        if item.start >= last or is_done:
-            return
-        targets = seq.token_ids[item.start + 1 : last + 1]
-        for offset in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-            part = targets[offset : offset + _PROMPT_LOGPROB_ROWS]
-            rows = list(range(begin + offset, begin + offset + len(part)))
-            seq.prompt_logprobs += token_logprobs(self._runner.logits(hidden, rows), part, [count] * len(part))
+            count, num_prompt = seq.request.sampling.prompt_logprobs, seq.request.num_prompt_tokens
+            is_done = seq.num_output > seq.request.num_output_tokens  # sent before a preemption
+            if count is None or is_done:
+                continue
+            targets = seq.token_ids[item.start + 1 : min(item.start + item.num_tokens, num_prompt - 1) + 1]
+            for offset in range(0, len(targets), num_rows):
+                part = targets[offset : offset + num_rows]
+                logits = self._runner.logits(hidden, range(first + offset, first + offset + len(part)))
+                seq.prompt_logprobs += token_logprobs(logits, part, [count] * len(part))
 
 
 def _none_drawn(hidden: Tensor) -> Tensor:

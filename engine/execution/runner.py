@@ -27,14 +27,6 @@ from kvrelay.types import KvLayout
 _PLACEHOLDER = 0  # for a token that is being drawn; the device replaces it, and it is gone before it is read here
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """Last tokens of some sequences that only the device knows. rows: of `tokens`, by the sequence's id()."""
-
-    tokens: Tensor
-    rows: dict[int, int]
-
-
 @dataclass(slots=True, eq=False)
 class InFlightStep:
     """One launched step.
@@ -96,11 +88,14 @@ class InFlightStep:
                 seq.token_ids.pop()
         self._placeholders.clear()
 
-    def drawn(self) -> DrawnTokens | None:
-        """Where a step that is launched now finds the tokens of the placeholders."""
+    def feed(self, plan: StepPlan) -> TokenFeed | None:
+        """Where a step that is launched now finds the tokens of the placeholders. Those rows come first in its plan."""
         if self.pending is None or not self._placeholders:
             return None
-        return DrawnTokens(self.pending.tokens, dict(self._placeholders))
+        sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
+        rows = [self._placeholders.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
+        sources[: plan.num_single] = torch.tensor(rows, dtype=torch.int64)
+        return TokenFeed(sources, self.pending.tokens)
 
 
 def sampled(plan: StepPlan) -> tuple[list[int], list[Sequence]]:
@@ -265,9 +260,9 @@ class Runner:
         plan: StepPlan,
         on_layer: Callable[[int], None] | None = None,
         before_layer: Callable[[int], None] | None = None,
-        drawn: DrawnTokens | None = None,
+        feed: TokenFeed | None = None,
     ) -> Tensor:
-        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. drawn: tokens not known here.
+        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. feed: tokens not known here.
 
         `before_layer` may wait for KV of that layer that is still on its way, `on_layer` hears when a layer is done.
         """
@@ -276,7 +271,7 @@ class Runner:
             on_layer = _then(on_layer, before_layer, len(self._kv_layers))
         token_ids, batch = self.batch(plan)
         if self._device is not None:
-            token_ids = self._device.place(token_ids, None if drawn is None else _feed(plan, drawn))
+            token_ids = self._device.place(token_ids, feed)
         if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
             self._graphs.reset()
             if self._pieces is not None:
@@ -298,14 +293,6 @@ class Runner:
             known = self._graphs.logits_of(hidden) if self._graphs is not None else None
             return self._model.logits(hidden) if known is None else known
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
-
-
-def _feed(plan: StepPlan, drawn: DrawnTokens) -> TokenFeed:
-    """Whose last token is not known lacks no other one, and comes first in the step."""
-    sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
-    rows = [drawn.rows.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
-    sources[: plan.num_single] = torch.tensor(rows, dtype=torch.int64)
-    return TokenFeed(sources, drawn.tokens)
 
 
 def _then(

@@ -422,16 +422,16 @@ def test_whatever_happens_between_steps_each_stream_is_its_own(make, expected, s
 
 
 def tokens_of_other_rows(monkeypatch):
-    real = InFlightStep.drawn
+    real = InFlightStep.feed
 
-    def drawn(self):
-        found = real(self)
-        if found is not None and len(found.rows) > 1:
-            rows = list(found.rows.values())
-            found.rows.update(zip(found.rows, rows[1:] + rows[:1], strict=True))
+    def feed(self, plan):
+        found = real(self, plan)
+        if found is not None and (found.sources >= 0).sum() > 1:
+            fed = found.sources >= 0
+            found.sources[fed] = found.sources[fed].roll(1)
         return found
 
-    monkeypatch.setattr(InFlightStep, "drawn", drawn)
+    monkeypatch.setattr(InFlightStep, "feed", feed)
 
 
 def who_may_have_to_give_way_is_looked_past(monkeypatch):
