@@ -11,7 +11,7 @@ BUDGETS = {  # Python lines
     "kvrelay": 3_450,
     "kernels": 5_000,
     "kvcache": 6_750,
-    "engine": 11_300,
+    "engine": 10_400,
     "kvtransfer": 6_000,
     "prefill": 1_100,
     "decode": 1_400,
