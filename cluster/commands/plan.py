@@ -6,7 +6,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Annotated, Any
 
 import typer
@@ -194,24 +194,26 @@ def busy_rate(entries: Sequence[TraceEntry]) -> float:
     """Requests per second in the window at the 95th percentile; the mean where the trace has fewer than
     FEWEST_WINDOWS.
     """
-    first, span_s = entries[0].arrival_s, entries[-1].arrival_s - entries[0].arrival_s
+    span_s = entries[-1].arrival_s - entries[0].arrival_s
     if span_s <= 0:
         return float(len(entries))
     num_windows = int(span_s // WINDOW_S)
     if num_windows < FEWEST_WINDOWS:
         return len(entries) / span_s
-    counts = Counter(int((entry.arrival_s - first) // WINDOW_S) for entry in entries)
-    ordered = sorted(counts.get(index, 0) for index in range(num_windows))
+    ordered = sorted(_window_counts(entries, WINDOW_S)[:num_windows])
     return ordered[min(int(BUSY_SHARE * num_windows), num_windows - 1)] / WINDOW_S
+
+
+def _window_counts(entries: Sequence[TraceEntry], window_s: float) -> list[int]:
+    counts = Counter(int((entry.arrival_s - entries[0].arrival_s) // window_s) for entry in entries)
+    return [counts[index] for index in range(max(counts) + 1)]
 
 
 def burstiness(entries: Sequence[TraceEntry], window_s: float) -> float:
     """Variance over mean of the counts in windows, from differences of neighbours, so that a slow change of the rate is
     no burst.
     """
-    first = entries[0].arrival_s
-    counts = Counter(int((entry.arrival_s - first) // window_s) for entry in entries)
-    row = [counts.get(index, 0) for index in range(max(counts) + 1)]
+    row = _window_counts(entries, window_s)
     if len(row) < 2:
         return 1.0
     swings = sum((b - a) ** 2 / 2.0 for a, b in pairwise(row)) / (len(row) - 1)
@@ -223,11 +225,7 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
     cache: OrderedDict[int, int] = OrderedDict()
     held, hits = 0, []
     for entry in entries:
-        depth = 0
-        for block in entry.hash_ids:
-            if block not in cache:
-                break
-            depth += 1
+        depth = sum(1 for _ in takewhile(cache.__contains__, entry.hash_ids))
         hits.append(min(depth * entry.block_tokens, entry.input_tokens - 1))
         for block in reversed(entry.hash_ids):  # a prefix is evicted after its continuations
             if block not in cache:
