@@ -10,14 +10,21 @@ observation, with Serve's times, seconds since the epoch, and lost only if both 
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import msgspec
 
 from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
-from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, LearnedModel, model_of, rules_of, target_of
+from kvrelay.cluster.autoscaling.worker_model import (
+    INTERVAL_S,
+    LearnedModel,
+    PlannerMemory,
+    decoded,
+    encoded,
+    model_of,
+    rules_of,
+    target_of,
+)
 from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
@@ -25,7 +32,6 @@ from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
-VERSION = 1  # of the saved state
 NAME = "planner"  # its key in the registry
 LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
@@ -205,33 +211,6 @@ def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, RetirementCa
             alone_share=min(shares, default=1.0),
         )
     return found
-
-
-@dataclass(frozen=True)
-class PlannerMemory:
-    """The policy's whole state, except the counts, which Serve keeps."""
-
-    planner: PlannerState | None  # None: it has made no decision yet
-    feed: feed.Feed
-    learned: LearnedModel
-    retiring: dict[str, Retiring]  # by role
-    version: int = VERSION
-
-
-def encoded(memory: PlannerMemory) -> bytes:
-    return msgspec.msgpack.encode(memory)
-
-
-def decoded(data: bytes) -> PlannerMemory | None:
-    """None: nothing was saved, or another version wrote it."""
-    if not data:
-        return None
-    try:
-        memory = msgspec.msgpack.decode(data, type=PlannerMemory)
-    except msgspec.DecodeError as error:  # another version's fields, too
-        logger.warning("kvrelay planner: its saved state cannot be read, so it learns again: %s", error)
-        return None
-    return memory if memory.version == VERSION else None
 
 
 class RegistryStateStore:

@@ -1,4 +1,5 @@
-"""The planner's target, rules and worker model: from settings, from a profile, or learned from the workers' reports.
+"""The planner's target, rules and worker model: from settings, from a profile, or learned from the workers' reports;
+and what all of it has learned, as bytes.
 
 Pure.
 
@@ -7,8 +8,11 @@ sequence. Until batches of different sizes have been seen, a sequence is assumed
 costs a prompt.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from kvrelay.cluster.autoscaling.feed import (
     KV_BYTES_PER_TOKEN,
@@ -17,10 +21,12 @@ from kvrelay.cluster.autoscaling.feed import (
     PREFILL_SPEED,
     RUNNING,
     STEP_S,
+    Feed,
 )
+from kvrelay.cluster.autoscaling.retirement import Retiring
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.config import Settings
-from kvrelay.router.planning.planner import PlannerRules
+from kvrelay.router.planning.planner import PlannerRules, PlannerState
 from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, WorkerModel
 from kvrelay.router.slo.learning import DurationFit
 from kvrelay.settings.cluster import PlannerSettings
@@ -105,3 +111,34 @@ class LearnedModel:
             max_running=round(min(values.get(MAX_RUNNING, 1.0) for values in known)),
             kv_bytes_per_token=round(max(values.get(KV_BYTES_PER_TOKEN, 0.0) for values in known)),
         )
+
+
+logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
+VERSION = 1  # of the saved state
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerMemory:
+    """The policy's whole state, except the counts, which Serve keeps."""
+
+    planner: PlannerState | None  # None: it has made no decision yet
+    feed: Feed
+    learned: LearnedModel
+    retiring: dict[str, Retiring]  # by role
+    version: int = VERSION
+
+
+def encoded(memory: PlannerMemory) -> bytes:
+    return msgspec.msgpack.encode(memory)
+
+
+def decoded(data: bytes) -> PlannerMemory | None:
+    """None: nothing was saved, or another version wrote it."""
+    if not data:
+        return None
+    try:
+        memory = msgspec.msgpack.decode(data, type=PlannerMemory)
+    except msgspec.DecodeError as error:  # another version's fields, too
+        logger.warning("kvrelay planner: its saved state cannot be read, so it learns again: %s", error)
+        return None
+    return memory if memory.version == VERSION else None

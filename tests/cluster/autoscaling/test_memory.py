@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from kvrelay.cluster.autoscaling.policies import NAME, RegistryStateStore, decoded
+from kvrelay.cluster.autoscaling.policies import NAME, RegistryStateStore
+from kvrelay.cluster.autoscaling.worker_model import decoded
 from kvrelay.cluster.registry.actor import NAMESPACE, connect_registry
 from tests.cluster.autoscaling.test_planner_policy import PlannerPolicy, World
 
