@@ -126,11 +126,6 @@ class SnapshotIngest:
             return some, []
         return [one for one in some if one not in lowered], [one for one in some if one in lowered]
 
-    def stop(self) -> None:
-        """Aborted, or done."""
-        if self.rest is not None:
-            self.rest.stop()
-
 
 class IndexedWorker:
     """One worker, in one of the index's rows.
@@ -267,9 +262,9 @@ class IndexedWorker:
         return False
 
     def _end_ingest(self) -> None:
-        if self.ingest is not None:
-            self.ingest.stop()
-            self.ingest = None
+        if self.ingest is not None and self.ingest.rest is not None:
+            self.ingest.rest.stop()
+        self.ingest = None
 
     # ---- audits
 

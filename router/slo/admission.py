@@ -129,9 +129,9 @@ def choose_candidate(
     """
     tried: list[tuple[int, SloVerdict]] = []
     for index, candidate in enumerate(candidates):
-        is_other = _computes(candidate) != _computes(candidates[0]) and not (
-            tried and _may_go_elsewhere(candidates[0], tried[0][1])
-        )
+        # whether a decode worker that would compute the prompt itself misses the target by its batch alone
+        may_go_elsewhere = bool(tried) and candidates[0][0] is None and "ttft" not in tried[0][1].missed
+        is_other = _computes(candidate) != _computes(candidates[0]) and not may_go_elsewhere
         if is_other or candidate[1] in {candidates[other][1] for other, _ in tried}:
             continue
         tried.append((index, judge(requirement, predict(index), clears_in_s=None)))
@@ -148,11 +148,6 @@ def choose_candidate(
             chosen, verdict = spare, untargeted
     others = tuple(_rejected(candidates[index], one) for index, one in tried if index != chosen)
     return chosen, replace(verdict, rejected_candidates=others)
-
-
-def _may_go_elsewhere(candidate: Pair, verdict: SloVerdict) -> bool:
-    """Whether a decode worker that would compute the prompt itself misses the target by its batch alone."""
-    return candidate[0] is None and "ttft" not in verdict.missed
 
 
 def _computes(candidate: Pair) -> str | None:

@@ -174,14 +174,11 @@ class EventStream(Response):
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def _type_of(status: int) -> str:
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-
-
 def describe(error: Exception) -> tuple[int, ErrorReply, float | None]:
     """(status, body, Retry-After in seconds or None) of any error."""
     if isinstance(error, RequestError):
-        body = ErrorBody(message=error.message, type=_type_of(error.status), param=error.param, code=error.code)
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+        body = ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
         body.slo = getattr(error, "slo", UNSET)
         return error.status, ErrorReply(error=body), getattr(error, "retry_after_s", None)
     if isinstance(error, WorkerError):

@@ -20,7 +20,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
-from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal, SloVerdict
+from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt
 from kvrelay.serve.requests.retries import (
     RESERVE_TIMEOUT_S,
@@ -156,7 +156,9 @@ class RequestDriver:
             await self._turn(request.request_id)
             observer.resumed(deferred_s)
         observer.placed(decision, str(self._retries.last_failure or ""))
-        self._note_verdict(decision.verdict)
+        if self._slo is not None and decision.verdict is not None:
+            self._slo.verdict = decision.verdict
+            observer.judged(decision.verdict)
         if isinstance(decision, RoutingRefusal):
             raise self._retries.error_of(decision)
         submission = self._submissions.open(request.request_id)
@@ -198,11 +200,6 @@ class RequestDriver:
             priority=request.priority,
             may_wait=is_first and self._force is None and request.deadline_s is None,
         )
-
-    def _note_verdict(self, verdict: SloVerdict | None) -> None:
-        if self._slo is not None and verdict is not None:
-            self._slo.verdict = verdict
-            self._observer.judged(verdict)
 
     def _with_class_priority(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
         """With the queue priority of the class of service under which it was admitted."""

@@ -10,15 +10,7 @@ from typing import Any
 from kvrelay.plane.messages import TokenOutput, Transferred
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.slo.admission import verdict_fields
-from kvrelay.router.types import (
-    CandidateScore,
-    Decision,
-    Prediction,
-    RejectedCandidate,
-    RoutingRefusal,
-    SloRequirement,
-    SloVerdict,
-)
+from kvrelay.router.types import CandidateScore, Decision, RejectedCandidate, RoutingRefusal, SloRequirement, SloVerdict
 
 MAX_CANDIDATES = 16
 
@@ -114,8 +106,15 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
         "policy_terms": decision.policy_terms,
         "regret": {"worker": regret.worker, "tokens": regret.tokens, "us": _us(regret.seconds)},
     }
-    if decision.forecast is not None:
-        fields["forecast"] = _forecast_fields(decision.forecast)
+    if (forecast := decision.forecast) is not None:  # null: not known yet
+        fields["forecast"] = {
+            "ttft_us": _us_or_null(forecast.ttft_s),
+            "tpot_us": _us_or_null(forecast.tpot_s),
+            "ttft_margin": forecast.ttft_factor,  # on a predicted time before it is compared with an SLO
+            "tpot_margin": forecast.tpot_factor,
+            "queue_us": _us(forecast.queue_s),
+            "batch": forecast.batch,
+        }
     fields["candidates"] = [
         {"path": one.path, "score": one.score, "terms": one.terms, **_workers(one)}
         for one in candidate_scores(decision, MAX_CANDIDATES)
@@ -126,18 +125,6 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
         pairs = decision.incompatible_pairs.items()
         fields["incompatible_pairs"] = [{"prefill": p, "decode": d, "reason": reason} for (p, d), reason in pairs]
     return fields
-
-
-def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
-    """Null: not known yet. A margin is the factor on a predicted time before it is compared with an SLO."""
-    return {
-        "ttft_us": _us_or_null(forecast.ttft_s),
-        "tpot_us": _us_or_null(forecast.tpot_s),
-        "ttft_margin": forecast.ttft_factor,
-        "tpot_margin": forecast.tpot_factor,
-        "queue_us": _us(forecast.queue_s),
-        "batch": forecast.batch,
-    }
 
 
 def _rejected_fields(rejected: RejectedCandidate) -> dict[str, Any]:

@@ -108,10 +108,8 @@ def _state(record: RequestRecord) -> str:
 
 def request_detail(record: RequestRecord, now_s: float) -> dict[str, Any]:
     """The row and every stage, ordered by time."""
-    gaps = record.num_tokens - 1
-    tpot_s = (record.last_s - record.first_s) / gaps if record.first_s and record.last_s and gaps > 0 else None
     stages = sorted(record.stages, key=lambda stage: stage["at_s"])
-    return {**request_row(record, now_s), "tpot_s": tpot_s, "stages": stages}
+    return {**request_row(record, now_s), "tpot_s": record.tpot_s, "stages": stages}
 
 
 class LiveFeed:

@@ -118,6 +118,13 @@ class RequestRecord:
     is_transferring: bool = False  # its KV is being transferred from P to D, or will be as soon as it is computed
     submitted_s: float = 0.0
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None before the second."""
+        if self.first_s is None or self.last_s is None or self.num_tokens < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.num_tokens - 1)
+
     def note(self, name: str, now_s: float, **facts: Any) -> None:
         """Add a stage. Facts are numbers and names, never the client's text; those that are None are left out."""
         if len(self.stages) == STAGES_KEPT:
@@ -223,10 +230,7 @@ class RequestObserver:
     @property
     def tpot_s(self) -> float:
         """Mean time per token after the first; 0 for one token, and for groups, whose choices come side by side."""
-        record = self._record
-        if record.first_s is None or record.last_s is None or record.num_tokens < 2 or self._is_group:
-            return 0.0
-        return (record.last_s - record.first_s) / (record.num_tokens - 1)
+        return 0.0 if self._is_group else self._record.tpot_s or 0.0
 
     @property
     def ttft_s(self) -> float:
