@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-all test-fast test-gpu lint docs check links install clean
+.PHONY: serve test test-all test-fast test-gpu test-fake-gpu lint docs check links install clean
 
 serve: $(STAMP)
 	@exec $(PY) -m kvrelay.cluster.commands.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -59,6 +59,10 @@ test-fast: $(STAMP)
 GPU_PY ?= $(PY)
 test-gpu: $(if $(filter $(PY),$(GPU_PY)),$(STAMP))
 	@$(GPU_PY) -m bench.gpu.gpu $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# what the CUDA backend costs on the host, counted without a GPU; needs nvcc 13.0 and 7 GB
+test-fake-gpu:
+	@tests/fake_cuda/run.sh $(ARGS)
 
 clean:
 	@rm -rf $(VENV) .imports build dist *.egg-info

@@ -27,7 +27,9 @@ def why_no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
-        import flashinfer  # noqa: F401
+        from kvrelay.kernels.cuda.jit import import_flashinfer
+
+        import_flashinfer()
     except (ImportError, OSError) as error:
         return f"flashinfer does not import ({error}); pip install '.[cuda]'"
     return None

@@ -1,11 +1,10 @@
-"""An engine in this process, and sequences that decode behind a context that was not computed here: as on a decode
-worker.
-"""
+"""An engine in this process, and sequences behind a context that was not computed here, as on a decode worker."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,15 +57,15 @@ def free_bytes(context: Context) -> int:
     return free - (6 << 30)  # activations, workspaces, graphs
 
 
-def request(index: int, prompt: list[int], output_tokens: int) -> SequenceRequest:
-    """Greedy, exactly `output_tokens` long."""
+def request(index: int, prompt: list[int], output_tokens: int, **sampling: Any) -> SequenceRequest:
+    """Greedy unless `sampling` says otherwise, exactly `output_tokens` long."""
     return SequenceRequest(
         request_id=f"gpu-{index}",
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         block_hashes=list(block_hashes(prompt, BLOCK_SIZE)),
         tokens_per_hash=BLOCK_SIZE,
-        sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+        sampling=Sampling(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True} | sampling),
     )
 
 
@@ -77,6 +76,7 @@ def decoding(
     context_tokens: int,
     output_tokens: int,
     fill: Callable[[list[BlockId]], None] | None = None,
+    **sampling: Any,
 ) -> Iterator[Callable[[], StepResult]]:
     """So many sequences that decode behind `context_tokens`: blocks are reserved and taken for arrived.
 
@@ -86,7 +86,7 @@ def decoding(
     vocab = engine.model.spec.vocab_size
     names: list[str] = []
     for index in range(batch):
-        wanted = request(index, random_prompt(index, context_tokens, vocab), output_tokens)
+        wanted = request(index, random_prompt(index, context_tokens, vocab), output_tokens, **sampling)
         if (refusal := engine.refusal(wanted)) is not None:
             raise RuntimeError(f"the engine refuses: {refusal}")
         engine.reserve(wanted)

@@ -18,6 +18,7 @@ from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.kernels.backend import AsyncDevice
+from kvrelay.kernels.common.sampling_search import to_device
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.memory.swap import SwapLoad
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
@@ -266,7 +267,8 @@ class StepExecutor:
         """Sample a step that has members of groups."""
         draws = self._groups.rows_of(seqs)
         if draws:
-            rows, members = [row for row, _ in draws], [seq for _, seq in draws]
+            rows = to_device(torch.tensor([row for row, _ in draws], dtype=torch.int64), logits.device)
+            members = [seq for _, seq in draws]
             tokens, logprobs = self.sampler.sample(logits[rows], members)
             self._outputs.append_all(members, tokens, logprobs, outputs)
         now_s = self._clock()

@@ -21,6 +21,7 @@ from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec, PendingTokens, TokenFeed
+from kvrelay.kernels.common.sampling_search import to_device
 from kvrelay.kvcache.memory.storage import KV_DTYPES
 from kvrelay.types import KvLayout
 
@@ -292,7 +293,7 @@ class Runner:
         if len(rows) == hidden.shape[0]:
             known = self._graphs.logits_of(hidden) if self._graphs is not None else None
             return self._model.logits(hidden) if known is None else known
-        return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
+        return self._model.logits(hidden[to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)])
 
 
 def _then(

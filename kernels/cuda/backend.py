@@ -36,6 +36,7 @@ from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
 from kvrelay.kernels.cuda.experts import CudaExperts
+from kvrelay.kernels.cuda.jit import import_flashinfer
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, has_latent_attention
 from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, in_memory_order
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
@@ -66,14 +67,7 @@ class DeviceSampler:
         try:
             from kvrelay.kernels.cuda import sampling_triton
 
-            batch = SamplingBatch(
-                torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()
-            )
-            settings = sampling_search.settings_of(batch, self._device)
-            logits = torch.arange(64, dtype=torch.float32, device=self._device).unsqueeze(0)
-            token = int(sampling_triton.draw(logits, settings, batch.uniform.to(self._device)))
-            if token != 63:
-                raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")
+            _try_out(sampling_triton.draw, self._device)
         except Exception as error:  # not installed, or an error of its compiler or the driver
             logger.warning("tokens are drawn by torch, slower: triton's kernels do not work here (%s)", error)
             return "torch", sampling_search.draw
@@ -160,13 +154,14 @@ class CudaBackend(TorchBackend):
         if not torch.cuda.is_available():
             raise BackendUnavailable("cuda", "torch finds no CUDA device")
         try:
-            import flashinfer
+            flashinfer = import_flashinfer()
         except (ImportError, OSError) as error:
             raise BackendUnavailable("cuda", f"flashinfer does not import: {error}") from error
         self._flashinfer = flashinfer
         super().__init__(device)
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(self.device)  # of the engine's thread, which makes streams and events
         self._plain = ReferenceBackend(self.device)
         self.staging = DeviceStaging(self.device)
         self.paged = PagedAttention(flashinfer, self.device, self.staging)
@@ -174,16 +169,26 @@ class CudaBackend(TorchBackend):
         self._recorder: Recorder | None = None
         self._graph_pool: Any = None
         self._sampler = DeviceSampler(self.device)
-        self._try_out()
+        self._has_norms = self._try_out()
 
-    def _try_out(self) -> None:
-        """Build and run one small kernel, so that failures show at start."""
+    def _try_out(self) -> bool:
+        """Build and run small kernels, so that failures show at start. Whether the norms are FlashInfer's.
+
+        They need headers that the others do not (`jit.import_flashinfer`): without them norms run in torch.
+        """
         x = torch.ones(1, 64, dtype=torch.float16, device=self.device)
         try:
-            self._flashinfer.rmsnorm(x, x[0].clone(), 1e-6)
+            self._flashinfer.silu_and_mul(x)
             torch.cuda.synchronize(self.device)
         except Exception as error:  # its compiler and the driver raise errors of many types
             raise BackendUnavailable("cuda", f"flashinfer cannot build or run its kernels: {error}") from error
+        try:
+            self._flashinfer.rmsnorm(x, x[0].clone(), 1e-6)
+            torch.cuda.synchronize(self.device)
+        except Exception as error:
+            logger.warning("norms run in torch, slower: flashinfer cannot build its own (%s)", error)
+            return False
+        return True
 
     def describe(self) -> dict[str, str]:
         """Device, versions and the kernels in use, as short texts."""
@@ -236,14 +241,14 @@ class CudaBackend(TorchBackend):
         return packed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype not in HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
+        if not self._has_norms or x.dtype not in HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
             return self._plain.rms_norm(x, weight, eps)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._flashinfer.rmsnorm(x, weight, eps, out=out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if x.dtype not in HALF or weight.dtype != x.dtype or x.dim() != 2:
+        if not self._has_norms or x.dtype not in HALF or weight.dtype != x.dtype or x.dim() != 2:
             return self._plain.add_rms_norm(x, residual, weight, eps)
         self._flashinfer.fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
@@ -341,3 +346,14 @@ class CudaBackend(TorchBackend):
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         return self.staging.place(token_ids, feed)
+
+
+def _try_out(draw: Draw, device: torch.device) -> None:
+    """Raises RuntimeError: it draws a token that it must not. And the errors of its compiler and the driver."""
+    batch = SamplingBatch(
+        torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()
+    )
+    logits = torch.arange(64, dtype=torch.float32, device=device).unsqueeze(0)
+    token = int(draw(logits, sampling_search.settings_of(batch, device), batch.uniform.to(device)))
+    if token != 63:
+        raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")

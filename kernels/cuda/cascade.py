@@ -9,6 +9,7 @@ A window would count from the end of a level, not of the sequence: layers with a
 from those of the plain wrapper by rounding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +110,7 @@ def make_levels(context_lens: Tensor, block_tables: Tensor, block_size: int) -> 
     order, others = torch.tensor(rows, dtype=torch.int64), torch.tensor(alone, dtype=torch.int64)
     return Levels(
         rows=order,
-        shared=PagedIndex(
-            qo_indptr=_indptr([len(group.rows) for group in groups]),
-            indptr=_indptr([group.num_blocks for group in groups]),
-            indices=torch.cat([block_tables[group.rows[0], : group.num_blocks] for group in groups]).to(torch.int32),
-            last_page_len=torch.full((len(groups),), block_size, dtype=torch.int32),
-        ),
+        shared=_shared_level(groups, block_tables, block_size),
         unique=_own_level(context_lens[order], block_tables[order], skipped, block_size),
         alone=others,
         alone_level=_own_level(context_lens[others], block_tables[others], None, block_size),
@@ -122,14 +118,16 @@ def make_levels(context_lens: Tensor, block_tables: Tensor, block_size: int) -> 
     )
 
 
-def _indptr(counts: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+def _shared_level(groups: Sequence[PrefixGroup], block_tables: Tensor, block_size: int) -> PagedIndex:
+    """Each group is one sequence, all of whose blocks are full."""
+    tokens = torch.tensor([group.num_blocks * block_size for group in groups], dtype=torch.int32)
+    queries = torch.tensor([0, *np.cumsum([len(group.rows) for group in groups])], dtype=torch.int32)
+    return paged_index(tokens, block_tables[[group.rows[0] for group in groups]], block_size, queries)
 
 
 def _own_level(context_lens: Tensor, block_tables: Tensor, skipped: Tensor | None, block_size: int) -> PagedIndex:
     """One query per row, over its blocks from number skipped[row] on."""
-    one_each = torch.arange(context_lens.shape[0] + 1, dtype=torch.int32)
-    return paged_index(context_lens, block_tables, block_size, one_each, skipped)
+    return paged_index(context_lens, block_tables, block_size, None, skipped)
 
 
 class CascadeDecode:
@@ -148,7 +146,7 @@ class CascadeDecode:
         if levels.alone.shape[0]:
             plans.append((self._alone, levels.alone_level))
         for wrapper, level in plans:
-            plan_prefill(wrapper, level, shape, variant, causal=False)
+            plan_prefill(wrapper, level.staged(staging), shape, variant, causal=False)
 
     def run(self, q: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         """q, out: [R, heads, head_dim], in the batch's order."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,16 +54,20 @@ def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
     row.
     """
     num_rows = batch.context_lens.shape[0]
-    shortest = int(batch.context_lens.argmin())
-    rows = torch.full((size,), shortest, dtype=torch.int64)
-    rows[:num_rows] = torch.arange(num_rows)
+    shortest = int(batch.context_lens.numpy().argmin())
+    rows = np.full(size, shortest)
+    rows[:num_rows] = np.arange(num_rows)
+
+    def repeated(x: Tensor) -> Tensor:  # in numpy: torch's threads cost more than so few numbers do
+        return torch.from_numpy(x.numpy()[rows])
+
     return dataclasses.replace(
         batch,
-        query_starts=torch.arange(size + 1, dtype=torch.int32),
-        context_lens=batch.context_lens[rows],
-        block_tables=batch.block_tables[rows],
-        slot_mapping=batch.slot_mapping[rows],
-        positions=batch.positions[rows],
+        query_starts=torch.from_numpy(np.arange(size + 1, dtype=np.int32)),
+        context_lens=repeated(batch.context_lens),
+        block_tables=repeated(batch.block_tables),
+        slot_mapping=repeated(batch.slot_mapping),
+        positions=repeated(batch.positions),
         num_decode=size,
     ), shortest
 
@@ -209,9 +214,8 @@ class CudaGraphs(Captures):
                 plan_decode(wrapper, index, self._shape, variant)
 
     def _index(self, batch: AttentionBatch) -> PagedIndex:
-        index = self._paged.staged(paged_index(batch.context_lens, batch.block_tables, self._shape.block_size))
-        assert index is not None
-        return index
+        index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
+        return index.staged(self._backend.staging)
 
     def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
         """A decode wrapper whose metadata lies in buffers that never move."""

@@ -21,7 +21,6 @@ from kvrelay.kernels.cuda.plan import (
     in_memory_order,
     is_unpacked,
     paged_index,
-    plan_decode,
     plan_prefill,
     unpacked,
 )
@@ -105,7 +104,8 @@ class PagedAttention:
             plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size)
             if is_unpacked(shape):
                 plan.latent, plan.latent_blocks = self._renumbered(plan.latent)
-            plan.latent = self.staged(plan.latent)
+            assert plan.latent is not None
+            plan.latent = plan.latent.staged(self._staging)
             return
         if n:
             plan.levels = self.levels(batch, shape)
@@ -116,14 +116,10 @@ class PagedAttention:
         if is_unpacked(shape):
             plan.decode, plan.decode_blocks = self._renumbered(plan.decode)
             plan.prefill, plan.prefill_blocks = self._renumbered(plan.prefill)
-        plan.decode, plan.prefill = self.staged(plan.decode), self.staged(plan.prefill)
-
-    def staged(self, index: PagedIndex | None) -> PagedIndex | None:
-        """The index with its block ids on the device and the rest in pinned memory, so that planning does not wait."""
-        if index is None:
-            return None
-        indptr, last = index.indptr.pin_memory(), index.last_page_len.pin_memory()
-        return replace(index, indptr=indptr, indices=self._staging.put(index.indices), last_page_len=last)
+        if plan.decode is not None:
+            plan.decode = plan.decode.staged(self._staging)
+        if plan.prefill is not None:
+            plan.prefill = plan.prefill.staged(self._staging)
 
     def _renumbered(self, index: PagedIndex | None) -> tuple[PagedIndex | None, Tensor | None]:
         """The index into a cache that consists of just these blocks, in order; and the blocks, on the device."""
@@ -147,18 +143,12 @@ class PagedAttention:
             backend=DECODE_KERNELS,
         )
 
-    def _decode_wrapper(self, kv_layout: KvOrder, variant: AttentionVariant) -> Any:
-        """The wrapper of this variant; it is planned anew every step."""
-        key = ("decode", kv_layout, variant)
-        if key not in self._wrappers:
-            make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
-            # tensor cores: any group size
-            self._wrappers[key] = make(self._workspace, kv_layout, backend=DECODE_KERNELS, use_tensor_cores=True)
-        return self._wrappers[key]
+    def _wrapper(self, rows: str, shape: AttentionShape, variant: AttentionVariant, kernels: str) -> Any:
+        """The wrapper of a step's decode rows, or of its chunks; planned anew every step.
 
-    def _prefill_wrapper(self, shape: AttentionShape, variant: AttentionVariant) -> Any:
-        kernels = self.prefill_kernels.of(shape, variant)
-        key = (f"prefill {kernels}", shape.kv_layout, variant)
+        FlashInfer's decode wrapper would run the same kernel, and copy row numbers from pageable memory.
+        """
+        key = (f"{rows} {kernels}", shape.kv_layout, variant)
         if key not in self._wrappers:
             make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers[key] = make(self._workspace, shape.kv_layout, backend=kernels)
@@ -172,11 +162,12 @@ class PagedAttention:
             if plan.levels is not None and variant[1] is None:
                 decode = self._cascade(plan, plan.levels, variant)
             elif plan.decode is not None:
-                decode = self._decode_wrapper(plan.shape.kv_layout, variant)
+                decode = self._wrapper("decode", plan.shape, variant, DECODE_KERNELS)
                 with self._staging.planning(decode):
-                    plan_decode(decode, plan.decode, plan.shape, variant)
+                    plan_prefill(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
-                prefill = self._prefill_wrapper(plan.shape, variant)
+                kernels = self.prefill_kernels.of(plan.shape, variant)
+                prefill = self._wrapper("prefill", plan.shape, variant, kernels)
                 with self._staging.planning(prefill):
                     plan_prefill(prefill, plan.prefill, plan.shape, variant)
             plan.wrappers[variant] = (decode, prefill)

@@ -6,11 +6,13 @@ UNVERIFIED ON A GPU, as backend.py is.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionShape, AttentionVariant, KvOrder
+from kvrelay.kernels.cuda.staging import DeviceStaging
 
 HALF = frozenset((torch.float16, torch.bfloat16))
 HEAD_DIMS = frozenset((64, 128, 256))
@@ -21,14 +23,20 @@ _MAX_THREADS = 1024  # of one CUDA block
 class PagedIndex:
     """FlashInfer's view of some sequences' blocks, int32; on the CPU, where FlashInfer plans, but for `indices`.
 
-    indptr: [S+1] into indices [sum of blocks], block ids. last_page_len: [S] tokens in the last block. qo_indptr: [S+1]
-    into their queries; None: one each.
+    indptr: [S+1] into indices [sum of blocks], block ids. last_page_len, kv_lens: [S] tokens, in the last block and in
+    all. qo_indptr: [S+1] into their queries.
     """
 
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
-    qo_indptr: Tensor | None = None
+    kv_lens: Tensor
+    qo_indptr: Tensor
+
+    def staged(self, staging: DeviceStaging) -> "PagedIndex":
+        """With its block ids on the device and the rest in pinned memory, so that planning does not wait."""
+        pinned = (x.pin_memory() for x in (self.last_page_len, self.kv_lens, self.qo_indptr))
+        return PagedIndex(self.indptr.pin_memory(), staging.put(self.indices), *pinned)
 
 
 def has_attention(shape: AttentionShape) -> bool:
@@ -64,16 +72,20 @@ def paged_index(
     qo_indptr: Tensor | None = None,
     skipped: Tensor | None = None,
 ) -> PagedIndex:
-    """Flatten block tables [S, max_blocks] to the blocks in use, from number skipped[s] on."""
-    counts = (context_lens + block_size - 1) // block_size
-    last, number = context_lens - (counts - 1) * block_size, torch.arange(block_tables.shape[1]).unsqueeze(0)
-    used = number < counts.unsqueeze(1)
+    """Flatten block tables [S, max_blocks] to the blocks in use, from number skipped[s] on.
+
+    qo_indptr: see PagedIndex; None: one query each. In numpy: torch's threads cost more than so few numbers do.
+    """
+    contexts, tables = context_lens.numpy(), block_tables.numpy()
+    counts, number = -(-contexts // block_size), np.arange(tables.shape[1])
+    last, used = contexts - (counts - 1) * block_size, number < counts[:, None]
     if skipped is not None:
-        used &= number >= skipped.unsqueeze(1)
-        counts = counts - skipped
-    indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32)
-    indptr[1:] = counts.cumsum(0)
-    return PagedIndex(indptr, block_tables[used].to(torch.int32), last.to(torch.int32), qo_indptr)
+        used &= number >= skipped.numpy()[:, None]
+        counts = counts - skipped.numpy()
+    indptr = np.concatenate(([0], np.cumsum(counts)))
+    queries = np.arange(len(counts) + 1) if qo_indptr is None else qo_indptr.numpy()
+    found = (indptr, tables[used], last, (counts - 1) * block_size + last, queries)
+    return PagedIndex(*(torch.from_numpy(x.astype(np.int32, copy=False)) for x in found))
 
 
 def unpacked(kv_cache: Tensor, blocks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -108,4 +120,4 @@ def plan_prefill(
 ) -> None:
     """Plan a BatchPrefillWithPagedKVCacheWrapper for chunks of queries; causal, bottom-right."""
     arguments, options = _arguments(index, shape, variant)
-    wrapper.plan(index.qo_indptr, *arguments, causal=causal, **options)
+    wrapper.plan(index.qo_indptr, *arguments, causal=causal, seq_lens=index.kv_lens, **options)

@@ -214,8 +214,10 @@ class FakeDecode:
 class FakePrefill(FakeDecode):
     """BatchPrefillWithPagedKVCacheWrapper. Without `causal` it attends to the whole sequence, and has no window."""
 
-    def plan(self, qo_indptr, *index_and_shape, causal, **options):
+    def plan(self, qo_indptr, *index_and_shape, causal, seq_lens, **options):
         assert qo_indptr.dtype == torch.int32 and (causal or options["window_left"] == -1)
+        indptr, _, last, *_, size = index_and_shape
+        assert torch.equal(seq_lens, (indptr.diff() - 1) * size + last) and seq_lens.dtype == torch.int32
         super().plan(*index_and_shape, **options)
         self._starts, self._is_causal = qo_indptr.tolist(), causal
         self._gpu.not_causal_plans += not causal
@@ -320,6 +322,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", gpu)
     for name, value in {
         "is_available": lambda: True,
+        "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "Stream": lambda device=None: stream,
         "current_stream": lambda device=None: stream,
@@ -334,6 +337,8 @@ def fake_gpu(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self.clone().as_subclass(Pinned))
+    from_numpy = torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: from_numpy(array).as_subclass(OnHost))
     monkeypatch.setattr(OnHost, "num_waits", 0)
     monkeypatch.setattr(FakeEvent, "num_waits", 0)
     monkeypatch.setattr("kvrelay.kernels.cuda.paged_attention.WORKSPACE_BYTES", 1 << 10)

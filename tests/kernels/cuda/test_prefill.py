@@ -31,7 +31,8 @@ def seconds(monkeypatch):
 
 def chosen(fake_gpu, variant=VARIANT, of=VARIANT):
     StepPieces(fake_gpu, SHAPE).choose_kernels([variant])
-    return fake_gpu.paged.prefill_kernels.of(SHAPE, of), fake_gpu.paged._prefill_wrapper(SHAPE, of).backend
+    kernels = fake_gpu.paged.prefill_kernels.of(SHAPE, of)
+    return kernels, fake_gpu.paged._wrapper("prefill", SHAPE, of, kernels).backend
 
 
 def test_the_faster_kernel_is_taken_on_hopper(fake_gpu, seconds):

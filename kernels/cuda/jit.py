@@ -1,0 +1,54 @@
+"""FlashInfer and what its compiler needs. UNVERIFIED ON A GPU."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvrelay.environment import cache_dir
+
+
+def import_flashinfer() -> Any:
+    """The flashinfer package, in an environment in which it can build its kernels.
+
+    - Its norms are those in CUDA, also where nvidia-cutlass-dsl is installed: what is tested is what users run.
+    - They include cublasLt.h: torch's CUDA wheels bring it, toolkits without cuBLAS do not.
+    - Modules are linked with libcuda.so, of which a machine may have the driver's libcuda.so.1 only.
+
+    Raises ImportError or OSError: it is not installed, or does not load.
+    """
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    for folder in _headers():
+        _add("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
+    if (stub := _driver_library()) is not None:
+        _add("LIBRARY_PATH", str(stub), os.pathsep)
+    import flashinfer
+
+    return flashinfer
+
+
+def _add(variable: str, value: str, separator: str) -> None:
+    known = os.environ.get(variable, "")
+    if value not in known:
+        os.environ[variable] = f"{known}{separator}{value}" if known else value
+
+
+def _headers() -> list[Path]:
+    """Of CUDA 13, as NVIDIA's wheels install them."""
+    spec = find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    return [folder for root in roots if (folder := Path(root, "cu13", "include")).is_dir()]
+
+
+def _driver_library() -> Path | None:
+    """A folder with a libcuda.so, where this process has the driver's library loaded; else None."""
+    with open("/proc/self/maps") as maps:
+        loaded = {Path(line.split(maxsplit=5)[5].strip()) for line in maps if "/libcuda.so" in line}
+    if not loaded:
+        return None
+    folder = cache_dir() / "libcuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    link, unfinished = folder / "libcuda.so", folder / f"unfinished-{os.getpid()}"
+    unfinished.symlink_to(min(loaded))
+    unfinished.replace(link)
+    return folder

@@ -1,0 +1,88 @@
+"""Engines over the fake CUDA runtime, in the shapes of known models with two layers."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bench.gpu import engines, models, section
+from kvrelay.engine.checkpoints.loading import load_model
+from kvrelay.engine.step.build import make_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.kernels.cuda.paged_attention import PrefillKernels
+from kvrelay.kernels.cuda.staging import PinnedTokens
+from kvrelay.kernels.select import select_backend
+from tests.fake_cuda.counters import counted
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "llama": models.LLAMA_8B
+    | SMALL
+    | {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3-moe": models.QWEN3_MOE | SMALL | {"num_experts": 16},
+    "deepseek": models.DEEPSEEK_LITE | SMALL | {"n_routed_experts": 16},
+}
+TOKEN = 7  # what every row draws: kernels do nothing, so the drawn ones would be whatever lies in the memory
+
+
+def patch(monkeypatch):
+    """What depends on numbers that no kernel computes."""
+    wait = PinnedTokens.wait
+    monkeypatch.setattr(PinnedTokens, "wait", lambda self: [TOKEN] * len(wait(self)))
+    monkeypatch.setattr(PrefillKernels, "try_out", lambda self, shape, variant: {})
+    monkeypatch.setattr("kvrelay.kernels.cuda.backend._try_out", lambda draw, device: None)
+
+
+def folder_of(tmp_path: Path, name: str) -> Path:
+    """A checkpoint with random weights, written on the CPU."""
+    models.CONFIGS[f"fake {name}"] = (CONFIGS[name], CONFIGS[name])
+    return models.folder_of(section.Context("cpu", False, tmp_path, tmp_path / "rows"), f"fake {name}")
+
+
+def make(folder: Path, device: str = "cuda:0", **config):
+    """An engine that is warmed up as a worker's is."""
+    config = {"block_size": 16, "kv_memory_bytes": 256 << 20, "token_budget": 128, "max_running": 16} | config
+    backend = select_backend("cuda", device)
+    model = load_model(
+        folder,
+        backend,
+        torch.bfloat16,
+        block_size=config["block_size"],
+        kv_layout="NHD",
+        kv_dtype=torch.bfloat16,
+        quantization=None,
+    )
+    engine = make_engine(model, backend, EngineConfig(max_waiting=256, prefix_caching=False, **config))
+    engine.runner.warm_up()
+    return engine
+
+
+@contextmanager
+def decoding(engine, num_sequences, **sampling):
+    """So many sequences behind 300 tokens of context, past their first steps. Yields what runs one step."""
+    with engines.decoding(engine, num_sequences, 300, 60, **sampling) as step:
+        for _ in range(4):
+            step()
+        yield step
+
+
+def add_prompt(engine, num_tokens, index=900):
+    """A prompt that is computed in chunks of the token budget."""
+    prompt = engines.random_prompt(index, num_tokens, engine.model.spec.vocab_size)
+    engine.add(engines.request(index, prompt, 8))
+
+
+def counts_of(step, num_steps=3, device=0):
+    """What each of the next steps cost."""
+    found = []
+    for _ in range(num_steps):
+        with counted(device) as counts:
+            step()
+        found.append(counts)
+    return found

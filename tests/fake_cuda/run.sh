@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The tests of this folder over a CUDA runtime without a GPU. Needs nvcc 13.0 ($CUDA_HOME) and 7 GB of disk for torch's
+# CUDA build and FlashInfer, installed once into $FAKE_GPU_VENV; FlashInfer's kernels are compiled at first use (5 min).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+venv=${FAKE_GPU_VENV:-.venv-fake-gpu}
+export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+test -x "$CUDA_HOME/bin/nvcc" || { echo "needs nvcc 13.0: set CUDA_HOME"; exit 1; }
+if [ ! -e "$venv/.installed" ]; then
+    ${PYTHON:-python3} -m venv "$venv"
+    # the CUDA build: PyPI's own torch
+    "$venv/bin/pip" install -q 'torch==2.11.0' '.[cuda]' pytest pytest-asyncio pytest-timeout hypothesis
+    "$venv/bin/pip" uninstall -q -y kvrelay # tests import this checkout
+    touch "$venv/.installed"
+fi
+out=$(realpath "$venv")/fake-cuda
+mkdir -p "$out/lib"
+gcc -w -O1 -shared -fPIC -I"$CUDA_HOME/include" tests/fake_cuda/runtime.c -o "$out/runtime.so" -lpthread
+gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 tests/fake_cuda/driver.c -o "$out/lib/libcuda.so.1" -ldl
+ln -sf libcuda.so.1 "$out/lib/libcuda.so"
+make -s links
+export PATH=$(realpath "$venv")/bin:$PATH PYTHONPATH=$PWD/.imports:$PWD PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2
+export FLASHINFER_WORKSPACE_BASE=$out FLASHINFER_CUDA_ARCH_LIST=9.0a TRITON_CACHE_DIR=$out/triton TRITON_LIBCUDA_PATH=$out/lib
+export LD_LIBRARY_PATH=$out/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} LIBRARY_PATH=$out/lib
+# kernels never run: device code need not be good
+export NVCC_APPEND_FLAGS="-Xcicc -O0 -Xptxas -O0"
+LD_PRELOAD=$out/runtime.so exec "$venv/bin/python" -m pytest -p no:cacheprovider -W ignore --timeout 900 "$@" tests/fake_cuda
