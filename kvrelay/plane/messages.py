@@ -62,7 +62,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     keep: bool = True  # False: this KV will not be reused
     priority: int = 0  # eviction priority of its blocks: higher stays longer
     pin_s: float = 0.0  # how long the prompt's blocks are pinned, from when they are full
-    session: str = ""  # of the pins, tenant included: `EndPins` ends them; "": none
+    session: str = ""  # tenant included; routing policies may follow it, `EndPins` ends its pins; "": none
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

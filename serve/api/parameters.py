@@ -273,7 +273,7 @@ async def kv_hints(sessions: Sessions, body: Common) -> KvHints:
 
 
 def pins_name(key: SessionKey, hints: SessionHints) -> str:
-    """The name under which workers keep the session's pins."""
+    """The session's name in the cluster: workers keep its pins under it, the routing policy `session` hashes it."""
     return f"{key}#{hints.made}"
 
 
@@ -282,7 +282,7 @@ def merged_hints(fields: KvFields, inherited: SessionHints, session: str) -> KvH
     keep = _first(fields.keep, inherited.keep, True)
     pin_s = _first(fields.pin_s, inherited.pin_s, 0.0) if keep else 0.0
     priority = _first(fields.priority, inherited.priority, 0)
-    return KvHints(keep=keep, priority=priority, pin_s=pin_s, session=session if pin_s else "")
+    return KvHints(keep=keep, priority=priority, pin_s=pin_s, session=session)
 
 
 # ---- choices: n, best_of, beam search

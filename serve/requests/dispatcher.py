@@ -196,6 +196,7 @@ class RequestDriver:
             width=max(1, request.num_sequences),
             companions=max(0, slo.num_sequences - self._request.num_sequences) if slo is not None else 0,
             slo=slo.requirement if slo is not None and is_first else None,  # after that it is admitted
+            session=request.hints.session,
             tenant=request.tenant,
             priority=request.priority,
             may_wait=is_first and self._force is None and request.deadline_s is None,
@@ -381,6 +382,7 @@ class Dispatcher:
             max_tokens,
             max_tokens > 1,
             force=force,
+            session=request.hints.session,
         )
         choice = self.placer.place(query)
         self.router.on_end(request.request_id)  # nothing is computed: it counts as no worker's load

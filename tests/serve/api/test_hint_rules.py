@@ -21,13 +21,13 @@ BLOCK = 4
 @pytest.mark.parametrize(
     ("own", "session", "expected"),
     [
-        ({}, SessionHints(), KvHints()),
+        ({}, SessionHints(), KvHints(session="s")),
         ({}, SessionHints(priority=3, pin_s=60.0), KvHints(priority=3, pin_s=60.0, session="s")),
-        ({"priority": 0, "pin_s": 0}, SessionHints(priority=3, pin_s=60.0), KvHints()),
+        ({"priority": 0, "pin_s": 0}, SessionHints(priority=3, pin_s=60.0), KvHints(session="s")),
         ({"priority": -1}, SessionHints(priority=3, pin_s=60.0), KvHints(priority=-1, pin_s=60.0, session="s")),
-        ({"keep": False}, SessionHints(pin_s=60.0), KvHints(keep=False)),
-        ({"keep": True}, SessionHints(keep=False), KvHints()),
-        ({"pin_s": 5}, SessionHints(keep=False), KvHints(keep=False)),
+        ({"keep": False}, SessionHints(pin_s=60.0), KvHints(keep=False, session="s")),
+        ({"keep": True}, SessionHints(keep=False), KvHints(session="s")),
+        ({"pin_s": 5}, SessionHints(keep=False), KvHints(keep=False, session="s")),
     ],
 )
 def test_a_requests_own_fields_win_over_its_sessions(own, session, expected):

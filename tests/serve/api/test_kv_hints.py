@@ -117,7 +117,17 @@ async def test_requests_inherit_and_their_own_fields_win(make_cluster):
     first, second = hints_seen(cluster.prefill[0])
     assert (first.priority, first.pin_s) == (2, 60.0)
     assert first.session.startswith("/chat-7#")
-    assert second == KvHints()
+    assert second == KvHints(session=first.session)
+
+
+async def test_the_policy_session_sends_all_requests_of_a_session_to_the_same_workers(make_cluster):
+    cluster = await make_cluster(prefill=4, decode=4, router={"policy": "session"})
+    await put(cluster)
+    for number in range(8):
+        given = {"kv": {"session": "chat-7"}, "messages": [{"role": "user", "content": f"{number} " * 40}]}
+        assert (await chat(cluster, given)).status_code == 200
+    assert sorted(worker.count(wire.Prefill) for worker in cluster.prefill) == [0, 0, 0, 8]
+    assert sorted(worker.count(wire.Reserve) for worker in cluster.decode) == [0, 0, 0, 8]
 
 
 async def test_a_session_that_is_not_there_is_said_to_be(make_cluster):
