@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay import errors
 from kvrelay.errors import LayoutMismatch, TransferError, TransferRefused
@@ -23,7 +24,7 @@ from kvrelay.kvtransfer.protocol.messages import Reason, Ticket, TransferResult,
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.prefill.source_link import WINDOW_BYTES, TargetAddress, TargetLink, TargetLinks
+from kvrelay.prefill.source_link import PAIR_TIMEOUT_S, WINDOW_BYTES, TargetAddress, TargetLink
 from kvrelay.settings.cache import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 ANNOUNCE_BYTES = 16 << 20  # about what one announcement covers; smaller ones cost more than they hide
 DEADLINE_S = 30.0  # a transfer that is not committed this long after its prefill fails
+_PROBE_BYTES = 8 << 20
 _KINDS: dict[str, type[TransferError]] = {
     kind.__name__: kind
     for kind in (TransferRefused, errors.TransferTimeout, errors.LeaseExpired, errors.ChecksumMismatch, errors.PeerLost)
@@ -247,20 +249,11 @@ class KvSource:
         self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
         self._open: set[SourceTransfer] = set()
         self._stats = TransferStats()
+        self._probe_buffers = probe_buffers
         self.exports = PoolExports(memory, secret, host, transports)
         self.checksums = PoolChecksums(memory)
-        self.links = TargetLinks(
-            worker_id,
-            self._hello,
-            secret,
-            self.exports,
-            memory,
-            self.checksums,
-            probe_buffers,
-            tls=tls,
-            lease_s=lease_s,
-            window_bytes=window_bytes,
-        )
+        self.links: dict[TargetAddress, TargetLink] = {}  # of each decode worker that KV was sent to, or was paired
+        self._connect = partial(TargetLink, secret=secret, tls=tls, lease_s=lease_s, window_bytes=window_bytes)
 
     def _hello(self) -> wire.Hello:
         return wire.Hello(
@@ -285,7 +278,8 @@ class KvSource:
         """Cancel what is open, close connections, stop exporting."""
         for transfer in list(self._open):
             transfer.cancel("the source is shutting down")
-        await self.links.aclose()
+        for link in list(self.links.values()):
+            await link.aclose()
         await self.exports.aclose()
         await self.checksums.aclose()
 
@@ -316,7 +310,7 @@ class KvSource:
         except TransferRefused as error:
             self._stats.refuse(str(reason_of(error)))
             raise TransferRefused(request_id, error.why) from None
-        link = self.links.to(
+        link = self._link_to(
             TargetAddress(content.target_worker, content.target_epoch, content.target_host, content.target_port)
         )
         transfer = SourceTransfer(self, content, ticket, link, pairing)
@@ -335,13 +329,54 @@ class KvSource:
         except LayoutMismatch as error:
             raise refusal(ticket.request_id, Reason.FINGERPRINT, str(error)) from error
 
+    def _link_to(self, address: TargetAddress) -> TargetLink:
+        """The link to this decode worker; a new one connects in the background."""
+        if address not in self.links:
+            self.links[address] = link = self._connect(address, self._hello(), on_closed=self._forget)
+            link.start()
+        return self.links[address]
+
+    def _forget(self, address: TargetAddress) -> None:
+        self.links.pop(address, None)
+
     async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> wire.PairReport:
-        """See TargetLinks.pair."""
-        return await self.links.pair(address, is_anew=is_anew)
+        """Connect to a decode worker, compare fingerprints and probe every path (again, when `is_anew`).
+
+        Never raises TransferError.
+        """
+        link = self._link_to(address)
+        try:
+            async with asyncio.timeout(PAIR_TIMEOUT_S):
+                await link.ready("pairing")
+                if is_anew or not link.paths:
+                    await self._probe(link)
+        except (TransferError, TimeoutError) as error:
+            return link.report(self._worker_id, error)
+        return link.report(self._worker_id)
+
+    async def _probe(self, link: TargetLink) -> None:
+        """With about _PROBE_BYTES of blocks, at most a sixteenth of the pool, at least one."""
+        layout, blocks = self.memory.layout, list[int]()
+        if self._probe_buffers is not None:
+            count = max(1, min(_PROBE_BYTES // layout.block_bytes, layout.num_blocks // 16))
+            blocks = await self._probe_buffers.take(count)
+        self.exports.add_busy(1)
+        try:
+            checksums = b""
+            if blocks and link.reply is not None and link.reply.checks != "off":
+                pairing = pair(layout, link.reply.layout)
+                pieces = pairing.source.pieces_of(pairing.source.chunks(blocks), pairing.layers)
+                pieces = pieces.reshape(-1, pairing.pieces_per_chunk)
+                checksums = await self.checksums.packed(pieces, pairing.piece_bytes)
+            await link.probe(blocks, checksums)
+        finally:
+            self.exports.add_busy(-1)
+            if self._probe_buffers is not None:
+                self._probe_buffers.put_back(blocks)
 
     def pairs(self) -> list[wire.PairReport]:
         """The decode workers that this one is connected to, with what was probed."""
-        return self.links.reports()
+        return [link.report(self._worker_id) for link in self.links.values()]
 
     def on_ended(self, transfer: SourceTransfer, outcome: TransferResult | TransferError) -> None:
         """A transfer has ended (called by it, once)."""

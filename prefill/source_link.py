@@ -1,4 +1,4 @@
-"""The source's connections to decode workers: handshake, dispatch of answers, lease renewal, probes of the paths.
+"""The source's connections to decode workers: handshake, dispatch of answers, lease renewal, probes.
 
 One connection for all transfers between the two, made when it is first needed; idle, it costs nothing. When it is lost
 its transfers fail and the next transfer connects anew.
@@ -11,27 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError, TransferRefused
-from kvrelay.kvtransfer.mover.copy_plan import pair
-from kvrelay.kvtransfer.mover.verification import PoolChecksums
-from kvrelay.kvtransfer.paths.probes import ProbeBuffers
-from kvrelay.kvtransfer.paths.selection import PoolExports
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import PairReport, PathReport, Reason, reason_of, refusal
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 64 << 20  # announced ahead of one decode worker's reads
-_PAIR_TIMEOUT_S = 60.0
-_PROBE_BYTES = 8 << 20
+PAIR_TIMEOUT_S = 60.0
 _LOST_REMEDY = "see whether the decode worker runs, and whether its KV port can be reached from here"
 _CONNECT_TIMEOUT_S = 5.0
 _HANDSHAKE_TIMEOUT_S = 30.0  # an RDMA wire-up included
@@ -94,7 +88,7 @@ class TargetLink:
         address: TargetAddress,
         hello: wire.Hello,
         secret: bytes,
-        on_closed: Callable[["TargetLink"], None],
+        on_closed: Callable[[TargetAddress], None],
         *,
         tls: ClusterTls | None,
         lease_s: float,
@@ -154,6 +148,21 @@ class TargetLink:
         finally:
             del self._probes[probe_id]
 
+    def report(self, source: str, error: TransferError | TimeoutError | None = None) -> PairReport:
+        """What is known of the pair that `source` and this target are; `error` is why they are none."""
+        there, remedy = self._address, self.remedy
+        report = partial(PairReport, source=source, target=there.worker, target_epoch=there.epoch)
+        if error is None:
+            return report(ok=self.reply is not None, paths=self.paths)
+        reason = reason_of(error) if isinstance(error, TransferRefused) else None
+        detail = error.why if isinstance(error, TransferError) else f"it did not answer within {PAIR_TIMEOUT_S:g} s"
+        return report(
+            ok=False,
+            reason=str(reason or type(error).__name__),
+            detail=detail.removeprefix(f"{reason}: ").removesuffix(f"; {remedy}"),
+            remedy=remedy or (wire.REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY),
+        )
+
     async def send(self, request_id: str, message: wire.ToTarget) -> None:
         """Raises PeerLost."""
         try:
@@ -202,7 +211,7 @@ class TargetLink:
 
     def _close(self) -> None:
         self._lost = self._lost or (PeerLost, f"the link to {self._address.worker} was closed")
-        self._on_closed(self)
+        self._on_closed(self._address)
         self._is_ready.set()
         if self._connection is not None:
             self._connection.abort()
@@ -270,107 +279,3 @@ class TargetLink:
                 return
             if self._senders:
                 self.notify(wire.Renew(nonces=list(self._senders)))
-
-
-class TargetLinks:
-    """One link for each decode worker that KV was sent to, or that was paired."""
-
-    def __init__(
-        self,
-        worker_id: str,
-        hello: Callable[[], wire.Hello],
-        secret: bytes,
-        exports: PoolExports,
-        memory: KvMemory,
-        checksums: PoolChecksums,
-        probe_buffers: ProbeBuffers | None,
-        *,
-        tls: ClusterTls | None,
-        lease_s: float,
-        window_bytes: int,
-    ) -> None:
-        self._worker_id, self._hello, self._exports, self._memory = worker_id, hello, exports, memory
-        self._checksums, self._probe_buffers = checksums, probe_buffers
-        self._connect = partial(TargetLink, secret=secret, tls=tls, lease_s=lease_s, window_bytes=window_bytes)
-        self._links: dict[TargetAddress, TargetLink] = {}
-
-    @property
-    def all(self) -> list[TargetLink]:
-        return list(self._links.values())
-
-    async def aclose(self) -> None:
-        for link in self.all:
-            await link.aclose()
-
-    def to(self, address: TargetAddress) -> TargetLink:
-        """The link to this decode worker; a new one connects in the background."""
-        if address not in self._links:
-            link = self._connect(address, self._hello(), on_closed=lambda link: self._forget(address, link))
-            self._links[address] = link
-            link.start()
-        return self._links[address]
-
-    def _forget(self, address: TargetAddress, link: TargetLink) -> None:
-        if self._links.get(address) is link:
-            del self._links[address]
-
-    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> PairReport:
-        """Connect to a decode worker, compare fingerprints and probe every path (again, when `is_anew`).
-
-        Never raises TransferError.
-        """
-        link = self.to(address)
-        try:
-            async with asyncio.timeout(_PAIR_TIMEOUT_S):
-                await link.ready("pairing")
-                if is_anew or not link.paths:
-                    await self._probe(link)
-        except (TransferError, TimeoutError) as error:
-            return self._unpaired(address, error, link.remedy)
-        return self._report(address, ok=True, paths=link.paths)
-
-    def _report(self, address: TargetAddress, **facts: Any) -> PairReport:
-        return PairReport(source=self._worker_id, target=address.worker, target_epoch=address.epoch, **facts)
-
-    def _unpaired(self, address: TargetAddress, error: TransferError | TimeoutError, remedy: str) -> PairReport:
-        reason = reason_of(error) if isinstance(error, TransferRefused) else None
-        detail = error.why if isinstance(error, TransferError) else f"it did not answer within {_PAIR_TIMEOUT_S:g} s"
-        return self._report(
-            address,
-            ok=False,
-            reason=str(reason or type(error).__name__),
-            detail=detail.removeprefix(f"{reason}: ").removesuffix(f"; {remedy}"),
-            remedy=remedy or (wire.REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY),
-        )
-
-    async def _probe(self, link: TargetLink) -> None:
-        probe_buffers = self._probe_buffers
-        blocks = await probe_buffers.take(_num_probe_blocks(self._memory)) if probe_buffers is not None else []
-        self._exports.add_busy(1)
-        try:
-            checksums = b""
-            if blocks and link.reply is not None and link.reply.checks != "off":
-                checksums = await self._probe_checksums(link.reply.layout, blocks)
-            await link.probe(blocks, checksums)
-        finally:
-            self._exports.add_busy(-1)
-            if probe_buffers is not None:
-                probe_buffers.put_back(blocks)
-
-    async def _probe_checksums(self, target: KvLayout, blocks: list[int]) -> bytes:
-        pairing = pair(self._memory.layout, target)
-        end = pairing.source
-        pieces = end.pieces_of(end.chunks(blocks), pairing.layers).reshape(-1, pairing.pieces_per_chunk)
-        return await self._checksums.packed(pieces, pairing.piece_bytes)
-
-    def reports(self) -> list[PairReport]:
-        """The decode workers that this one is connected to, with what was probed."""
-        return [
-            self._report(address, ok=link.reply is not None, paths=link.paths) for address, link in self._links.items()
-        ]
-
-
-def _num_probe_blocks(memory: KvMemory) -> int:
-    """How many blocks a probe reads: about _PROBE_BYTES, at most a sixteenth of the pool, at least one."""
-    layout = memory.layout
-    return max(1, min(_PROBE_BYTES // layout.block_bytes, layout.num_blocks // 16))

@@ -51,7 +51,7 @@ async def test_every_end_waits_for_the_read_in_flight(kv, held, how):
         transfer.cancel()
         await target.event("failed", "r1")
     elif how == "link":
-        source.links.all[0]._connection.abort()
+        next(iter(source.links.values()))._connection.abort()
         assert isinstance(await target.event("failed", "r1"), PeerLost)
     else:
         closing = asyncio.create_task(target.aclose())
@@ -70,7 +70,7 @@ async def test_a_source_that_falls_silent_during_a_read_is_quarantined_too(kv, h
     target = await make_target(lease_s=0.2)
     kv.send(source, target, "r1", [1], [7])
     await has_begun.wait()
-    source.links.all[0]._renewing.cancel()  # what a frozen process looks like from here
+    next(iter(source.links.values()))._renewing.cancel()  # what a frozen process looks like from here
     assert isinstance(await target.event("failed", "r1"), LeaseExpired)
     assert target.stats().quarantined_blocks == 1
     reads[0]()

@@ -52,5 +52,5 @@ async def has_room(window, num_bytes):
 async def settled(source):
     """Every message that both ends have for each other now has come, and what those called forth: each way in order."""
     for _ in range(3):
-        for link in source.links.all:
+        for link in source.links.values():
             await link.probe([], b"")

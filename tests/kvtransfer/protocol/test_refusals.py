@@ -204,9 +204,9 @@ async def test_a_commit_before_every_region_came_is_incomplete(kv):
 async def test_announcements_out_of_range_are_refused(kv, announce):
     source, target = await kv.pair(checks="off")
     transfer = source.open("r1", target.grant("r1", 0, [1, 2], 2))
-    await source.links.all[0].ready("r1")
+    await next(iter(source.links.values())).ready("r1")
     await asyncio.sleep(0)
-    source.links.all[0].notify(Announce(nonce=transfer.ticket.nonce, **announce))
+    next(iter(source.links.values())).notify(Announce(nonce=transfer.ticket.nonce, **announce))
     assert reason_of(await target.event("failed", "r1")) is Reason.OUT_OF_RANGE
     assert not kv.lib.regions(target.memory).any()
 
@@ -284,7 +284,9 @@ async def test_a_malformed_message_after_the_handshake_fails_that_sources_transf
     kv.tamper(lambda *_: seen.set())
     kv.send(source, target, "r1", [1], [2], layer_groups=[range(1)])
     await seen.wait()
-    source.links.all[0]._connection.send_nowait(msgspec.msgpack.encode({"type": "announce", "nonce": b"x"}))
+    next(iter(source.links.values()))._connection.send_nowait(
+        msgspec.msgpack.encode({"type": "announce", "nonce": b"x"})
+    )
     assert isinstance(await target.event("failed", "r1"), PeerLost)
     await target.event("released", "r1")
     await kv.send(source, target, "r2", [1], [2]).commit(b"")  # a new connection serves the next
@@ -346,7 +348,7 @@ async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
     """A bit of a message flips on the way: with checks off nothing but the seal of the whole transfer could tell."""
     source, target = await kv.pair(checks="off")
     transfer = source.open("r1", target.grant("r1", 0, [5, 6], 2))
-    link = source.links.all[0]
+    link = next(iter(source.links.values()))
     send = link.send
 
     async def garbling(request_id, message):

@@ -101,7 +101,7 @@ async def test_a_target_that_fails_frees_the_source_within_a_lease(kv, monkeypat
         peer.signal(fault)
     transfer = source.open("r1", ticket)
     if stage in ("opened", "announced"):
-        await source.links.all[0].ready("r1")
+        await next(iter(source.links.values())).ready("r1")
     transfer.announce(0, BLOCKS, range(2) if stage == "announced" else range(4))
     if stage in ("opened", "announced"):
         peer.signal(fault)
@@ -111,7 +111,7 @@ async def test_a_target_that_fails_frees_the_source_within_a_lease(kv, monkeypat
         with pytest.raises(tuple(FAULTS.values())):
             await transfer.commit(b"")
     assert source.stats().open_transfers == 0
-    assert all([await has_room(link.window, WINDOW_BYTES) for link in source.links.all])
+    assert all([await has_room(link.window, WINDOW_BYTES) for link in source.links.values()])
     monkeypatch.undo()
     again = await kv.process("target", transport=transport, epoch="d2")
     again.tell("grant", request_id="r2", blocks=BLOCKS)
@@ -141,7 +141,7 @@ async def test_a_target_frozen_and_woken_again_writes_nothing_into_blocks_that_i
     peer.tell("grant", request_id="r1", blocks=BLOCKS)
     transfer = source.open("r1", bytes.fromhex((await peer.hear("ticket"))["ticket"]))
     transfer.announce(0, BLOCKS, range(2))
-    await source.links.all[0].ready("r1")
+    await next(iter(source.links.values())).ready("r1")
     peer.signal(signal.SIGSTOP)
     with pytest.raises((LeaseExpired, PeerLost)):
         await transfer.commit(b"")

@@ -42,7 +42,7 @@ async def test_a_slow_control_link_costs_time_only(kv, mode):
 
 async def test_a_control_link_that_swallows_everything_costs_a_lease_on_both_sides(kv):
     source, target, proxy, transfer = await linked(kv)
-    await source.links.all[0].ready("r1")
+    await next(iter(source.links.values())).ready("r1")
     proxy.mode = "drop"
     transfer.announce(0, BLOCKS, range(2, 4))
     async with asyncio.timeout(2.6):
@@ -54,7 +54,7 @@ async def test_a_control_link_that_swallows_everything_costs_a_lease_on_both_sid
 
 async def test_a_cut_control_link_is_a_lost_peer_at_once(kv):
     source, target, proxy, transfer = await linked(kv)
-    await source.links.all[0].ready("r1")
+    await next(iter(source.links.values())).ready("r1")
     proxy.cut()
     async with asyncio.timeout(2):
         with pytest.raises(PeerLost):

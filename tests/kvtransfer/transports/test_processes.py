@@ -131,7 +131,7 @@ async def test_a_killed_target_is_a_lost_peer_for_the_source(kv, transport):
     ticket = bytes.fromhex((await peer.hear("ticket"))["ticket"])
     transfer = source.open("r1", ticket)
     transfer.announce(0, BLOCKS, range(2))
-    await source.links.all[0].ready("r1")
+    await next(iter(source.links.values())).ready("r1")
     peer.signal(signal.SIGSTOP)
     commit = asyncio.create_task(transfer.commit(b""))
     peer.signal(signal.SIGKILL)

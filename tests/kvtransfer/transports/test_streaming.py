@@ -66,7 +66,7 @@ async def test_a_source_announces_no_more_than_a_window_ahead_of_the_reads(kv, s
     assert num_announced(target, "r1") == 12  # one piece read, one more announced
     await drive(reads, [transfer.commit(b"")])
     assert np.array_equal(kv.lib.regions(target.memory)[:, :32], kv.lib.regions(source.memory)[:, :32])
-    (link,) = source.links.all
+    (link,) = source.links.values()
     assert await has_room(link.window, 8 * REGION)
 
 
@@ -103,6 +103,6 @@ async def test_a_transfer_gives_its_part_of_the_window_back_however_it_ends(kv, 
         target.revoke("r1")
     commits = [waiting.commit(b"")] + ([transfer.commit(b"")] if end == "commit" else [])
     await drive(reads, [asyncio.ensure_future(commit) for commit in commits])
-    (link,) = source.links.all
+    (link,) = source.links.values()
     assert await has_room(link.window, 8 * REGION)
     assert "commit" in target.kinds("r2")
