@@ -275,10 +275,10 @@ def _run(
         document: dict[str, Any] = {
             "target": {"url": target.url, "model": target.model, "endpoint": target.endpoint},
             "plan": {**asdict(plan), "entries": len(plan.entries)},
-            "summary": asdict(summary),
+            "summary": vars(summary),
             "requests": [{**asdict(record), "tpot_s": record.tpot_s} for record in result.records],
         }
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        out.write_text(json.dumps(document, indent=1, default=asdict) + "\n")
     if picture is not None:
         plot(result, picture, title=title, slo=slo)
     render(summary, console)
@@ -291,10 +291,7 @@ def _run(
 
 
 def _draw_shares(axes: Any, title: str, values_s: Sequence[float], limit_s: float | None) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("ms")
-    axes.set_ylabel("share of values")
-    axes.set_ylim(0, 1.02)
+    axes.set(title=title, xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if values_s:
         axes.ecdf([1000 * value for value in values_s])
@@ -304,9 +301,7 @@ def _draw_shares(axes: Any, title: str, values_s: Sequence[float], limit_s: floa
 
 
 def _draw_course(axes: Any, records: Sequence[LoadRecord]) -> None:
-    axes.set_title("course of the run")
-    axes.set_xlabel("s since start")
-    axes.set_ylabel("requests in flight")
+    axes.set(title="course of the run", xlabel="s since start", ylabel="requests in flight")
     axes.grid(alpha=0.3)
     axes.step(*concurrency_steps(records), where="post", color="tab:gray")
     other = axes.twinx()
@@ -321,22 +316,17 @@ def _draw_course(axes: Any, records: Sequence[LoadRecord]) -> None:
 
 def plot(result: LoadResult, path: Path, *, title: str, slo: Slo) -> None:
     """Write the picture as PNG (or what the suffix says). Raises OSError when it cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     ok = [record for record in result.records if record.outcome == OK]
     ttfts = [record.ttft_s for record in ok if record.ttft_s is not None]
     tpots = [tpot for record in ok if (tpot := record.tpot_s) is not None]
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5))
-    try:
-        _draw_shares(axes[0][0], "time to first token", ttfts, slo.ttft_s)
-        _draw_shares(axes[0][1], "gap between tokens (ITL)", result.gaps_s, None)
-        _draw_shares(axes[1][0], "time per output token (TPOT)", tpots, slo.tpot_s)
-        _draw_course(axes[1][1], result.records)
-        figure.suptitle(title)
-        figure.tight_layout()
-        figure.savefig(path, dpi=110)
-    finally:
-        pyplot.close(figure)
+    figure = Figure(figsize=(11, 7.5))
+    axes = figure.subplots(2, 2)
+    _draw_shares(axes[0][0], "time to first token", ttfts, slo.ttft_s)
+    _draw_shares(axes[0][1], "gap between tokens (ITL)", result.gaps_s, None)
+    _draw_shares(axes[1][0], "time per output token (TPOT)", tpots, slo.tpot_s)
+    _draw_course(axes[1][1], result.records)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

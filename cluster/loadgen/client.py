@@ -20,7 +20,7 @@ import msgspec
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.endpoints import auth_headers, request_json
 from kvrelay.cluster.loadgen.prompts import as_text
-from kvrelay.cluster.loadgen.stats import OK, UNFINISHED, LoadRecord, Slo, Summary, summarize, token_gaps
+from kvrelay.cluster.loadgen.stats import OK, UNFINISHED, LoadRecord, Slo, Summary, token_gaps
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class LoadResult:
     first_failure: str = ""
 
     def summary(self, slo: Slo | None = None) -> Summary:
-        return summarize(self.records, self.gaps_s, slo or Slo(), self.cpu_share)
+        return Summary(self.records, self.gaps_s, slo or Slo(), self.cpu_share)
 
 
 # ---- chunks of a stream; unknown fields are skipped

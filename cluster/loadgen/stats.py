@@ -83,42 +83,6 @@ class Distribution:
     max: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Everything that a run reports. Rates are per second of `duration_s`: first request sent to last answer."""
-
-    duration_s: float
-    num_requests: int
-    num_ok: int
-    num_rejected: int  # HTTP 429
-    num_failed: int  # neither ok, 429 nor stopped by us
-    num_unfinished: int
-    errors: dict[str, int]
-    ttft_s: Distribution
-    itl_s: Distribution
-    tpot_s: Distribution
-    e2e_s: Distribution
-    requests_per_s: float
-    output_tokens_per_s: float
-    prompt_tokens_per_s: float
-    goodput_per_s: float
-    slo_attainment: float  # good requests over those sent and not stopped by us
-    slo: Slo
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    max_concurrency: int
-    num_wrong_length: int  # ok, but not as many tokens as were asked for
-    num_estimated: int  # ok, but the server sent no usage: tokens are chunks
-    late_s: Distribution
-    cpu_share: float  # of one core, by the generator
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the generator sent its requests late: then the latencies are partly its own."""
-        return self.late_s.p99 > LATE_S
-
-
 def distribution(values: Iterable[float]) -> Distribution:
     """Mean and percentiles of any values."""
     import numpy as np  # here: `kvrelay bench --help` stays fast
@@ -157,41 +121,51 @@ def _times(records: Iterable[LoadRecord], name: str) -> Distribution:
     return distribution(value for value in values if value is not None)
 
 
-def summarize(records: Sequence[LoadRecord], gaps_s: Sequence[float], slo: Slo, cpu_share: float = 0.0) -> Summary:
-    """All figures of one run. `gaps_s` holds the ITLs of the successful requests."""
-    ok = [record for record in records if record.outcome == OK]
-    outcomes = Counter(record.outcome for record in records if record.outcome not in (OK, UNFINISHED))
-    num_unfinished = sum(record.outcome == UNFINISHED for record in records)
-    start_s = min((record.started_s for record in records), default=0.0)
-    duration_s = max((record.end_s for record in records), default=0.0) - start_s
-    per_s = 1 / duration_s if duration_s > 0 else 0.0
-    good = sum(slo.is_met(record) for record in records)
-    output_tokens = sum(record.num_output_tokens for record in ok)
-    prompt_tokens = sum(record.num_prompt_tokens for record in ok)
-    return Summary(
-        duration_s=duration_s,
-        num_requests=len(records),
-        num_ok=len(ok),
-        num_rejected=outcomes["http 429"],
-        num_failed=sum(outcomes.values()) - outcomes["http 429"],
-        num_unfinished=num_unfinished,
-        errors=dict(outcomes.most_common()),
-        ttft_s=_times(ok, "ttft_s"),
-        itl_s=distribution(gaps_s),
-        tpot_s=_times(ok, "tpot_s"),
-        e2e_s=_times(ok, "e2e_s"),
-        requests_per_s=len(ok) * per_s,
-        output_tokens_per_s=output_tokens * per_s,
-        prompt_tokens_per_s=prompt_tokens * per_s,
-        goodput_per_s=good * per_s,
-        slo_attainment=good / max(len(records) - num_unfinished, 1),
-        slo=slo,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        cached_tokens=sum(record.num_cached_tokens for record in ok),
-        max_concurrency=max(concurrency_steps(records)[1]),
-        num_wrong_length=sum(0 < record.wanted_tokens != record.num_output_tokens for record in ok),
-        num_estimated=sum(record.is_estimated for record in ok),
-        late_s=distribution(record.started_s - record.scheduled_s for record in records),
-        cpu_share=cpu_share,
-    )
+class Summary:
+    """Everything that a run reports, as attributes; the JSON file has the same names.
+
+    Rates are per second of `duration_s`: first request sent to last answer.
+
+    Args:
+        gaps_s: ITLs of the successful requests.
+        cpu_share: of one core, by the generator.
+    """
+
+    def __init__(
+        self, records: Sequence[LoadRecord], gaps_s: Sequence[float], slo: Slo, cpu_share: float = 0.0
+    ) -> None:
+        ok = [record for record in records if record.outcome == OK]
+        outcomes = Counter(record.outcome for record in records if record.outcome not in (OK, UNFINISHED))
+        start_s = min((record.started_s for record in records), default=0.0)
+        good = sum(slo.is_met(record) for record in records)
+        self.duration_s = max((record.end_s for record in records), default=0.0) - start_s
+        per_s = 1 / self.duration_s if self.duration_s > 0 else 0.0
+        self.num_requests = len(records)
+        self.num_ok = len(ok)
+        self.num_rejected = outcomes["http 429"]
+        self.num_failed = sum(outcomes.values()) - self.num_rejected
+        self.num_unfinished = sum(record.outcome == UNFINISHED for record in records)
+        self.errors = dict(outcomes.most_common())
+        self.ttft_s = _times(ok, "ttft_s")
+        self.itl_s = distribution(gaps_s)
+        self.tpot_s = _times(ok, "tpot_s")
+        self.e2e_s = _times(ok, "e2e_s")
+        self.prompt_tokens = sum(record.num_prompt_tokens for record in ok)
+        self.output_tokens = sum(record.num_output_tokens for record in ok)
+        self.cached_tokens = sum(record.num_cached_tokens for record in ok)
+        self.requests_per_s = len(ok) * per_s
+        self.output_tokens_per_s = self.output_tokens * per_s
+        self.prompt_tokens_per_s = self.prompt_tokens * per_s
+        self.goodput_per_s = good * per_s
+        self.slo_attainment = good / max(len(records) - self.num_unfinished, 1)  # of those not stopped by us
+        self.slo = slo
+        self.max_concurrency = max(concurrency_steps(records)[1])
+        self.num_wrong_length = sum(0 < record.wanted_tokens != record.num_output_tokens for record in ok)
+        self.num_estimated = sum(record.is_estimated for record in ok)  # without usage: their tokens are chunks
+        self.late_s = distribution(record.started_s - record.scheduled_s for record in records)
+        self.cpu_share = cpu_share
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the generator sent its requests late: then the latencies are partly its own."""
+        return self.late_s.p99 > LATE_S

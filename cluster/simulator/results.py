@@ -203,48 +203,43 @@ def nearest(runs: Sequence[Run], load: float) -> dict[str, Run]:
 def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0, tpot_slo_s: float = 0.1) -> None:
     """Write the picture in the format of its suffix. Raises ConfigError or OSError."""
     check_picture(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     names = list(dict.fromkeys(run.name for run in runs))
     colours = {name: f"C{index % _COLOURS}" for index, name in enumerate(names)}
     styles = {name: ("-", "--", ":")[index // _COLOURS % 3] for index, name in enumerate(names)}
-    looks = {name: {"color": colours[name], "linestyle": styles[name]} for name in names}
+    looks: dict[str, dict[str, Any]] = {name: {"color": colours[name], "linestyle": styles[name]} for name in names}
     at = held_load(runs)
-    figure, axes = pyplot.subplots(2, 3, figsize=(16, 9))
-    try:
-        for panel, title, value in (
-            (axes[0][0], "goodput, requests/s", lambda one: one["goodput_per_s"]),
-            (axes[0][1], "prompt tokens found in caches", lambda one: one["hit_ratio"]),
-            (axes[0][2], "TTFT p99, s", lambda one: one["ttft_s"].get("p99")),
-            (axes[1][2], "busy prefill workers", lambda one: one["workers"]["prefill"]["utilisation"]),
-        ):
-            _draw_over_load(panel, title, over_load(runs, value), looks)
-        _draw_all_kept(axes[0][0])
-        if axes[0][2].lines:
-            axes[0][2].set_ylim(auto=True)
-            axes[0][2].set_yscale("log")
-        axes[0][2].axhline(ttft_slo_s, color="grey", linewidth=1)
-        chosen = nearest(runs, at)
-        _draw_shares(axes[1][0], f"TTFT, s, at {at:.3g} requests/s", chosen, "ttft_percentiles_s", ttft_slo_s, looks)
-        if axes[1][0].lines:
-            axes[1][0].set_xscale("log")
-        _draw_shares(axes[1][1], f"TPOT, s, at {at:.3g} requests/s", chosen, "tpot_percentiles_s", tpot_slo_s, looks)
-        axes[1][1].set_xlim(0, 1.5 * tpot_slo_s)
-        handles = [pyplot.Line2D([], [], label=name, **looks[name]) for name in names]
-        figure.legend(handles=handles, loc="lower center", ncols=min(len(names), 7), frameon=False)
-        figure.suptitle(title)
-        figure.tight_layout(rect=(0, 0.03 + 0.025 * (len(names) > 7), 1, 1))
-        figure.savefig(path, dpi=110)
-    finally:
-        pyplot.close(figure)
+    figure = Figure(figsize=(16, 9))
+    axes = figure.subplots(2, 3)
+    for panel, heading, value in (
+        (axes[0][0], "goodput, requests/s", lambda one: one["goodput_per_s"]),
+        (axes[0][1], "prompt tokens found in caches", lambda one: one["hit_ratio"]),
+        (axes[0][2], "TTFT p99, s", lambda one: one["ttft_s"].get("p99")),
+        (axes[1][2], "busy prefill workers", lambda one: one["workers"]["prefill"]["utilisation"]),
+    ):
+        _draw_over_load(panel, heading, over_load(runs, value), looks)
+    _draw_all_kept(axes[0][0])
+    if axes[0][2].lines:
+        axes[0][2].set_ylim(auto=True)
+        axes[0][2].set_yscale("log")
+    axes[0][2].axhline(ttft_slo_s, color="grey", linewidth=1)
+    chosen = nearest(runs, at)
+    _draw_shares(axes[1][0], f"TTFT, s, at {at:.3g} requests/s", chosen, "ttft_percentiles_s", ttft_slo_s, looks)
+    if axes[1][0].lines:
+        axes[1][0].set_xscale("log")
+    _draw_shares(axes[1][1], f"TPOT, s, at {at:.3g} requests/s", chosen, "tpot_percentiles_s", tpot_slo_s, looks)
+    axes[1][1].set_xlim(0, 1.5 * tpot_slo_s)
+    handles = [Line2D([], [], label=name, **looks[name]) for name in names]
+    figure.legend(handles=handles, loc="lower center", ncols=min(len(names), 7), frameon=False)
+    figure.suptitle(title)
+    figure.tight_layout(rect=(0, 0.03 + 0.025 * (len(names) > 7), 1, 1))
+    figure.savefig(path, dpi=110)
 
 
 def _draw_over_load(axes: Any, title: str, lines: dict[str, list[tuple[float, float]]], looks: dict[str, Any]) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("requests/s offered")
+    axes.set(title=title, xlabel="requests/s offered")
     axes.grid(alpha=0.3)
     for name, points in lines.items():
         axes.plot([load for load, _ in points], [value for _, value in points], marker="o", markersize=3, **looks[name])
@@ -258,9 +253,7 @@ def _draw_all_kept(axes: Any) -> None:
 
 
 def _draw_shares(axes: Any, title: str, chosen: dict[str, Run], key: str, slo_s: float, looks: dict[str, Any]) -> None:
-    axes.set_title(title)
-    axes.set_ylabel("share of requests")
-    axes.set_ylim(0, 1.02)
+    axes.set(title=title, ylabel="share of requests", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     for name, run in chosen.items():
         if values := run.summary.get(key):

@@ -12,8 +12,8 @@ from kvrelay.cluster.loadgen.stats import (
     Distribution,
     LoadRecord,
     Slo,
+    Summary,
     distribution,
-    summarize,
     token_gaps,
 )
 
@@ -87,7 +87,7 @@ def test_a_one_token_answer_cannot_miss_the_tpot_limit():
 
 def test_concurrency_does_not_count_a_request_that_ends_as_another_starts():
     records = [record(start=0, e2e=1.0), record(start=1.0, e2e=1.0), record(start=1.5, e2e=1.0)]
-    assert summarize(records, [], Slo()).max_concurrency == 2
+    assert Summary(records, [], Slo()).max_concurrency == 2
 
 
 def test_a_summary_keeps_rejected_failed_and_unfinished_apart():
@@ -99,7 +99,7 @@ def test_a_summary_keeps_rejected_failed_and_unfinished_apart():
         record("timeout", start=2.0, ttft=None, e2e=0.1, tokens=0),
         record(UNFINISHED, start=2.0, ttft=None, e2e=0.1, tokens=0),
     ]
-    found = summarize(records, [], Slo(ttft_s=1.0))
+    found = Summary(records, [], Slo(ttft_s=1.0))
     assert (found.num_requests, found.num_ok, found.num_rejected) == (6, 2, 2)
     assert (found.num_failed, found.num_unfinished) == (1, 1)
     assert found.errors == {"http 429": 2, "timeout": 1}
@@ -112,7 +112,7 @@ def test_a_summary_keeps_rejected_failed_and_unfinished_apart():
 
 
 def test_a_run_without_requests_has_a_summary():
-    found = summarize([], [], Slo())
+    found = Summary([], [], Slo())
     assert (found.num_requests, found.requests_per_s, found.ttft_s.count) == (0, 0.0, 0)
 
 
@@ -120,4 +120,4 @@ def test_a_run_without_requests_has_a_summary():
 def test_a_generator_is_late_when_its_requests_left_late_however_busy_it_was(late_s, is_late):
     records = [record(start=float(index), late=late_s) for index in range(100)]
     for cpu_share in (0.02, 0.99):
-        assert summarize(records, [], Slo(), cpu_share).is_late is is_late
+        assert Summary(records, [], Slo(), cpu_share).is_late is is_late
