@@ -4,7 +4,6 @@ A counter grows by the weighted tokens that the engine computes for its tenant; 
 Source: Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,8 +45,6 @@ class FairShare:
         self._counters: dict[str, float] = {}
         self._credits: dict[str, float] = {}  # paid for and not computed: the next tokens are paid from it
         self._idle: dict[str, None] = {}  # tenants that have nothing queued, in the order in which they left
-        self._least: list[tuple[float, str]] = []  # of queued tenants; a heap that is corrected when it is read
-        self._in_least: set[str] = set()
         self._last_left = ""
         self._level = 0.0  # the highest that the least counter of a queued tenant has been
 
@@ -61,9 +58,6 @@ class FairShare:
         if not self.num_waiting[tenant]:
             self._counters[tenant] = max(self.counter(tenant), self.level() - self.rules.credit_tokens, 0.0)
             self._idle.pop(tenant, None)
-            if tenant not in self._in_least:  # an older entry is too low, and corrected when it comes up
-                self._in_least.add(tenant)
-                heapq.heappush(self._least, (self._counters[tenant], tenant))
         self.num_waiting[tenant] += 1
 
     def left(self, tenant: str) -> None:
@@ -95,22 +89,9 @@ class FairShare:
 
         Not the least itself: newcomers with savings would lower it, each for the next, and come before one another.
         """
-        self._level = max(self._level, self._least_queued())
+        queued = [self._counters[tenant] for tenant in self.num_waiting]
+        self._level = max(self._level, min(queued) if queued else self.counter(self._last_left))
         return self._level
-
-    def _least_queued(self) -> float:
-        """With no tenant queued, the counter of the one that left last."""
-        least = self._least
-        while least:
-            seen, tenant = least[0]
-            if not self.num_waiting[tenant]:
-                heapq.heappop(least)
-                self._in_least.remove(tenant)
-            elif seen < (now := self._counters[tenant]):
-                heapq.heapreplace(least, (now, tenant))
-            else:
-                return seen
-        return self.counter(self._last_left)
 
     def lead(self, tenant: str) -> float:
         """How far it is ahead of the level."""

@@ -6,129 +6,50 @@ others. So that no sequence starves, every `oldest_every`-th admission is the se
 sequences before it when it is queued is admitted after at most `oldest_every` x (E + 1) admissions.
 """
 
-import heapq
 import itertools
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from kvrelay.engine.scheduling.fair_share import TURNS_IN_CREDIT, FairShare
 from kvrelay.engine.scheduling.sequence import Sequence, SequenceGroup, State
 
 IsSkipped = Callable[[Sequence], bool]
+_arrival = attrgetter("arrival")
 MAX_PENALTY = 15.0
 """The most that an overdue sequence counts for, in sequences of average length."""
-_BEHIND = 1 << 50
-"""More than any arrival."""
 
 
-@dataclass(slots=True, eq=False)
-class _Place:
-    """A sequence's place. A new one each time it is queued, so that entries of old ones are void."""
+class _Place(NamedTuple):
+    """A sequence's place in the queue; of two the lesser is before the other, but for the turns of tenants."""
 
-    seq: Sequence
+    priority: int
+    kind: int  # _BEGUN, _URGENT, _BY_SHARE
+    value: float  # of urgent ones the deadline; by share: 1 for those that are overdue
+    arrival: int
     ticket: int
-    is_live: bool = True
+    seq: Sequence
 
 
-class _Heap:
-    """Places by a key, least first. Void entries are dropped when they come up, and swept when they are most of it."""
-
-    __slots__ = ("_entries",)
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[float, int, _Place]] = []
-
-    def push(self, key: float, place: _Place, num_live: int) -> None:
-        heapq.heappush(self._entries, (key, place.ticket, place))
-        if len(self._entries) > 64 + 2 * num_live:
-            self._entries = [entry for entry in self._entries if entry[2].is_live]
-            heapq.heapify(self._entries)
-
-    def first(self) -> _Place | None:
-        entries = self._entries
-        while entries and not entries[0][2].is_live:
-            heapq.heappop(entries)
-        return entries[0][2] if entries else None
-
-    def pop(self) -> _Place:
-        return heapq.heappop(self._entries)[2]
-
-
-class _Class:
-    """The sequences of one class of priority."""
-
-    def __init__(self, shares: FairShare) -> None:
-        self._shares = shares
-        self._begun, self._urgent = _Heap(), _Heap()
-        self._queues: dict[str, _Heap] = {}
-        self._tenants: list[tuple[float, int, str]] = []  # (counter, arrival) as last seen: a heap, one entry a tenant
-
-    def push(self, place: _Place, num_live: int) -> None:
-        if place.seq.has_begun:
-            self._begun.push(place.seq.arrival, place, num_live)
-        elif place.seq.deadline_s < math.inf:
-            self._urgent.push(place.seq.deadline_s, place, num_live)
-        else:
-            self._queue(place, num_live)
-
-    def _queue(self, place: _Place, num_live: int) -> None:
-        tenant = place.seq.request.tenant
-        if (queue := self._queues.get(tenant)) is None:
-            queue = self._queues[tenant] = _Heap()
-            heapq.heappush(self._tenants, (self._shares.turn(tenant), place.seq.arrival, tenant))
-        queue.push(place.seq.arrival + _BEHIND * (place.seq.overdue_tokens > 0), place, num_live)
-        if len(self._tenants) > 64 + 2 * num_live:
-            self._queues = {name: queue for name, queue in self._queues.items() if queue.first() is not None}
-            self._tenants = [entry for entry in self._tenants if entry[2] in self._queues]
-            heapq.heapify(self._tenants)
-
-    def first(self, num_live: int) -> _Place | None:
-        """The next one.
-
-        A deadline of a tenant that leads by too much no longer counts: the sequence queues with the others.
-        """
-        if (place := self._begun.first()) is not None:
-            return place
-        while (place := self._urgent.first()) is not None:
-            if self._shares.lead(place.seq.request.tenant) <= self._shares.rules.credit_tokens:
-                return place
-            self._queue(self._urgent.pop(), num_live)
-        return self._first_by_share()
-
-    def _first_by_share(self) -> _Place | None:
-        """Counters only grow, and arrivals, so an entry that is right and on top is the least."""
-        tenants = self._tenants
-        while tenants:
-            turn, arrival, tenant = tenants[0]
-            place = self._queues[tenant].first()
-            if place is None:
-                heapq.heappop(tenants)
-                del self._queues[tenant]
-            elif (now := self._shares.turn(tenant)) > turn or place.seq.arrival > arrival:
-                heapq.heapreplace(tenants, (now, place.seq.arrival, tenant))
-            else:
-                return place
-        return None
+_BEGUN, _URGENT, _BY_SHARE = range(3)
 
 
 class WaitingQueue:
     """Queued sequences of all classes. Both queues of an engine share the tenants' counters.
 
-    Pushing and removing cost O(log n), looking at the next one O(1), amortised.
+    At 256 sequences, MAX_WAITING, the next one is found in at most 30 µs: the places are a sorted list.
     """
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._members: dict[int, Sequence] = {}  # by id(): members of a group came at once
         self._places: dict[int, _Place] = {}  # of those that are not skipped
-        self._due: dict[int, _Place] = {}  # of queued sequences with a deadline
+        self._sorted: list[_Place] = []  # the same
+        self._due: dict[int, Sequence] = {}  # queued sequences with a deadline
         self._skipped: dict[int, Sequence] = {}
-        self._classes: dict[int, _Class] = {}
-        self._oldest, self._deadlines = _Heap(), _Heap()
         self._tickets = itertools.count()
         self._since_oldest = 0  # admissions since the oldest sequence was admitted, less its penalty
         self._mean_tokens = 0.0  # of admitted sequences
@@ -156,24 +77,29 @@ class WaitingQueue:
         self.num_by_priority[seq.request.priority] += 1
         self._stand(seq)
         if not seq.has_begun and seq.deadline_s < math.inf:
-            due = self._due[id(seq)] = _Place(seq, next(self._tickets))
-            self._deadlines.push(seq.deadline_s, due, len(self))
+            self._due[id(seq)] = seq
 
-    def _stand(self, seq: Sequence) -> None:
-        place = self._places[id(seq)] = _Place(seq, next(self._tickets))
-        priority = seq.request.priority
-        if (one := self._classes.get(priority)) is None:
-            one = self._classes[priority] = _Class(self._shares)
-        one.push(place, len(self))
-        self._oldest.push(seq.arrival, place, len(self))
+    def _stand(self, seq: Sequence, *, is_urgent: bool = True) -> None:
+        if seq.has_begun:
+            kind, value = _BEGUN, 0.0
+        elif is_urgent and seq.deadline_s < math.inf:
+            kind, value = _URGENT, seq.deadline_s
+        else:
+            kind, value = _BY_SHARE, float(seq.overdue_tokens > 0)
+        place = _Place(seq.request.priority, kind, value, seq.arrival, next(self._tickets), seq)
+        self._places[id(seq)] = place
+        insort(self._sorted, place)
+
+    def _leave(self, seq: Sequence) -> None:
+        if (place := self._places.pop(id(seq), None)) is not None:
+            del self._sorted[bisect_left(self._sorted, place)]
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that is not admitted."""
         del self._members[id(seq)]
         self._skipped.pop(id(seq), None)
-        for places in (self._places, self._due):
-            if (place := places.pop(id(seq), None)) is not None:
-                place.is_live = False
+        self._due.pop(id(seq), None)
+        self._leave(seq)
         priority = seq.request.priority
         self.num_by_priority[priority] -= 1
         if not self.num_by_priority[priority]:
@@ -182,9 +108,7 @@ class WaitingQueue:
 
     def take(self, seq: Sequence) -> None:
         """Remove a sequence that is admitted."""
-        oldest = self._oldest.first()
-        is_oldest = oldest is not None and oldest.seq is seq
-        self._since_oldest = -self._penalty(seq) if is_oldest else self._since_oldest + 1
+        self._since_oldest = -self._penalty(seq) if self._oldest() is seq else self._since_oldest + 1
         self._mean_tokens += 0.05 * (seq.num_tokens - self._mean_tokens)
         self.remove(seq)
 
@@ -209,17 +133,14 @@ class WaitingQueue:
 
     def head(self, is_skipped: IsSkipped | None = None) -> Sequence | None:
         """The sequence whose turn it is. Skipped ones are left out until `return_ready`."""
-        while (place := self._first()) is not None:
-            if is_skipped is None or not is_skipped(place.seq):
-                return place.seq
-            place.is_live = False
-            del self._places[id(place.seq)]
-            self._skipped[id(place.seq)] = place.seq
-        return None
+        while (seq := self._first()) is not None and is_skipped is not None and is_skipped(seq):
+            self._leave(seq)
+            self._skipped[id(seq)] = seq
+        return seq
 
     def mark_overdue(self, seq: Sequence, num_uncached: int) -> None:
         """It misses its TTFT target: from now on those of its tenant and class that can meet theirs go before it."""
-        self._places[id(seq)].is_live = False
+        self._leave(seq)
         seq.overdue_tokens = max(1, num_uncached)
         self._stand(seq)
 
@@ -229,14 +150,29 @@ class WaitingQueue:
             del self._skipped[id(seq)]
             self._stand(seq)
 
-    def _first(self) -> _Place | None:
+    def _first(self) -> Sequence | None:
+        """A deadline of a tenant that leads by too much no longer counts: the sequence queues with the others."""
         if self.is_oldest_next:
-            return self._oldest.first()
-        for priority in sorted(self._classes):
-            if (place := self._classes[priority].first(len(self))) is not None:
-                return place
-            del self._classes[priority]
-        return None
+            return self._oldest()
+        shares = self._shares
+        while self._sorted and (place := self._sorted[0]).kind == _URGENT:
+            if shares.lead(place.seq.request.tenant) <= shares.rules.credit_tokens:
+                break
+            self._leave(place.seq)
+            self._stand(place.seq, is_urgent=False)
+        return self._sorted[0].seq if self._sorted and place.kind != _BY_SHARE else self._first_by_share()
+
+    def _oldest(self) -> Sequence | None:
+        return min((place.seq for place in self._sorted), key=_arrival, default=None)
+
+    def _first_by_share(self) -> Sequence | None:
+        """Of the first class: the first one of the tenant that was served the least."""
+        firsts: dict[str, Sequence] = {}
+        for place in self._sorted:
+            if place.priority != self._sorted[0].priority or len(firsts) == len(self._shares.num_waiting):
+                break
+            firsts.setdefault(place.seq.request.tenant, place.seq)
+        return min(firsts.values(), key=lambda seq: (self._shares.turn(seq.request.tenant), seq.arrival), default=None)
 
     def may_pass(self, seq: Sequence) -> bool:
         """Whether queued sequences that rank before a prompt that has begun may still pass it: only a few may."""
@@ -267,17 +203,16 @@ class WaitingQueue:
 
     def next_deadline_s(self) -> float:
         """When the next queued sequence passes its deadline, by the clock of `Sequence.arrived_s`; infinite: never."""
-        place = self._deadlines.first()
-        return math.inf if place is None else place.seq.deadline_s
+        return min([seq.deadline_s for seq in self._due.values()], default=math.inf)
 
     def past_deadline(self, now_s: float) -> list[Sequence]:
-        """Queued sequences that were never begun and should have their first token by now.
+        """Queued sequences that were never begun and should have their first token by now, each once.
 
         They stay queued: see `remove`.
         """
-        overdue: list[Sequence] = []
-        while self.next_deadline_s() <= now_s:
-            overdue.append(self._deadlines.pop().seq)
+        overdue = sorted((seq for seq in self._due.values() if seq.deadline_s <= now_s), key=attrgetter("deadline_s"))
+        for seq in overdue:
+            del self._due[id(seq)]
         return overdue
 
 
@@ -305,9 +240,6 @@ def victim(running: list[Sequence], for_seq: Sequence) -> Sequence:
         (seq for seq in running if seq.request.priority >= for_seq.request.priority),
         key=lambda seq: (seq.request.priority, seq.arrival),
     )
-
-
-_arrival = attrgetter("arrival")
 
 
 class Queues:

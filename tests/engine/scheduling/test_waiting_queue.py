@@ -338,7 +338,7 @@ def test_two_tenants_that_always_want_more_get_equal_service_but_for_one_request
         assert abs(gained["a"] - gained["b"]) <= 300
 
 
-# ---- against a plain list: the heaps lose nobody and answer the same
+# ---- against a plain list: the queue loses nobody and answers the same
 
 STEP = st.tuples(st.sampled_from(["come", "come", "admit", "leave", "again"]), st.integers(0, 999), ARRIVAL)
 

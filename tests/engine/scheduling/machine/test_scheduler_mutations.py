@@ -209,13 +209,13 @@ def the_oldest_waits_for_one_more(monkeypatch):
 
 
 def classes_count_the_other_way_round(monkeypatch):
+    original = WaitingQueue._first
+
     def first(self):
-        if self.is_oldest_next:
-            return self._oldest.first()
-        return next(
-            (place for key in sorted(self._classes, reverse=True) if (place := self._classes[key].first(len(self)))),
-            None,
-        )
+        if self.is_oldest_next or not self._sorted:
+            return original(self)
+        last = self._sorted[-1].priority
+        return next(place.seq for place in self._sorted if place.priority == last)
 
     monkeypatch.setattr(WaitingQueue, "_first", first)
 
