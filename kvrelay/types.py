@@ -2,11 +2,31 @@
 
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes, chained: see hashing.py
 MAX_WAITING = 256  # sequences that queue at a worker; more are refused, which clients see as 429
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMeta:
+    """What a store may need of a block besides its bytes."""
+
+    parent: BlockHash | None  # the previous block of its chain; None: it is the first
+    end_tokens: int  # tokens from the prompt's beginning to its end
+    priority: int = 0  # higher stays longer
+    tenant: str = ""  # for quotas: a digest of the tenant's salt, never the salt
+    pin_s: float = 0.0  # seconds for which a client pins it: stored at its first offer
+    checksum: int | None = None  # XXH3-64 of its bytes when they left the pool; None: unknown
+
+
+class IndexedBlock(NamedTuple):
+    """A full block of the pool, with its hash."""
+
+    digest: BlockHash
+    block: BlockId
+    meta: BlockMeta
 
 
 class Role(enum.StrEnum):

@@ -160,8 +160,8 @@ class Simulation:
         return {
             "loaded_blocks": sum(one.lower.controller.stats.loaded for one in found),
             "saved_blocks": sum(one.lower.controller.stats.saved for one in found),
-            "fetched_blocks": sum(one.store.num_loaded for one in found if one.store is not None),
-            "stored_blocks": sum(one.store.num_stored for one in found if one.store is not None),
+            "fetched_blocks": sum(one.store.stats().loaded_blocks for one in found if one.store is not None),
+            "stored_blocks": sum(one.store.stats().stored_blocks for one in found if one.store is not None),
         }
 
     def _alive_s(self, worker: SimulatedWorker) -> float:

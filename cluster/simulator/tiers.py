@@ -19,10 +19,10 @@ from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency, run
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.placement import StoreAddress, places
-from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import host_tier, tier_rules
-from kvrelay.types import BlockHash
+from kvrelay.kvcache.tiers.host_tier import TierRules, make_host_tier
+from kvrelay.types import BlockHash, BlockMeta
 
 NOTHING = memoryview(b"")
 MOST_REMEMBERED = 1_000_000  # blocks' homes
@@ -209,7 +209,7 @@ class BlockSources:
         return next((node_id for node_id, index in self.nodes.items() if digest in index), None)
 
 
-class SimulatedStore:
+class SimulatedStore(BlockStore):
     """The cluster's store as one worker's tier. While `planned` is a dict, jobs only add to it: machines -> bytes."""
 
     name = "cluster"
@@ -226,11 +226,11 @@ class SimulatedStore:
         block_bytes: int,
         num_replicas: int,
     ) -> None:
+        super().__init__(lambda: clock.now_s)
         self._worker_id, self._node_id, self._holders = worker_id, node_id, holders
-        self._network, self._clock, self._block_bytes, self._num_replicas = network, clock, block_bytes, num_replicas
+        self._network, self._block_bytes, self._num_replicas = network, block_bytes, num_replicas
         self.planned: dict[tuple[str, str], int] | None = None
         self.flows: dict[Flow, None] = {}
-        self.num_loaded = self.num_stored = 0
 
     def begin_flow(self, source: str, target: str, num_bytes: int, arrived: Callable[[], None]) -> None:
         def done() -> None:
@@ -255,9 +255,6 @@ class SimulatedStore:
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         """Ignored: other workers may read the blocks."""
 
-    def stats(self) -> StoreStats:
-        return StoreStats(loaded_blocks=self.num_loaded, stored_blocks=self.num_stored)
-
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return [self._holders.source(digest, self._worker_id) is not None for digest in hashes]
 
@@ -267,7 +264,7 @@ class SimulatedStore:
             self._note((source, self._node_id) for source in sources if source is not None)
             return [False] * len(hashes)
         came = [source is not None for source in sources]
-        self.num_loaded += sum(came)
+        self.count(loaded_blocks=sum(came))
         return came
 
     def store(
@@ -284,13 +281,13 @@ class SimulatedStore:
             self._note(missing)
             return [False] * len(hashes)
         for digest, own, meta in zip(hashes, homes, metas, strict=True):
-            self.num_stored += any(digest not in self._holders.nodes[home] for home in own)
+            self.count(stored_blocks=any(digest not in self._holders.nodes[home] for home in own))
             for home in own:
                 self._keep(self._holders.nodes[home], digest, meta)
         return [True] * len(hashes)
 
     def _keep(self, index: TierIndex, digest: BlockHash, meta: BlockMeta) -> None:
-        now_s = self._clock.now_s
+        now_s = self._clock()
         if digest in index:
             index.use((digest,), now_s)
         elif (rows := index.reserve(1, now_s)) is not None:
@@ -344,10 +341,10 @@ def make_tiers(
         made[name] = kind(clock, time, num_threads, queue, woken)
         return made[name]
 
-    rules = tier_rules(cache, is_checked=False, block_tokens=profile.block_size)
+    rules = TierRules(cache.write_policy, cache.prefetch, is_checked=False, block_tokens=profile.block_size)
     tiers = TierController(
         pool,
-        host_tier(cache, SimulatedSlab(num_rows, block_bytes), time.now_s),
+        make_host_tier(cache, SimulatedSlab(num_rows, block_bytes), time.now_s),
         [store] if store is not None else [],
         rules,
         wake=wake,

@@ -20,7 +20,6 @@ from kvrelay.cluster.store.peer_blocks import PeerBlocks
 from kvrelay.errors import PeerLost
 from kvrelay.kvcache.stores.codecs import Codec, CodecError
 from kvrelay.kvcache.stores.placement import StoreAddress
-from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.mover.mover import xxh3_regions
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
@@ -29,7 +28,7 @@ from kvrelay.kvtransfer.slabs.server import SlabServer
 from kvrelay.kvtransfer.slabs.slabs import SharedSlab, StagingSlab, StuckRead
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls
-from kvrelay.types import BlockHash, KvMemory
+from kvrelay.types import BlockHash, BlockMeta, KvMemory
 
 logger = logging.getLogger(__name__)
 

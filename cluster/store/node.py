@@ -22,10 +22,10 @@ from kvrelay.cluster.store.peer_blocks import HolderDirectory
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.policies import EvictionPolicy
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
-from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
+from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.kvtransfer.slabs.server import ReadLease, ReservedRange, SlabDelegate
-from kvrelay.types import BlockHash, KvMemory
+from kvrelay.types import BlockHash, BlockMeta, KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class StoreNode(SlabDelegate):
             logger.warning("store.memory does not hold a single block of %d bytes", block_bytes)
             return
         quota = None if self._quota_bytes is None else max(self._quota_bytes // stride, 1)
-        self._index = TierIndex(num_rows, self._make_policy(num_rows), default_quota=quota)
+        self._index = TierIndex(num_rows, self._make_policy(num_rows), quota=quota)
         self._stride, self.block_bytes = stride, stride - TRAILER_BYTES
         if self._make_disk is not None:
             disk = self._make_disk(stride)

@@ -18,10 +18,10 @@ from kvrelay.config import Settings
 from kvrelay.errors import BackendUnavailable, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.placement import StoreAddress
-from kvrelay.kvcache.stores.store import BlockMeta, CountingStore, StoreStats
+from kvrelay.kvcache.stores.store import BlockStore, StoreStats
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.plane.tls import cluster_tls
-from kvrelay.types import BlockHash, KvMemory
+from kvrelay.types import BlockHash, BlockMeta, KvMemory
 
 if TYPE_CHECKING:
     from kvrelay.engine.worker.service import WorkerService
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class RemoteStore(CountingStore):
+class RemoteStore(BlockStore):
     """Blocks of one namespace in the cluster's store.
 
     More than 12 attributes: what it knows of the caller's blocks, its counters, and its thread.
     """
 
-    name = "cluster"
+    name, supports_pins = "cluster", True
 
     def __init__(
         self,
@@ -140,7 +140,6 @@ class RemoteStore(CountingStore):
             self._wait(self._client.links.everywhere(lambda peer: peer.forget(keys)))
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
-        """Pin these blocks for `ttl_s` seconds, within the nodes' limits; 0 ends their pins."""
         keys = [self.key(digest) for digest in hashes]
         self._wait(self._client.links.everywhere(lambda peer: peer.pin(keys, ttl_s)))
 

@@ -9,10 +9,8 @@ from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.index.pins import PinRecord, PinRecords
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import IndexedBlock
-from kvrelay.types import BlockHash, BlockId
+from kvrelay.types import BlockHash, BlockId, BlockMeta, IndexedBlock
 
 
 class LowerTiers:
@@ -101,16 +99,7 @@ class LowerTiers:
 
     def end_step(self, pool: BlockPool, prefill_tokens_per_s: float) -> None:
         """Under write-back: save what would be evicted next. prefill_tokens_per_s: measured."""
-
-        def coldest(count: int) -> list[IndexedBlock]:
-            return [
-                IndexedBlock(
-                    cold.digest, cold.block, BlockMeta(cold.parent, cold.end_tokens, cold.priority, cold.tenant)
-                )
-                for cold in pool.eviction_candidates(count)
-            ]
-
-        self.controller.end_step(coldest, prefill_tokens_per_s)
+        self.controller.end_step(pool.eviction_candidates, prefill_tokens_per_s)
 
 
 _RECORDS_PER_BLOCK = 4  # hashes that records may have, for each block of the pool

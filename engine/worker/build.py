@@ -33,7 +33,7 @@ from kvrelay.kvcache.stores.namespace import Namespace, namespace_of
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.rules import host_tier, tier_rules
+from kvrelay.kvcache.tiers.host_tier import TierRules, make_host_tier
 from kvrelay.machine import free_host_bytes, physical_cores
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.settings.choices import ChecksMode
@@ -145,9 +145,10 @@ def make_lower_tiers(
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
     slab = make_slab(memory, settings.host_bytes)
-    rules = tier_rules(settings, is_checked=checks != "off", block_tokens=memory.layout.block_size)
+    is_checked, block_tokens = checks != "off", memory.layout.block_size
+    rules = TierRules(settings.write_policy, settings.prefetch, is_checked=is_checked, block_tokens=block_tokens)
     stores = make_stores(memory, slab, settings, namespace, cluster_store)
-    host = host_tier(settings, slab, time.monotonic)
+    host = make_host_tier(settings, slab, time.monotonic)
     tiers = TierController(pool, host, stores, rules, wake=wake)
     tiers.start()
     return LowerTiers(tiers, memory.layout.block_size)

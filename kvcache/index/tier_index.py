@@ -41,8 +41,7 @@ class TierIndex:
         num_rows: int,
         policy: EvictionPolicy,
         *,
-        quotas: Mapping[str, int | None] | None = None,
-        default_quota: int | None = None,
+        quota: int | None = None,
         pin_limit: int | None = None,
         admission: OfferedBefore | None = None,
         keep_changes: bool = False,
@@ -50,8 +49,7 @@ class TierIndex:
         """An empty index of `num_rows` rows.
 
         Args:
-            quotas: most rows of each tenant (None: unlimited).
-            default_quota: most rows of a tenant that `quotas` does not name.
+            quota: most rows of each tenant (not of blocks without one); None: unlimited.
             pin_limit: most entries pinned at once; default: half the rows.
             admission: remembers offers, so that `wants` refuses a block until its second one.
             keep_changes: record changes; the owner must call `drain_changes`.
@@ -63,7 +61,7 @@ class TierIndex:
         self.num_evicted = 0
         self._entries: dict[BlockHash, TierEntry] = {}
         self._pins: TimedPins[BlockHash] = TimedPins(num_rows // 2 if pin_limit is None else pin_limit)
-        self._quotas, self._default_quota = dict(quotas or {}), default_quota
+        self._quota = quota
         self._num_rows_of: Counter[str] = Counter()  # by tenant: reserved and cached ones
         self._victims = VictimQueues(self._entries, policy, is_kept=self._is_kept, has_quota=self._has_quota)
         self._admission = admission
@@ -141,7 +139,7 @@ class TierIndex:
         return victims
 
     def _choose_victims(self, count: int, now_s: float, tenant: str) -> list[BlockHash] | None:
-        quota, num_needed = self._quota(tenant), count - len(self.rows.free)
+        quota, num_needed = self._quota if tenant != _DEFAULT_TENANT else None, count - len(self.rows.free)
         num_over = 0 if quota is None else max(0, self._num_rows_of[tenant] + count - quota)
         return self._victims.choose(num_needed, num_over, tenant, now_s, self._pins.expire(now_s))
 
@@ -201,11 +199,8 @@ class TierIndex:
 
     # ---- holds and pins
 
-    def _quota(self, tenant: str) -> int | None:
-        return self._quotas.get(tenant, self._default_quota)
-
     def _has_quota(self, tenant: str) -> bool:
-        return self._quota(tenant) is not None
+        return self._quota is not None and tenant != _DEFAULT_TENANT
 
     def _is_kept(self, digest: BlockHash, entry: TierEntry) -> bool:
         return entry.row in self.rows.holds or digest in self._pins

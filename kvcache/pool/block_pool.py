@@ -22,10 +22,10 @@ from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.index.pins import PinLedger
-from kvrelay.kvcache.pool.leaf_queue import EvictionCandidate, LeafQueue
+from kvrelay.kvcache.pool.leaf_queue import LeafQueue
 from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
 from kvrelay.kvcache.pool.radix import Match, RadixNode, RadixTree
-from kvrelay.types import BlockHash, BlockId
+from kvrelay.types import BlockHash, BlockId, IndexedBlock
 
 PIN_SHARE = 0.25  # of the pool: the most that one tenant may pin
 MIN_PARTIAL_TOKENS = 4  # fewer shared tokens are not worth the copy of a block
@@ -351,7 +351,7 @@ class BlockPool:
                 if node.is_open:
                     self._offer(node)
 
-    def eviction_candidates(self, count: int) -> list[EvictionCandidate]:
+    def eviction_candidates(self, count: int) -> list[IndexedBlock]:
         """Up to `count` unreferenced blocks, roughly in eviction order."""
         return list(islice(self._queue.candidates(), count))
 

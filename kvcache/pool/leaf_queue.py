@@ -6,23 +6,11 @@ A leaf that is used again gets a new entry, and its old one is void.
 import heapq
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from kvrelay.hashing import HASH_BYTES, tenant_name
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, EvictionQueue
 from kvrelay.kvcache.pool.radix import RadixNode, RadixTree
-from kvrelay.types import BlockHash, BlockId
-
-
-class EvictionCandidate(NamedTuple):
-    """An indexed block that may be evicted soon. `end_tokens`: from the prompt's beginning to the block's end."""
-
-    digest: BlockHash
-    block: BlockId
-    parent: BlockHash | None
-    end_tokens: int
-    priority: int
-    tenant: str  # see hashing.tenant_name
+from kvrelay.types import BlockHash, BlockId, BlockMeta, IndexedBlock
 
 
 class LeafQueue(EvictionQueue[int]):
@@ -77,7 +65,7 @@ class LeafQueue(EvictionQueue[int]):
         """Indices of the queued nodes."""
         return {index for _, _, stamp, index in self.items if self._is_leaf(index, stamp)}
 
-    def candidates(self) -> Iterator[EvictionCandidate]:
+    def candidates(self) -> Iterator[IndexedBlock]:
         """Blocks roughly in eviction order: leaves from their ends, then the nodes that become leaves."""
         num_evicted: dict[int, int] = {}  # by node: children evicted by then
         for leaf in self.in_order():
@@ -89,7 +77,7 @@ class LeafQueue(EvictionQueue[int]):
                 if here is not None:
                     num_evicted[here.index] = num_evicted.get(here.index, 0) + 1
 
-    def _describe(self, node: RadixNode, at: int) -> EvictionCandidate:
+    def _describe(self, node: RadixNode, at: int) -> IndexedBlock:
         """Block number `at` of this node."""
         tree, end = self._tree, at * HASH_BYTES
         before = node if at else node.parent
@@ -97,6 +85,5 @@ class LeafQueue(EvictionQueue[int]):
         end_tokens = (node.start + at + 1) * tree.block_size
         tenant = tenant_name(tree.root_of(node).usage.digest)
         digest, block = BlockHash(bytes(node.digests[end : end + HASH_BYTES])), BlockId(node.blocks[at])
-        return EvictionCandidate(
-            digest, block, BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant
-        )
+        meta = BlockMeta(BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant)
+        return IndexedBlock(digest, block, meta)

@@ -17,8 +17,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.codecs import Codec
-from kvrelay.kvcache.stores.store import BlockMeta, EnvelopeStore
-from kvrelay.types import BlockHash
+from kvrelay.kvcache.stores.store import EnvelopeStore
+from kvrelay.types import BlockHash, BlockMeta
 
 logger = logging.getLogger(__name__)
 

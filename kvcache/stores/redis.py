@@ -14,8 +14,8 @@ from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.codecs import Codec
-from kvrelay.kvcache.stores.store import BlockMeta, EnvelopeStore
-from kvrelay.types import BlockHash
+from kvrelay.kvcache.stores.store import EnvelopeStore
+from kvrelay.types import BlockHash, BlockMeta
 
 logger = logging.getLogger(__name__)
 

@@ -10,24 +10,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import xxhash
 
 from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
-from kvrelay.types import BlockHash
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMeta:
-    """What a store may need of a block besides its bytes."""
-
-    parent: BlockHash | None  # the previous block of its chain; None: it is the first
-    end_tokens: int  # tokens from the prompt's beginning to its end
-    priority: int = 0  # higher stays longer
-    tenant: str = ""  # for quotas: a digest of the tenant's salt, never the salt
-    pin_s: float = 0.0  # seconds for which a client pins it: stored at its first offer
-    checksum: int | None = None  # XXH3-64 of its bytes when they left the pool; None: unknown
+from kvrelay.types import BlockHash, BlockMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +34,34 @@ class StoreStats:
     failures: int = 0  # calls that failed as a whole
 
 
-class BlockStore(Protocol):
-    """Blocks by prefix hash. Only start() raises StoreError; later failures are misses, logged and counted."""
+class BlockStore(ABC):
+    """Blocks by prefix hash, and totals of what is loaded and stored. Thread-safe.
+
+    Only start() raises StoreError; later failures are misses, logged and counted.
+    """
 
     name: str
     keeps_checksums: bool  # every load is verified by the `BlockMeta.checksum` that was stored, if any
+    supports_pins = False  # it evicts on its own, but not what is pinned
 
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._count_lock, self._stats = clock, threading.Lock(), StoreStats()
+
+    @abstractmethod
     def start(self) -> None:
         """Open the store. Raises StoreError, with a remedy: not usable, or it holds another model's blocks."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Finish writes under way and close. Blocks stay where the store outlives the process."""
+
+    @abstractmethod
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which of these blocks can be loaded now."""
+
+    @abstractmethod
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """Delete these blocks, if they are stored."""
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Read blocks and verify their checksums; returns which are in place.
@@ -65,6 +69,10 @@ class BlockStore(Protocol):
         Args:
             into: one writable buffer of block_bytes for each hash; its content is undefined where the result is False.
         """
+        began_s = self._clock()
+        loaded = self._load(hashes, into)
+        self.count(loaded_blocks=sum(loaded), load_s=self._clock() - began_s)
+        return loaded
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
@@ -73,38 +81,21 @@ class BlockStore(Protocol):
 
         The caller keeps `blocks` unchanged.
         """
+        began_s = self._clock()
+        kept = {digest for digest, is_here in zip(hashes, self._find(hashes), strict=True) if is_here}
+        entries = zip(hashes, blocks, metas, strict=True)
+        new = {digest: (block, meta) for digest, block, meta in entries if digest not in kept}
+        stored = self._store(new) if new else set()
+        self.count(stored_blocks=len(stored), rejected_blocks=len(new) - len(stored), store_s=self._clock() - began_s)
+        return [digest in kept or digest in stored for digest in hashes]
 
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """Delete these blocks, if they are stored."""
-
-    def stats(self) -> StoreStats:
-        """For metrics."""
-
-    def close(self) -> None:
-        """Finish writes under way and close. Blocks stay where the store outlives the process."""
-
-
-@runtime_checkable
-class PinningStore(BlockStore, Protocol):
-    """A store that evicts on its own and supports pins."""
-
-    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> object:
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> object:  # noqa: B027 (only where `supports_pins`)
         """Pin the stored ones of these for `ttl_s` seconds, within the store's limit; 0 ends their pins."""
 
-
-@runtime_checkable
-class SharingStore(BlockStore, Protocol):
-    """A store that also lets other workers read this worker's host tier."""
-
-    def host_tier_changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
+    def host_tier_changed(  # noqa: B027 (only a store that lets other workers read the host tier does anything)
+        self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]
+    ) -> None:
         """The host tier has these blocks from now on, and no longer has those. Called on the engine's thread."""
-
-
-class CountingStore(ABC):
-    """What all stores share: totals of what is loaded and stored. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._count_lock, self._stats = clock, threading.Lock(), StoreStats()
 
     def count(self, **amounts: float) -> None:
         """Increment fields of StoreStats, by name."""
@@ -115,44 +106,17 @@ class CountingStore(ABC):
     def stats(self) -> StoreStats:
         return self._stats
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """See BlockStore."""
-        began_s = self._clock()
-        loaded = self._load(hashes, into)
-        self.count(loaded_blocks=sum(loaded), load_s=self._clock() - began_s)
-        return loaded
-
-    def store(
-        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
-    ) -> list[bool]:
-        """See BlockStore."""
-        began_s = self._clock()
-        kept = {digest for digest, is_here in zip(hashes, self._find(hashes), strict=True) if is_here}
-        entries = zip(hashes, blocks, metas, strict=True)
-        new = {digest: (block, meta) for digest, block, meta in entries if digest not in kept}
-        stored = self._store(new) if new else set()
-        self.count(stored_blocks=len(stored), rejected_blocks=len(new) - len(stored), store_s=self._clock() - began_s)
-        return [digest in kept or digest in stored for digest in hashes]
-
-    @abstractmethod
-    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """See BlockStore."""
-
-    @abstractmethod
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """See BlockStore."""
-
     def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which of these blocks are stored, as `store` asks before it writes."""
         return self.contains(hashes)
 
-    @abstractmethod
     def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """`load` without counting."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
         """Store blocks that are not stored yet; returns which are now."""
+        raise NotImplementedError
 
 
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
@@ -224,7 +188,7 @@ def unseal(value: bytes | memoryview, namespace: bytes, digest: bytes, max_bytes
     return data
 
 
-class EnvelopeStore(CountingStore):
+class EnvelopeStore(BlockStore):
     """A store that keeps each block in an envelope, and backs off after a failure. Thread-safe."""
 
     keeps_checksums = False  # its envelopes have checksums of their own

@@ -23,13 +23,12 @@ from kvrelay.kvcache.memory.jobs import (
     batch_blocks,
 )
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.stores.store import BlockStore, SharingStore
+from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.fetches import Fetches
-from kvrelay.kvcache.tiers.host_tier import HostTier
+from kvrelay.kvcache.tiers.host_tier import HostTier, TierRules
 from kvrelay.kvcache.tiers.offload import Offload
-from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules
 from kvrelay.plane.reports import TierLoad
-from kvrelay.types import BlockHash, BlockId
+from kvrelay.types import BlockHash, BlockId, IndexedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -243,8 +242,7 @@ class TierController:
         if change is None:
             return []
         for store in self._stores:
-            if isinstance(store, SharingStore):
-                store.host_tier_changed(change.stored, change.removed)
+            store.host_tier_changed(change.stored, change.removed)
         return [change]
 
     def tier_loads(self) -> list[TierLoad]:

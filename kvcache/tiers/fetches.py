@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency, batch_blocks
-from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
-from kvrelay.kvcache.tiers.host_tier import HostTier
+from kvrelay.kvcache.stores.store import BlockStore
+from kvrelay.kvcache.tiers.host_tier import HostTier, TierRules
 from kvrelay.kvcache.tiers.offload import Offload
-from kvrelay.kvcache.tiers.rules import TierRules
-from kvrelay.types import BlockHash
+from kvrelay.types import BlockHash, BlockMeta
 
 MAX_PREFETCHES = 64  # under way at once
 

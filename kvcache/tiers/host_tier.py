@@ -1,15 +1,36 @@
-"""The host tier: a slab of memory, the index over its rows, and each row's checksum and metadata.
+"""The host tier: a slab of memory, the index over its rows, and each row's checksum and metadata; and the settings that
+the parts of the tier controller share.
 
 Pure; engine's thread.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from kvrelay.kvcache.eviction.policies import EvictionPolicy
+from kvrelay.kvcache.eviction.policies import EvictionPolicy, make_policy
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.jobs import BlockSlab
-from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.types import BlockHash
+from kvrelay.settings.cache import CacheSettings
+from kvrelay.types import BlockHash, BlockMeta
+
+PREFETCH_TIMEOUT_S = 2.0  # under "timeout": longer than a disk or a store in the same network takes for a long prompt
+WAIT_LIMIT_S = 60.0  # for a request that waits for all of its blocks: a store that hangs must not block it for ever
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """The settings that govern the tiers (see CacheSettings)."""
+
+    write: str = "write-through"
+    prefetch: str = "timeout"
+    prefetch_timeout_s: float = PREFETCH_TIMEOUT_S
+    is_checked: bool = True  # verify checksums
+    block_tokens: int = 16
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a request waits for its blocks at most."""
+        return {"best-effort": 0.0, "wait": WAIT_LIMIT_S}.get(self.prefetch, self.prefetch_timeout_s)
 
 
 class HostTier(TierIndex):
@@ -21,14 +42,11 @@ class HostTier(TierIndex):
         policy: EvictionPolicy,
         clock: Callable[[], float],
         *,
-        quotas: Mapping[str, int | None] | None = None,
-        default_quota: int | None = None,
+        quota: int | None = None,
         pin_limit: int | None = None,
     ) -> None:
-        """No blocks. `quotas`, `default_quota`, `pin_limit`: see TierIndex."""
-        super().__init__(
-            slab.num_rows, policy, quotas=quotas, default_quota=default_quota, pin_limit=pin_limit, keep_changes=True
-        )
+        """No blocks. `quota`, `pin_limit`: see TierIndex."""
+        super().__init__(slab.num_rows, policy, quota=quota, pin_limit=pin_limit, keep_changes=True)
         self.slab, self.now_s, self.block_bytes = slab, clock, slab.block_bytes
         self._checksums = [0] * slab.num_rows
         self._metas: list[BlockMeta | None] = [None] * slab.num_rows
@@ -69,3 +87,9 @@ class HostTier(TierIndex):
     def checksums(self, rows: Sequence[int]) -> list[int]:
         """Checksums of the blocks in these rows when they were put."""
         return [self._checksums[row] for row in rows]
+
+
+def make_host_tier(cache: CacheSettings, slab: BlockSlab, clock: Callable[[], float]) -> HostTier:
+    """An empty host tier in this slab."""
+    quota = max(1, int(cache.tenant_share * slab.num_rows)) if cache.tenant_share < 1 else None
+    return HostTier(slab, make_policy(cache.eviction_policy, slab.num_rows), clock, quota=quota)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency, batch_blocks
-from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, PinningStore
+from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.host_tier import HostTier
-from kvrelay.types import BlockHash
+from kvrelay.types import BlockHash, BlockMeta
 
 _SPARE_SHARE = 8  # write-back keeps an eighth of the host tier free or already stored further down
 
@@ -32,7 +32,7 @@ class Offload:
 
     def __init__(self, host: HostTier, stores: Sequence[BlockStore], threads: Threads, *, is_checked: bool) -> None:
         self._host, self._stores, self._threads, self._is_checked = host, stores, threads, is_checked
-        self._pinning_stores = [store for store in stores if isinstance(store, PinningStore)]
+        self._pinning_stores = [store for store in stores if store.supports_pins]
         self._known: dict[str, dict[BlockHash, None]] = {store.name: {} for store in stores}  # see `mark_stored`
         self._under_way: dict[str, set[BlockHash]] = {store.name: set() for store in stores}
         self._max_held = max(1, host.num_rows // 2)
@@ -109,7 +109,7 @@ class Offload:
         offered = [batch.hashes[index] for index in good]
         kept = batch.store.store(offered, views, [batch.metas[index] for index in good])
         stored = [digest for digest, is_kept in zip(offered, kept, strict=True) if is_kept]
-        if batch.pin_s and isinstance(batch.store, PinningStore):
+        if batch.pin_s:
             batch.store.pin(stored, batch.pin_s)
         return stored
 

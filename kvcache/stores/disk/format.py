@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.types import BlockHash
+from kvrelay.types import BlockHash, BlockMeta
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096  # the alignment of direct I/O on every common device

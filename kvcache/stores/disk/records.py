@@ -30,8 +30,7 @@ from kvrelay.kvcache.stores.disk.format import (
     runs,
     unpack_header,
 )
-from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.types import BlockHash
+from kvrelay.types import BlockHash, BlockMeta
 
 logger = logging.getLogger(__name__)
 

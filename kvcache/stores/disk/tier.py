@@ -23,8 +23,8 @@ from kvrelay.kvcache.stores.disk.format import FORMAT_VERSION, PAGE_BYTES, Geome
 from kvrelay.kvcache.stores.disk.records import RecordIo, Segments
 from kvrelay.kvcache.stores.disk.volume import Outcome, Volume, is_disk_full
 from kvrelay.kvcache.stores.namespace import Namespace
-from kvrelay.kvcache.stores.store import BlockMeta, CountingStore, StoreStats
-from kvrelay.types import BlockHash
+from kvrelay.kvcache.stores.store import BlockStore, StoreStats
+from kvrelay.types import BlockHash, BlockMeta
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class DiskOptions:
     segment_bytes: int | None = None  # of one file; None: an eighth of the limit, 128 MiB at most
 
 
-class DiskStore(CountingStore):
+class DiskStore(BlockStore):
     """A BlockStore on a local disk.
 
     More than 12 attributes: eight parameters, and the state that one lock protects while the volume is replaced.
     """
 
-    name = "disk"
+    name, supports_pins = "disk", True
 
     def __init__(
         self,
@@ -152,8 +152,7 @@ class DiskStore(CountingStore):
         return TierIndex(
             geometry.num_rows,
             options.policy(geometry.num_rows),
-            quotas={"": None},
-            default_quota=quota,
+            quota=quota,
             admission=OfferedBefore(geometry.num_rows) if options.is_admission_on else None,
             keep_changes=True,
         )

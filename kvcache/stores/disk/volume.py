@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.disk.format import Geometry, RecordHeader
 from kvrelay.kvcache.stores.disk.records import ReadItem, RecordIo, Segments, WriteItem
-from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.types import BlockHash
+from kvrelay.types import BlockHash, BlockMeta
 
 _RETRY_S = 60.0  # before segments that the disk had no room for are tried again
 

@@ -82,7 +82,8 @@ def test_fetching_over_a_link_slower_than_computing_is_tried_and_then_left():
 
     def fetched(bytes_per_s):
         sim = simulate(load, settings=cached(remote="cluster") | rule, workers=profile(link_bytes_per_s=bytes_per_s))
-        return [worker.engine.tiers.store.num_loaded // 39 for worker in sim.workers if worker.role == "prefill"]
+        stores = [worker.engine.tiers.store for worker in sim.workers if worker.role == "prefill"]
+        return [store.stats().loaded_blocks // 39 for store in stores]
 
     assert fetched(1e9) == [2, 2]
     assert fetched(2e6) == [1, 1]  # each has measured it once

@@ -12,9 +12,9 @@ from kvrelay.cluster.store.client import ClientOptions
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
 from kvrelay.config import settings_from
-from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.settings.cache import StoreSettings
+from kvrelay.types import BlockMeta
 
 SECRET = b"a secret of the test cluster"
 BLOCK = 64 << 10

@@ -11,12 +11,12 @@ import pytest
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.stores.codecs import LosslessCodec
 from kvrelay.kvcache.stores.placement import places
-from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
 from kvrelay.kvtransfer.slabs.messages import AcquireLease, BlockOffer, LeaseGranted, PutBlocks, ReleaseLease
 from kvrelay.kvtransfer.slabs.slabs import BlockArrival, BlockRead, SharedSlab, allocate_slab, free_slab
 from kvrelay.plane.tls import ClusterTls
+from kvrelay.types import BlockMeta
 from tests.cluster.store.store_nodes import BLOCK, META, SECRET, Nodes, block, until
 from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, content, fetch, keep
 from tests.kvtransfer.damage import damaged

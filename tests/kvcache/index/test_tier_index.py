@@ -145,7 +145,7 @@ def test_a_lower_priority_goes_first_however_lately_it_was_used():
 
 
 def test_a_tenant_over_its_quota_evicts_its_own_blocks_only():
-    tier = TierIndex(6, Lru(), quotas={"small": 2}, default_quota=4)
+    tier = TierIndex(6, Lru(), quota=2)
     other = put_chain(tier, "x", 0, tenant="other")
     small = put_chain(tier, "ab", 1, tenant="small")
     assert tier.reserve(3, 2, tenant="small") is None
@@ -194,16 +194,14 @@ def test_blocks_found_after_a_restart_take_their_own_slots():
 SLOTS = 7
 PATHS = ["a", "ab", "abc", "abd", "b", "ba", "bab", "c"]
 TENANTS = {"a": "small", "b": "", "c": "big"}  # by a chain's first letter, as a salt would have it
-QUOTAS = {"small": 3}
+QUOTAS = {"small": 3, "big": 3}
 
 
 @dataclass
 class Walk:
     """Drives one TierIndex by numbers, and knows by brute force what may happen."""
 
-    tier: TierIndex = field(
-        default_factory=lambda: TierIndex(SLOTS, Lru(), quotas=QUOTAS, pin_limit=2, keep_changes=True)
-    )
+    tier: TierIndex = field(default_factory=lambda: TierIndex(SLOTS, Lru(), quota=3, pin_limit=2, keep_changes=True))
     now_s: float = 0
     reserved: list[tuple[int, str]] = field(default_factory=list)
     held: list[tuple[int, BlockHash]] = field(default_factory=list)

@@ -304,8 +304,8 @@ def test_the_coldest_blocks_are_those_that_are_evicted_next():
     assert len(pool.eviction_candidates(3)) == 3
     assert len(cold) == len({each.block for each in cold}) == 10  # the trunk once for each tenant
     names = {each.digest for each in cold}
-    assert all(each.parent in names or each.end_tokens == SIZE for each in cold)
-    assert {each.tenant for each in cold} == {"", tenant_name(root_hash("a"))}
+    assert all(each.meta.parent in names or each.meta.end_tokens == SIZE for each in cold)
+    assert {each.meta.tenant for each in cold} == {"", tenant_name(root_hash("a"))}
     allocate(pool, 2)
     assert {each.block for each in cold[:4]} == set(allocate(pool, 4))
 
@@ -484,7 +484,7 @@ def test_without_tokens_whole_blocks_are_found_split_and_evicted_and_beginnings_
     assert list(match.blocks) == list(blocks[:1]) and list(pool.match(chain).blocks) == list(blocks)
     half = pack_tokens([*tokens[8:14], 99, 99])
     assert pool.partial_match(match, half) == ((blocks[1], 6) if keeps_tokens else (-1, 0))
-    assert [cold.end_tokens for cold in pool.eviction_candidates(3)] == [24, 16, 8]
+    assert [cold.meta.end_tokens for cold in pool.eviction_candidates(3)] == [24, 16, 8]
     allocate(pool, 11)
     pool.check()
     assert list(pool.match(chain).blocks) == list(blocks[:1])

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from kvrelay.hashing import block_hashes
-from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.types import BlockMeta
 
 BLOCK_BYTES = 8192
 

@@ -16,7 +16,7 @@ from kvrelay.kvcache.stores.codecs import LosslessCodec
 from kvrelay.kvcache.stores.disk.format import PAGE_BYTES, smallest_limit
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
-from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.types import BlockMeta
 from tests.kvcache.stores.store_contract import (
     BLOCK_BYTES,
     StoreContract,

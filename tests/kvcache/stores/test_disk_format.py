@@ -17,8 +17,7 @@ from kvrelay.kvcache.stores.disk.format import (
     unpack_header,
 )
 from kvrelay.kvcache.stores.namespace import Namespace, namespace_of
-from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.types import BlockHash, Fingerprint, KvLayout
+from kvrelay.types import BlockHash, BlockMeta, Fingerprint, KvLayout
 
 pytestmark = pytest.mark.pure
 

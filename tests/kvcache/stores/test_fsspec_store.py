@@ -15,7 +15,7 @@ from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.fsspec import FsspecStore
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.remote import make_store
-from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.types import BlockMeta
 
 BLOCK, NAMESPACE = 4096, b"n" * 16
 META = BlockMeta(None, 16)

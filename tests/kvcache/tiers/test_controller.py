@@ -15,22 +15,22 @@ from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.stores.store import BlockStore, StoreStats
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.host_tier import HostTier
-from kvrelay.kvcache.tiers.rules import WAIT_LIMIT_S, IndexedBlock, TierRules
-from kvrelay.types import KvLayout
+from kvrelay.kvcache.tiers.host_tier import WAIT_LIMIT_S, HostTier, TierRules
+from kvrelay.types import BlockMeta, IndexedBlock, KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
 
 
-class MemoryStore:
+class MemoryStore(BlockStore):
     """A store in a dict; `gate` holds its loads back."""
 
     name = "memory"
     keeps_checksums = False
 
     def __init__(self):
+        super().__init__(time.monotonic)
         self.blocks, self.gate, self.is_closed = {}, threading.Event(), False
         self.gate.set()
         self.num_loads, self.writing = 0, None
@@ -195,6 +195,8 @@ def test_with_checks_off_the_same_rot_is_served(world):
 
 class KeepingStore(MemoryStore):
     """One that can be asked to keep blocks."""
+
+    supports_pins = True
 
     def __init__(self):
         super().__init__()

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers import fetches, rules
+from kvrelay.kvcache.tiers import fetches, host_tier
 from kvrelay.kvcache.tiers.controller import TierController
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
@@ -90,7 +90,7 @@ def broken(monkeypatch, what):
 
         monkeypatch.setattr(Offload, "_batch", unheld)
     elif what == "a request waits for all for ever":
-        monkeypatch.setattr(rules, "WAIT_LIMIT_S", float("inf"))
+        monkeypatch.setattr(host_tier, "WAIT_LIMIT_S", float("inf"))
     elif what == "what failed is found again":
         monkeypatch.setattr(TierController, "discard_load", lambda self, load: None)
     elif what == "a checksum is kept when its row changes hands":

@@ -12,11 +12,10 @@ from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.eviction.policies import Lru
 from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Load, Urgency
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.stores.store import BlockStore, StoreStats
 from kvrelay.kvcache.tiers.controller import TierController
-from kvrelay.kvcache.tiers.host_tier import HostTier
-from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules
-from kvrelay.types import BlockId
+from kvrelay.kvcache.tiers.host_tier import HostTier, TierRules
+from kvrelay.types import BlockId, BlockMeta, IndexedBlock
 
 SIZE = 4  # tokens of a block
 BLOCKS, SLOTS = 14, 9
@@ -125,10 +124,11 @@ class FakeSlab:
             raise Trouble("load")
 
 
-class FakeStore:
+class FakeStore(BlockStore):
     """Keeps blocks, loses them, spoils them (and says so), or fails."""
 
     def __init__(self, name: str, capacity: int) -> None:
+        super().__init__(lambda: 0.0)
         self.name, self.capacity, self.blocks = name, capacity, {}
         self.is_open, self.mode, self.wishes, self.keeps_checksums = False, "well", 0, False
 
@@ -251,9 +251,8 @@ class Life:
     def __init__(self, write: str, prefetch: str, quota: int | None, *, is_checked: bool = True) -> None:
         self.now_s, self.count, self.arrivals = 0.0, 0, 0
         self.pool = BlockPool(BLOCKS, block_size=SIZE, pin_share=0.3)
-        quotas = {} if quota is None else {PROMPTS[1].tenant: quota}
         self.slab = FakeSlab(self.pool)
-        self.index = self.slab.index = CountedTier(self.slab, Lru(), lambda: self.now_s, quotas=quotas, pin_limit=3)
+        self.index = self.slab.index = CountedTier(self.slab, Lru(), lambda: self.now_s, quota=quota, pin_limit=3)
         self.stores = [FakeStore("near", 6), FakeStore("far", 40)]
         self.rules = TierRules(write, prefetch, 2.0, is_checked, SIZE)
         self.tiers = TierController(
@@ -443,13 +442,7 @@ class Life:
             self.unanswered.remove(name)
 
     def write_back(self, argument: int) -> None:
-        def coldest(count: int) -> list[IndexedBlock]:
-            colds = self.pool.eviction_candidates(count)
-            return [
-                IndexedBlock(c.digest, c.block, BlockMeta(c.parent, c.end_tokens, c.priority, c.tenant)) for c in colds
-            ]
-
-        self.tiers.end_step(coldest, 0.0)
+        self.tiers.end_step(self.pool.eviction_candidates, 0.0)
 
     def reset(self, argument: int) -> None:
         if argument % 4 == 0:
