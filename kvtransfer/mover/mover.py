@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ Hashes = NDArray[np.uint64]
 _FOLDER = Path(__file__).parent / "native"
 INLINE_BYTES = 256 << 10  # up to here: moved and hashed (< 100 us) before a thread is awake (100 us and more)
 _SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
-_STEP_BYTES = 256 << 10  # in Python: copied, then hashed
+_STEP_BYTES = 256 << 10  # in Python: copied at once, and at least so much before it is hashed
 _YIELD_BYTES = 1 << 20  # xxhash holds the interpreter's lock below 64 KiB: others get it this often
-_OUT_OF_BOUNDS, _CANCELLED, _ALL = -1, -2, -1  # of native/move.h
+_OUT_OF_BOUNDS, _CANCELLED = -1, -2  # of native/move.h
 _NOTHING = np.empty((0, 1), np.int64)
 _NO_ROWS = CopyList(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -107,7 +107,7 @@ def library() -> Any:
     except BackendUnavailable as error:
         logger.info("KV is moved and hashed in Python: %s", error)
         return None
-    lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p], ctypes.c_int
     lib.kt_worker_start.argtypes, lib.kt_worker_start.restype = [ctypes.c_int], ctypes.c_void_p
     lib.kt_worker_submit.argtypes, lib.kt_worker_submit.restype = [ctypes.c_void_p, ctypes.c_void_p], None
     lib.kt_worker_stop.argtypes, lib.kt_worker_stop.restype = [ctypes.c_void_p], None
@@ -120,7 +120,7 @@ def _packed(array: NDArray[Any]) -> bytes:
 
 
 class NativeMove:
-    """A read in C. It goes on where it stopped, as often as it is run."""
+    """A read in C. Run once, or given to a worker."""
 
     def __init__(self, lib: Any, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
         chosen = receipt.is_checked
@@ -149,9 +149,9 @@ class NativeMove:
             landed=ctypes.addressof(receipt.landed),
         )
 
-    def run(self, until: int = _ALL) -> None:
-        """Go on until the first `until` bytes have landed. Raises TransportError."""
-        self._job.problem = self._lib.kt_move(self.address, until)
+    def run(self) -> None:
+        """Raises TransportError."""
+        self._job.problem = self._lib.kt_move(self.address)
         self.result()
 
     @property
@@ -165,7 +165,7 @@ class NativeMove:
         return bool(self._job.is_done)
 
     def cancel(self) -> None:
-        """End it within a few hundred KiB. No effect on a later run."""
+        """End it within a few hundred KiB."""
         self._job.is_cancelled = 1
 
     def result(self) -> None:
@@ -183,45 +183,27 @@ class PythonMove:
 
     def __init__(self, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
         copies.check_bounds(source.num_bytes, target.num_bytes)
-        self._source, self._target, self._receipt = source, target, receipt
-        self._rows = [row.tolist() for row in copies.expanded()]
-        self._total = copies.total_bytes
-        self._row = self._inside = self._num_hashed = 0
+        self._source, self._target, self._copies, self._receipt = source, target, copies, receipt
+        self._num_hashed = 0
 
-    def run(self, until: int = _ALL) -> None:
-        """Go on until the first `until` bytes have landed. Raises TransportError."""
-        until = self._total if until == _ALL else until
-        if until > self._total:
-            raise TransportError("a copy lies outside the pool")
-        while (landed := self._receipt.num_landed) < until:
-            size = min(max(_STEP_BYTES, self._receipt.chunk_bytes), until - landed)
-            for source, target, num_bytes in self._take(size):
-                ctypes.memmove(target, source, num_bytes)
-            self._receipt.landed.value = landed + size
-            self._hash()
-        if not self._total:
-            self._hash()
+    def run(self) -> None:
+        receipt, chunk_bytes, landed, seen = self._receipt, max(self._receipt.chunk_bytes, 1), 0, 0
+        for source, target, num_bytes in zip(*(row.tolist() for row in self._copies.expanded()), strict=True):
+            for at in range(0, num_bytes, _STEP_BYTES):
+                size = min(_STEP_BYTES, num_bytes - at)
+                ctypes.memmove(self._target.address + target + at, self._source.address + source + at, size)
+                receipt.landed.value = landed = landed + size
+                if landed - seen >= _STEP_BYTES:
+                    self._hash(min(landed // chunk_bytes, len(receipt.pieces)))
+                    seen = landed
+        self._hash(len(receipt.pieces))
 
-    def _take(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """(address in the source, address in the target, length) of the next `size` bytes."""
-        sources, targets, sizes = self._rows
-        while size:
-            some = min(sizes[self._row] - self._inside, size)
-            if some:
-                source = self._source.address + sources[self._row] + self._inside
-                yield source, self._target.address + targets[self._row] + self._inside, some
-            size, self._inside = size - some, self._inside + some
-            if self._inside == sizes[self._row]:
-                self._row, self._inside = self._row + 1, 0
-
-    def _hash(self) -> None:
-        receipt = self._receipt
-        if not len(receipt.pieces):
+    def _hash(self, stop: int) -> None:
+        """Chunks up to `stop`, which lie in the target."""
+        receipt, began = self._receipt, time.perf_counter()
+        if self._num_hashed == stop:
             return
-        began = time.perf_counter()
-        stop, per_turn = len(receipt.pieces), max(_YIELD_BYTES // receipt.chunk_bytes, 1)
-        if self._total:  # else they are hashed where they lie
-            stop = min(receipt.num_landed // receipt.chunk_bytes, stop)
+        per_turn = max(_YIELD_BYTES // receipt.chunk_bytes, 1)
         for i in range(self._num_hashed, stop):
             if i % per_turn == per_turn - 1:
                 time.sleep(1e-6)

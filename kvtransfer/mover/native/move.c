@@ -129,20 +129,18 @@ static int64_t measure(const struct move *m)
     return __builtin_mul_overflow(total, m->repeats, &total) ? OUT_OF_BOUNDS : total;
 }
 
-/* Go on until the first `until` bytes have landed. Without rows: hash what lies in the target already.
- * Returns 0, OUT_OF_BOUNDS or CANCELLED. */
-int kt_move(struct move *m, int64_t until)
+/* Without rows: hash what lies in the target already. Returns 0, OUT_OF_BOUNDS or CANCELLED. */
+int kt_move(struct move *m)
 {
-    int64_t total = measure(m), landed = *m->landed;
-    if (until == ALL) until = total;
-    if (total < 0 || until > total) return OUT_OF_BOUNDS;
+    int64_t total = measure(m), landed = 0;
+    if (total < 0) return OUT_OF_BOUNDS;
     if (!m->num_rows) hash_to(m, m->num_chunks);
     int64_t chunk = m->num_chunks ? chunk_bytes(m) : 1;
     int64_t step = m->num_chunks ? NEAR : TICK;
     step = step < chunk ? chunk : step - step % chunk;
-    while (landed < until) {
+    while (landed < total) {
         if (__atomic_load_n(&m->is_cancelled, __ATOMIC_RELAXED)) return CANCELLED;
-        int64_t size = smaller(step - landed % chunk, until - landed);
+        int64_t size = smaller(step - landed % chunk, total - landed);
         int64_t complete = smaller((landed + size) / chunk, m->num_chunks);
         int is_hashed = is_any_checked(m, m->hashed, complete);
         copy_rows(m, size, total >= STREAM && !is_hashed);

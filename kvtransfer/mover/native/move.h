@@ -3,7 +3,6 @@
 
 #include <stdint.h>
 
-#define ALL (-1)
 #define OUT_OF_BOUNDS (-1) /* results of kt_move, beside 0 */
 #define CANCELLED (-2)
 
@@ -27,6 +26,6 @@ struct move {
     struct move *next;            /* in a worker's queue */
 };
 
-int kt_move(struct move *m, int64_t until);
+int kt_move(struct move *m);
 
 #endif

@@ -33,7 +33,7 @@ static void *work(void *argument)
     struct move *m;
     while ((m = next_move(w))) {
         uint64_t one = 1;
-        m->problem = kt_move(m, ALL);
+        m->problem = kt_move(m);
         __atomic_store_n(&m->is_done, 1, __ATOMIC_RELEASE); /* from here on its memory is the caller's again */
         ssize_t written = write(w->event_fd, &one, sizeof one);
         (void)written; /* fails only where the counter is at its limit: then the reader is notified anyway */

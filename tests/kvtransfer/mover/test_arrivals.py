@@ -9,12 +9,11 @@ from kvrelay.errors import CorruptRead
 from kvrelay.kvtransfer.mover.mover import Receipt, move
 from kvrelay.kvtransfer.mover.verification import ArrivingRead, checksums_of
 from kvrelay.kvtransfer.transports.memory import place_of
-from tests.kvtransfer.copies import plan_copies, region_offsets
+from tests.kvtransfer.copies import carry_out, plan_copies, region_offsets
 from tests.kvtransfer.damage import damaged
 
 BLOCKS = list(range(8))
 LAYERS = range(2)
-PIECE_BYTES = 256 << 10
 NUM_REGIONS = len(BLOCKS) * len(LAYERS)
 
 
@@ -32,19 +31,17 @@ class Read:
         self.copies = plan_copies(lib.LAYOUT, lib.LAYOUT, BLOCKS, BLOCKS, LAYERS)
 
     def run(self, landed):
-        """Piece by piece where `landed` has no receipt."""
+        """Copied, then verified, where `landed` has no receipt."""
         receipt = landed.receipt() if isinstance(landed, ArrivingRead) else None
-        moving = move(place_of(self.source.owner), place_of(self.target.owner), self.copies, receipt or Receipt())
         if receipt is not None:
-            moving.run()
+            move(place_of(self.source.owner), place_of(self.target.owner), self.copies, receipt).run()
             landed.settle(receipt)
             return
-        for num_bytes in (*range(PIECE_BYTES, self.copies.total_bytes, PIECE_BYTES), self.copies.total_bytes):
-            moving.run(num_bytes)
-            landed(num_bytes)
+        carry_out(self.source.owner, self.target.owner, self.copies)
+        landed(self.copies.total_bytes)
 
 
-@pytest.fixture(params=["as it is copied", "piece by piece"])
+@pytest.fixture(params=["as it is copied", "afterwards"])
 def run(request):
     """Carries out a Read in one of the two ways."""
     if request.param == "as it is copied":
