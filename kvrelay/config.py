@@ -4,7 +4,6 @@ Unknown keys are refused, with the nearest known one named. The environment adds
 stand in a file: KVRELAY_API_KEY and KVRELAY_SECRET.
 """
 
-import difflib
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from kvrelay.settings.cache import CacheSettings, StoreSettings, TransferSetting
 from kvrelay.settings.cluster import ClusterSettings, PlannerSettings, ServeSettings
 from kvrelay.settings.engine import EngineSettings, ModelSettings, RoleSettings
 from kvrelay.settings.router import RouterSettings, SchedulerSettings, SloSettings
-from kvrelay.settings.section import Section
+from kvrelay.settings.section import Section, first_problem
 from kvrelay.types import Role
 
 
@@ -86,29 +85,15 @@ class Settings(Section):
         return min(self._own(role).block_size or self.engine.block_size for role in Role)
 
 
-def _nearest(error: ValidationError) -> str:
-    """The first problem as one sentence; for an unknown key, with the nearest known one."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"][:2]]  # a third part names a type of a union
-    if first["type"] != "extra_forbidden":
-        message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
-        return f"{'.'.join(path) or 'configuration'}: {message}"
-    model: Any = Settings
-    for part in path[:-1]:
-        model = model.model_fields[part].annotation
-    if len(first["loc"]) > 2:  # inside a setting that is a mapping
-        return f"unknown key {'.'.join(map(str, first['loc']))}"
-    near = difflib.get_close_matches(path[-1], model.model_fields, n=1, cutoff=0.4)
-    hint = f"; did you mean {'.'.join([*path[:-1], near[0]])}?" if near else ""
-    return f"unknown setting {'.'.join(path)}{hint}"
-
-
 def settings_from(data: dict[str, Any]) -> Settings:
     """Checked settings from nested plain data. Raises ConfigError naming the key."""
     try:
         return Settings.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_nearest(error)) from error
+        parents = error.errors()[0]["loc"][:-1]
+        section: Any = Settings.model_fields[str(parents[0])].annotation if parents else Settings
+        known = section.model_fields if len(parents) < 2 else ()  # none inside a setting that is a mapping
+        raise ConfigError(first_problem(error, "configuration", known, noun="setting", depth=2)) from error
 
 
 def planner_settings_from(data: dict[str, Any]) -> PlannerSettings:

@@ -5,7 +5,6 @@ stands there with its source. Their curves are rooflines whose two efficiencies 
 NVIDIA's throughput tables; the error is in each file's `fit`. Never imports torch or Ray.
 """
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.types import SpeedCurve
+from kvrelay.settings.section import first_problem
 from kvrelay.types import Role
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -146,7 +146,9 @@ def parse_profile(text: str, name: str) -> SimulatorProfile:
     try:
         return SimulatorProfile.model_validate(json.loads(text, parse_constant=_refuse_constant))
     except ValidationError as error:
-        raise ConfigError(f"{name}: {_first_problem(error)}") from error
+        models: dict[str, type[_File]] = {"prefill": _Curve, "decode": _Curve, "source": ConstantSource, "fit": Fit}
+        known = models.get(str(next(iter(error.errors()[0]["loc"]), "")), SimulatorProfile).model_fields
+        raise ConfigError(f"{name}: {first_problem(error, 'profile', known)}") from error
     except ValueError as error:  # json's errors are of this kind
         raise ConfigError(f"{name} is not JSON: {error}") from error
 
@@ -177,14 +179,3 @@ def find_profile(name: str) -> SimulatorProfile:
 
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is no number")
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] != "extra_forbidden":
-        return f"{path or 'profile'}: {first['msg'].removeprefix('Value error, ')}"
-    models: dict[str, type[_File]] = {"prefill": _Curve, "decode": _Curve, "source": ConstantSource, "fit": Fit}
-    model = models.get(str(first["loc"][0]), SimulatorProfile)
-    near = difflib.get_close_matches(str(first["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
-    return f"unknown field {path}" + (f"; did you mean {near[0]}?" if near else "")

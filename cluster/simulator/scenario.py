@@ -13,6 +13,7 @@ from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.config import Settings, in_one_line, settings_from
 from kvrelay.errors import ConfigError
+from kvrelay.settings.section import first_problem
 from kvrelay.types import Role
 
 FaultKind = Literal["crash", "freeze", "slow", "link", "ingress_restart"]
@@ -119,9 +120,7 @@ def scenario_from(data: dict[str, Any], name: str = "scenario") -> Scenario:
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{name}: {path or 'scenario'}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise ConfigError(f"{name}: {first_problem(error, 'scenario', Scenario.model_fields)}") from error
 
 
 def load_scenario(path: Path) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 write them: sizes, and shares of the free memory. Pure.
 """
 
+import difflib
+from collections.abc import Collection
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
 
@@ -27,6 +29,22 @@ class Section(BaseModel):
 def setting(default: Any, meaning: str, *, unit: str = "", **bounds: Any) -> Any:
     """A setting's default, its meaning in one sentence, its unit, and pydantic's bounds (ge, gt, le, lt)."""
     return Field(default, description=meaning, json_schema_extra={"unit": unit}, **bounds)
+
+
+def first_problem(
+    error: ValidationError, whole: str, known: Collection[str], *, noun: str = "field", depth: int | None = None
+) -> str:
+    """The first problem as one sentence that names the field; for an unknown field with the nearest of `known`, the
+    fields beside it. whole: the name of the whole. depth: parts of a field's path that users know.
+    """
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] != "extra_forbidden":
+        message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+        return f"{'.'.join(path[:depth]) or whole}: {message}"
+    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.4)
+    hint = f"; did you mean {'.'.join([*path[:-1], near[0]])}?" if near else ""
+    return f"unknown {noun} {'.'.join(path)}{hint}"
 
 
 def _may_be_off(annotation: Any) -> bool:

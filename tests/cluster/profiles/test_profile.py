@@ -55,7 +55,7 @@ def test_a_file_is_read(tmp_path):
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_block": 5}, "did you mean num_blocks"),
         ({"prefill": CURVE | {"token_s": -1.0}}, "prefill.token_s"),
-        ({"decode": CURVE | {"weight_s": 1.0}}, "did you mean weights_s"),
+        ({"decode": CURVE | {"weight_s": 1.0}}, "did you mean decode.weights_s"),
         ({"prefill": CURVE | {"weights_s": 0, "token_s": 0}}, "no time"),
         ({"max_running": 513}, "above token_budget"),
         ({"tier_blocks": {"disk": 4}}, "load_bytes_per_s does not"),
