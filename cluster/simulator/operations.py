@@ -6,20 +6,18 @@ epoch. Workers that retire are chosen by what would be lost (cluster/autoscaling
 and stop when they have finished, after `drain_s` in any case; what they had then is retried on other workers.
 """
 
+from collections import defaultdict
 from dataclasses import replace
-from typing import Protocol
 
 from kvrelay.cluster.autoscaling import worker_model
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
 from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
-from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.clock import Clock, Event
+from kvrelay.cluster.simulator.clock import Event
 from kvrelay.cluster.simulator.ingress import SimulatedIngress
-from kvrelay.cluster.simulator.network import Network
-from kvrelay.cluster.simulator.scenario import Fault, Scenario
+from kvrelay.cluster.simulator.scenario import Fault, World
+from kvrelay.cluster.simulator.steps import Machine
 from kvrelay.cluster.simulator.worker import SimulatedWorker
-from kvrelay.config import Settings
 from kvrelay.router.planning.planner import Planner, ScalingPlan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts
 from kvrelay.types import Role
@@ -27,50 +25,64 @@ from kvrelay.types import Role
 DRAIN_CHECK_S = 1.0  # between checks whether a retiring worker has finished
 
 
-class SimulatedCluster(Protocol):
-    """The simulation, as faults, the fleet and the autoscaler act on it; keeps them free of what makes them."""
-
-    scenario: Scenario
-    clock: Clock
-    network: Network
-    ingresses: list[SimulatedIngress]
-
-    def live_workers(self) -> list[SimulatedWorker]: ...
-    def start_worker(
-        self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None
-    ) -> SimulatedWorker: ...
-    def node_of(self, number: int) -> str: ...
-
-
 class SimulatedFleet:
-    """Starts and retires workers. changes: (time, role, number of workers from then on)."""
+    """The workers, and how more start and some retire. changes: (time, role, number of workers from then on).
 
-    def __init__(self, cluster: SimulatedCluster, *, drain_s: float) -> None:
-        self._cluster, self._drain_s = cluster, drain_s
-        self._starting: dict[Role, list[Event]] = {role: [] for role in Role}
-        self._numbers = {Role.PREFILL: cluster.scenario.prefill, Role.DECODE: cluster.scenario.decode}
-        self._num_machines = cluster.scenario.prefill + cluster.scenario.decode
+    More than 12 attributes: the parts of the world that faults and the autoscaler read, too.
+    """
+
+    def __init__(self, world: World, ingresses: list[SimulatedIngress]) -> None:
+        self.world, self.scenario, self.clock, self.ingresses = world, world.scenario, world.clock, ingresses
+        self.workers: list[SimulatedWorker] = []  # stopped ones, too
         self.changes: list[tuple[float, str, int]] = []
+        self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
+        self._starting: dict[Role, list[Event]] = {role: [] for role in Role}
+        self._numbers = {Role.PREFILL: self.scenario.prefill, Role.DECODE: self.scenario.decode}
+        self._num_machines = 0
+        for worker_id, role in self.scenario.worker_ids():
+            self.start_worker(worker_id, role, self._next_node())
 
     def start(self) -> None:
-        for step in self._cluster.scenario.scale:
+        for step in self.scenario.scale:
             for role, wanted in ((Role.PREFILL, step.prefill), (Role.DECODE, step.decode)):
                 if wanted is not None:
-                    self._cluster.clock.at(step.at_s, self.scale, role, wanted)
+                    self.clock.at(step.at_s, self.scale, role, wanted)
+
+    def _next_node(self) -> str:
+        self._num_machines += 1
+        return f"n{(self._num_machines - 1) // self.world.profile.workers_per_node}"
+
+    def start_worker(self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None) -> None:
+        """Add a worker that takes requests from now on. paid_from_s: when its start began; default: now."""
+        worker = SimulatedWorker(
+            self.world,
+            worker_id,
+            role,
+            node_id,
+            epoch=len(self.workers),
+            machine=self._machines[node_id],
+            paid_from_s=paid_from_s,
+        )
+        self.workers.append(worker)
+        for ingress in self.ingresses:
+            ingress.worker_up(worker)
+
+    def live_workers(self) -> list[SimulatedWorker]:
+        return [worker for worker in self.workers if worker.is_alive]
 
     @property
     def is_changing(self) -> bool:
-        return any(self._starting.values()) or any(worker.is_draining for worker in self._cluster.live_workers())
+        return any(self._starting.values()) or any(worker.is_draining for worker in self.live_workers())
 
     def serving(self, role: Role) -> list[SimulatedWorker]:
-        return [one for one in self._cluster.live_workers() if one.role is role and not one.is_draining]
+        return [one for one in self.live_workers() if one.role is role and not one.is_draining]
 
     def scale(self, role: Role, wanted: int) -> None:
         """Start or retire workers until `wanted` of a role take requests, or will when they have started."""
         serving, starting = self.serving(role), self._starting[role]
         have = len(serving) + len(starting)
         if wanted != have:
-            self.changes.append((self._cluster.clock.now_s, str(role), wanted))
+            self.changes.append((self.clock.now_s, str(role), wanted))
         for _ in range(wanted - have):
             self._begin(role)
         while starting and have > wanted:
@@ -82,36 +94,35 @@ class SimulatedFleet:
                 self._retire(worker)
 
     def _begin(self, role: Role) -> None:
-        clock, number = self._cluster.clock, self._numbers[role]
-        node_id = self._cluster.node_of(self._num_machines)
+        name, node_id = f"{role[0]}{self._numbers[role]}", self._next_node()
         self._numbers[role] += 1
-        self._num_machines += 1
-        name = f"{role[0]}{number}"
-        self._starting[role].append(clock.after(self._cluster.scenario.start_s, self._started, name, role, node_id))
+        self._starting[role].append(self.clock.after(self.scenario.start_s, self._started, name, role, node_id))
 
     def _started(self, name: str, role: Role, node_id: str) -> None:
         del self._starting[role][0]  # all take as long: it is the first that was begun
-        paid_from_s = self._cluster.clock.now_s - self._cluster.scenario.start_s
-        self._cluster.start_worker(name, role, node_id, paid_from_s=paid_from_s)
+        self.start_worker(name, role, node_id, paid_from_s=self.clock.now_s - self.scenario.start_s)
 
     def _retire(self, worker: SimulatedWorker) -> None:
         worker.is_draining = True
-        for ingress in self._cluster.ingresses:
+        for ingress in self.ingresses:
             ingress.retire(worker)
-        self._check_drained(worker, self._cluster.clock.now_s + self._drain_s)
+        self._check_drained(worker, self.clock.now_s + self.scenario.drain_s)
 
     def _check_drained(self, worker: SimulatedWorker, until_s: float) -> None:
         """Stop it when it has finished, or when its time is up."""
         if not worker.is_alive:
             return
-        now_s = self._cluster.clock.now_s
-        if worker.is_idle or now_s >= until_s:
+        if worker.is_idle or self.clock.now_s >= until_s:
             worker.stop()
-            for ingress in self._cluster.ingresses:
-                ingress.stop_flows(worker)
-                ingress.worker_gone(worker)
+            self.drop(worker)
         else:
-            self._cluster.clock.after(DRAIN_CHECK_S, self._check_drained, worker, until_s)
+            self.clock.after(DRAIN_CHECK_S, self._check_drained, worker, until_s)
+
+    def drop(self, worker: SimulatedWorker) -> None:
+        """Have all ingresses learn that it is gone."""
+        for ingress in self.ingresses:
+            ingress.stop_flows(worker)
+            ingress.worker_gone(worker)
 
 
 def candidate(worker: SimulatedWorker) -> RetirementCandidate:
@@ -132,28 +143,24 @@ def candidate(worker: SimulatedWorker) -> RetirementCandidate:
 class Autoscaler:
     """Plans every `INTERVAL_S` and scales the fleet."""
 
-    def __init__(
-        self, cluster: SimulatedCluster, fleet: SimulatedFleet, settings: Settings, profile: SimulatorProfile
-    ) -> None:
-        own = planner_settings(settings)
-        self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        own, scenario = planner_settings(fleet.world.settings), fleet.scenario
+        self._fleet, self._model = fleet, model_of(fleet.world.profile)
         limits = CountLimits(
             own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20
         )
-        counts = WorkerCounts(cluster.scenario.prefill, cluster.scenario.decode)
-        rules = replace(rules_of(own), horizon_s=cluster.scenario.start_s)
+        counts = WorkerCounts(scenario.prefill, scenario.decode)
+        rules = replace(rules_of(own), horizon_s=scenario.start_s)
         self._planner = Planner(self._model, target_of(own), limits, rules, counts)
         self._feed = Feed(target_of(own))
         self._plan: ScalingPlan | None = None
 
-    def start(self) -> None:
-        self._plan_interval()
-
-    def _plan_interval(self) -> None:
-        clock = self._cluster.clock
+    def plan(self) -> None:
+        """Plan now, and again after every interval."""
+        clock = self._fleet.clock
         observation = Observation(
             clock.now_s,
-            {f"i{number}": ingress_report(ingress.stats) for number, ingress in enumerate(self._cluster.ingresses)},
+            {f"i{number}": ingress_report(ingress.stats) for number, ingress in enumerate(self._fleet.ingresses)},
             self._reports(Role.PREFILL),
             self._reports(Role.DECODE),
             self._fleet.is_changing,
@@ -164,7 +171,7 @@ class Autoscaler:
             self._plan = self._planner.observe(interval)
             self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
             self._fleet.scale(Role.DECODE, self._planner.counts.decode)
-        clock.after(worker_model.INTERVAL_S, self._plan_interval)
+        clock.after(worker_model.INTERVAL_S, self.plan)
 
     def _reports(self, role: Role) -> dict[str, dict[str, float]]:
         return {
@@ -176,20 +183,20 @@ class Autoscaler:
 class FaultInjector:
     """Applies the scenario's faults. `happened` counts them by kind."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        self._fleet = fleet
         self.happened: dict[str, int] = {}
 
     def start(self) -> None:
-        for fault in self._cluster.scenario.faults:
-            self._cluster.clock.at(fault.at_s, self._begin, fault)
+        for fault in self._fleet.scenario.faults:
+            self._fleet.clock.at(fault.at_s, self._begin, fault)
 
     def _begin(self, fault: Fault) -> None:
         if fault.kind == "ingress_restart":
-            self._cluster.ingresses[int(fault.target[1:])].restart()
+            self._fleet.ingresses[int(fault.target[1:])].restart()
             self._count(fault)
             return
-        worker = next((one for one in self._cluster.live_workers() if one.worker_id == fault.target), None)
+        worker = next((one for one in self._fleet.live_workers() if one.worker_id == fault.target), None)
         if worker is None:
             return  # it is already down
         self._count(fault)
@@ -201,8 +208,8 @@ class FaultInjector:
             worker.steps.slowness = 1 / fault.share
             self._later(fault, worker.steps.recover_speed)
         else:
-            self._cluster.network.set_speed(worker.node_id, fault.share)
-            self._later(fault, self._cluster.network.set_speed, worker.node_id, 1.0)
+            self._fleet.world.network.set_speed(worker.node_id, fault.share)
+            self._later(fault, self._fleet.world.network.set_speed, worker.node_id, 1.0)
 
     def _count(self, fault: Fault) -> None:
         self.happened[fault.kind] = self.happened.get(fault.kind, 0) + 1
@@ -210,32 +217,30 @@ class FaultInjector:
     def _later(self, fault: Fault, call: object, *args: object) -> None:
         if fault.for_s is not None:
             assert callable(call)
-            self._cluster.clock.after(fault.for_s, call, *args)
+            self._fleet.clock.after(fault.for_s, call, *args)
 
     def _crash(self, worker: SimulatedWorker, fault: Fault) -> None:
         worker.stop()
-        for ingress in self._cluster.ingresses:
+        for ingress in self._fleet.ingresses:
             ingress.stop_flows(worker)
-            self._cluster.clock.after(self._cluster.scenario.detect_s, ingress.worker_gone, worker)
-        self._later(fault, self._cluster.start_worker, worker.worker_id, worker.role, worker.node_id)
+            self._fleet.clock.after(self._fleet.scenario.detect_s, ingress.worker_gone, worker)
+        self._later(fault, self._fleet.start_worker, worker.worker_id, worker.role, worker.node_id)
 
     def _freeze(self, worker: SimulatedWorker, fault: Fault) -> None:
         worker.freeze()
         self._later(fault, self._thaw, worker)
-        self._cluster.clock.after(self._cluster.scenario.freeze_limit_s, self._drop, worker, worker.num_freezes)
+        self._fleet.clock.after(self._fleet.scenario.freeze_limit_s, self._drop, worker, worker.num_freezes)
 
     def _drop(self, worker: SimulatedWorker, freeze: int) -> None:
         """It has sent nothing for too long."""
         if worker.is_frozen and worker.num_freezes == freeze:
-            for ingress in self._cluster.ingresses:
-                ingress.stop_flows(worker)
-                ingress.worker_gone(worker)
+            self._fleet.drop(worker)
 
     def _thaw(self, worker: SimulatedWorker) -> None:
         """It resumes; ingresses that had dropped it connect to it again, and what they had sent is aborted."""
         if not worker.is_alive:
             return
-        for ingress in self._cluster.ingresses:
+        for ingress in self._fleet.ingresses:
             if not ingress.links.is_connected(worker):
                 worker.unsubscribe(ingress.links)
                 worker.abort_all(ingress.links)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from kvrelay.cluster.simulator.operations import Autoscaler, FaultInjector, Simu
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
 from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, World
-from kvrelay.cluster.simulator.steps import Machine
 from kvrelay.cluster.simulator.tiers import BlockSources
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.workloads.trace import TraceEntry
@@ -38,7 +36,7 @@ def rare_collections() -> Iterator[None]:
 class Simulation:
     """Is built, run once, and summarised.
 
-    Its 20 attributes are the parts of the cluster; faults and the fleet read them.
+    More than 12 attributes: the parts of the cluster, and counts.
     """
 
     def __init__(self, scenario: Scenario, profile: SimulatorProfile, entries: Iterable[TraceEntry]) -> None:
@@ -54,42 +52,17 @@ class Simulation:
             local_bytes_per_s=profile.local_bytes_per_s,
         )
         self.world = World(scenario, profile, self.settings, self.clock, self.network, BlockSources())
-        self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
-        self.workers: list[SimulatedWorker] = []  # stopped ones, too
         self._jobs: Iterator[SimulatedRequest] = jobs_of(entries, profile.block_size)
         self.num_open = 0
         self.is_all_arrived = False
         self.ended_s = 0.0
-        self.faults = FaultInjector(self)
-        self.fleet = SimulatedFleet(self, drain_s=scenario.drain_s)
-        is_planned = self.settings.planner.mode != "off"
-        self._autoscaler = Autoscaler(self, self.fleet, self.settings, profile) if is_planned else None
         self.ingresses = [SimulatedIngress(self.world, self._slo, self._ended) for _ in range(scenario.ingress)]
         self._turns = itertools.cycle(self.ingresses)
-        for number, (worker_id, role) in enumerate(scenario.worker_ids()):
-            self.start_worker(worker_id, role, self.node_of(number))
-
-    def node_of(self, number: int) -> str:
-        return f"n{number // self.profile.workers_per_node}"
-
-    def start_worker(
-        self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None
-    ) -> SimulatedWorker:
-        """Add a worker that takes requests from now on. paid_from_s: when its start began; default: now."""
-        worker = SimulatedWorker(
-            self.world,
-            worker_id,
-            role,
-            node_id,
-            epoch=len(self.workers),
-            machine=self._machines[node_id],
-            paid_from_s=paid_from_s,
-        )
-        self.workers.append(worker)
-        for ingress in self.ingresses:
-            ingress.worker_up(worker)
-        return worker
+        self.fleet = SimulatedFleet(self.world, self.ingresses)
+        self.workers = self.fleet.workers
+        self.faults = FaultInjector(self.fleet)
+        self._autoscaler = Autoscaler(self.fleet) if self.settings.planner.mode != "off" else None
 
     # ---- the load
 
@@ -117,21 +90,15 @@ class Simulation:
             self.ended_s = self.clock.now_s
             self.clock.stop()
 
-    def live_workers(self) -> list[SimulatedWorker]:
-        return [worker for worker in self.workers if worker.is_alive]
-
     def run(self) -> "Simulation":
         with rare_collections():
-            self._run()
+            self.faults.start()
+            self.fleet.start()
+            if self._autoscaler is not None:
+                self._autoscaler.plan()
+            self.clock.at(1e-9, self._next)
+            self.clock.run()
         return self
-
-    def _run(self) -> None:
-        self.faults.start()
-        self.fleet.start()
-        if self._autoscaler is not None:
-            self._autoscaler.start()
-        self.clock.at(1e-9, self._next)
-        self.clock.run()
 
     # ---- results
 

@@ -112,7 +112,7 @@ def test_a_crashed_worker_lends_nothing_any_more():
     sim = simulate(load, settings=cached(**SHARED) | rule, faults=back, detect_s=0.0)
     assert sim.tally.outcomes == {"done": 2} and sim.tally.cached_tokens == 0
     assert {name for holders in sim.world.sources.workers.values() for name in holders} <= {
-        one.worker_id for one in sim.live_workers()
+        one.worker_id for one in sim.fleet.live_workers()
     }
 
 
