@@ -8,7 +8,7 @@ The cache of latent attention (MLA) is [num_blocks, 1, block_size, 1, head_dim]:
 rotary part, which all query heads share.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -204,9 +204,11 @@ class PendingTokens(Protocol):
     """Sampled tokens that the device may still be computing.
 
     tokens: [R] int64 on the device, for work that is launched later; the host does not read it.
+    packed: on the host after `wait`, see `packed_log_probabilities`; None: nobody asked for any.
     """
 
     tokens: Tensor
+    packed: Tensor | None
 
     def wait(self) -> list[int]:
         """Block until the device has sampled the tokens; all work launched before them is done then, too."""
@@ -227,8 +229,12 @@ class TokenFeed:
 class AsyncDevice(Protocol):
     """A device that runs work in launch order while the host continues."""
 
-    def pending(self, tokens: Tensor) -> PendingTokens:
-        """Start copying the tokens of `sample_on_device` to the host."""
+    def pending(
+        self, tokens: Tensor, logits: Tensor | None = None, rows: Sequence[int] = (), most: int = 0
+    ) -> PendingTokens:
+        """Start copying the tokens of `sample_on_device` to the host, and the log-probabilities of `rows` under float32
+        logits [R, vocab] beside those of the `most` likeliest tokens.
+        """
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         """A step's token ids [T] int64 on the device, with placeholders replaced from `feed`. Does not wait."""

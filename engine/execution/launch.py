@@ -211,13 +211,14 @@ class StepExecutor:
         self._scheduler.blocks.copied()
 
     def _draw_or_keep(self, step: InFlightStep, hidden: Tensor) -> None:
-        """Draw the step's tokens now if they follow from its logits alone; else keep `hidden` until it is collected."""
+        """Draw the step's tokens now if they follow from its logits; else keep `hidden` until it is collected."""
         must_wait = step.wants_prompt_logprobs or step.plan.num_drafted or self._scheduler.groups
-        if self._device is None or must_wait or not self.sampler.wants_tokens_alone(step.seqs):
+        if self._device is None or must_wait or not self.sampler.is_memoryless(step.seqs):
             step.hidden = hidden
         elif step.rows:
             logits = self._runner.logits(hidden, step.rows)
-            step.pending = self._device.pending(self.sampler.draw(logits, step.seqs))
+            tokens, step.logprobs = self.sampler.draw(logits, step.seqs)
+            step.pending = self._device.pending(tokens, *step.logprobs.of(logits))
         else:
             step.pending = self._device.pending(_none_drawn(hidden))
 
@@ -230,16 +231,19 @@ class StepExecutor:
             if step.pending is None:
                 self.sample(step, outputs)
             else:
-                self.take(step, step.pending.wait(), outputs)
+                tokens = step.pending.wait()
+                self.take(step, tokens, step.logprobs.beside(tokens, step.pending.packed), outputs)
         finally:
             step.release_kept()
         return outputs
 
-    def take(self, step: InFlightStep, tokens: list[int], outputs: list[TokenOutput]) -> None:
+    def take(
+        self, step: InFlightStep, tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
+    ) -> None:
         """Append tokens that were drawn at launch, but not to sequences that have ended meanwhile."""
-        drawn = [pair for pair in zip(step.seqs, tokens, strict=True) if pair[0].state is State.RUNNING]
-        seqs = [seq for seq, _ in drawn]
-        self._outputs.append_all(seqs, [token for _, token in drawn], [None] * len(seqs), outputs)
+        live = [row for row, seq in enumerate(step.seqs) if seq.state is State.RUNNING]
+        seqs, tokens = [step.seqs[row] for row in live], [tokens[row] for row in live]
+        self._outputs.append_all(seqs, tokens, [logprobs[row] for row in live], outputs)
 
     def sample(self, step: InFlightStep, outputs: list[TokenOutput]) -> None:
         """Draw the tokens of a step that has waited for what came before it."""

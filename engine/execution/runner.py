@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrelay.engine.execution.sampler import WantedLogprobs
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.plan import StepPlan
@@ -33,7 +34,8 @@ class InFlightStep:
     """One launched step.
 
     rows: of `hidden`, from which tokens are drawn; seqs: the sequence of each row.
-    pending: the tokens; None: they are drawn when the step is collected, from `hidden`.
+    pending: the tokens, and the log-probabilities wanted beside them; None: they are drawn when the step is collected,
+    from `hidden`.
     """
 
     plan: StepPlan
@@ -43,6 +45,7 @@ class InFlightStep:
     aside: SequenceBlocks
     hidden: Tensor | None = None
     pending: PendingTokens | None = None
+    logprobs: WantedLogprobs = field(default_factory=lambda: WantedLogprobs([], []))
     wants_prompt_logprobs: bool = False
     _kept: list[int] = field(default_factory=list)  # keys for SequenceBlocks.unquarantine
     _placeholders: dict[int, int] = field(default_factory=dict)  # row by id(), of sequences with a placeholder token

@@ -40,12 +40,33 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """Which of a batch's rows want log-probabilities, and how many of the likeliest each."""
+
+    rows: list[int]
+    counts: list[int]
+
+    def of(self, logits: Tensor) -> tuple[Tensor | None, list[int], int]:
+        """As AsyncDevice.pending takes them."""
+        return (logits if self.rows else None), self.rows, max(self.counts, default=0)
+
+    def beside(self, tokens: list[int], packed: Tensor | None) -> list[TokenLogprob | None]:
+        """For each of the batch's drawn tokens; packed: see `packed_log_probabilities`."""
+        result: list[TokenLogprob | None] = [None] * len(tokens)
+        if packed is not None:
+            entries = _entries([tokens[row] for row in self.rows], self.counts, unpacked(packed))
+            for row, entry in zip(self.rows, entries, strict=True):
+                result[row] = entry
+        return result
+
+
+@dataclass(frozen=True, slots=True)
 class _Batch:
     """What these requests ask for, which is the same in every step of a batch.
 
-    random, changed, logprobs: rows that draw, whose logits are changed first, and that want log-probabilities.
+    random, changed: rows that draw, and whose logits are changed first.
     short: rows that must not end early, each with the ids that would end it.
-    tokens_alone: nothing but the tokens is wanted, and which tokens came before does not matter to any row.
+    memoryless: to no row does it matter which tokens came before.
     """
 
     params: list[Sampling]
@@ -57,8 +78,8 @@ class _Batch:
     random: list[int]
     changed: list[int]
     short: list[tuple[int, np.ndarray]]
-    logprobs: list[int]
-    tokens_alone: bool
+    logprobs: WantedLogprobs
+    memoryless: bool
 
 
 def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
@@ -72,8 +93,11 @@ def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
         random=[row for row, p in enumerate(params) if p.temperature > 0],
         changed=[row for row, p in enumerate(params) if p.has_penalties or p.logit_bias],
         short=[(row, _ends(p, eos_ids)) for row, p in enumerate(params) if p.min_tokens > 0],
-        logprobs=[row for row, p in enumerate(params) if p.logprobs is not None],
-        tokens_alone=not any(p.logprobs is not None or p.has_penalties for p in params),
+        logprobs=WantedLogprobs(
+            [row for row, p in enumerate(params) if p.logprobs is not None],
+            [p.logprobs for p in params if p.logprobs is not None],
+        ),
+        memoryless=not any(p.has_penalties for p in params),
     )
 
 
@@ -102,19 +126,24 @@ class Sampler:
             tokens = self._draw_without(self._bans(seqs), logits, batch)
         else:
             tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
-        if not self._last.logprobs:
-            return tokens.tolist(), [None] * len(seqs)
-        return self._with_logprobs(logits, tokens)
+        wanted = self._last.logprobs
+        if (device := self._backend.asynchronous) is not None:
+            pending = device.pending(tokens, *wanted.of(logits))
+            drawn, packed = pending.wait(), pending.packed
+        else:
+            drawn, (_, rows, most) = tokens.tolist(), wanted.of(logits)
+            packed = packed_log_probabilities(logits, tokens, rows, most) if rows else None
+        return drawn, wanted.beside(drawn, packed)
 
-    def wants_tokens_alone(self, seqs: Rows[Sequence]) -> bool:
-        """Whether `draw` will do for these rows."""
+    def is_memoryless(self, seqs: Rows[Sequence]) -> bool:
+        """Whether these rows can be drawn before the tokens before them are known."""
         self._note(seqs)
-        return self._last.tokens_alone
+        return self._last.memoryless
 
-    def draw(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
-        """As `sample`, of rows that want tokens alone: [R] int64, left on the device."""
+    def draw(self, logits: Tensor, seqs: Rows[Sequence]) -> tuple[Tensor, WantedLogprobs]:
+        """As `sample`, of memoryless rows: tokens [R] int64, left on the device, and what is wanted beside them."""
         batch = self._batch(seqs)
-        return self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+        return self._backend.sample_on_device(self._adjusted(logits, seqs), batch), self._last.logprobs
 
     def _note(self, seqs: Rows[Sequence]) -> None:
         params = [seq.request.sampling for seq in seqs]
@@ -175,25 +204,11 @@ class Sampler:
         if p.logit_bias:
             changes.bias(row, p.logit_bias)
 
-    def _with_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[list[int], list[TokenLogprob | None]]:
-        """tokens: [R] on the device. They come to the host together with the log-probabilities that are asked for."""
-        rows = self._last.logprobs
-        counts = [self._last.params[row].logprobs or 0 for row in rows]
-        at = to_device(torch.tensor(rows), raw.device)
-        packed = packed_log_probabilities(raw[at], tokens[at], max(counts))
-        together = torch.cat((tokens.double(), packed.flatten())).cpu()  # ids in float64 are exact
-        drawn: list[int] = together[: len(tokens)].long().tolist()
-        result: list[TokenLogprob | None] = [None] * len(drawn)
-        entries = _entries([drawn[row] for row in rows], counts, unpacked(together[len(tokens) :].view(packed.shape)))
-        for row, entry in zip(rows, entries, strict=True):
-            result[row] = entry
-        return drawn, result
-
 
 def token_logprobs(logits: Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
     """Log-probability of tokens[r] under row r of float32 logits [R, vocab], and of the counts[r] likeliest."""
     chosen = to_device(torch.tensor(tokens, dtype=torch.int64), logits.device)
-    packed = packed_log_probabilities(logits, chosen, max(counts, default=0))
+    packed = packed_log_probabilities(logits, chosen, range(len(tokens)), max(counts, default=0))
     return _entries(tokens, counts, unpacked(packed.cpu()))
 
 

@@ -87,11 +87,14 @@ class LogProbabilities:
     top_ids: list[list[int]]
 
 
-def packed_log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Input of `unpacked`: [R, 1 + 2 most] float64 on the logits' device. Does not wait for the device.
+def packed_log_probabilities(logits: Tensor, tokens: Tensor, rows: Sequence[int], most: int) -> Tensor:
+    """Input of `unpacked`: [len(rows), 1 + 2 most] float64 on the logits' device. Does not wait for the device.
 
     logits: float32 [R, vocab]. tokens: [R] int64 on the same device. most: number of top tokens.
     """
+    if len(rows) < logits.shape[0]:
+        at = to_device(torch.tensor(rows, dtype=torch.int64), logits.device)
+        logits, tokens = logits[at], tokens[at]
     own = logits.gather(1, tokens.unsqueeze(1))
     norm = logits.logsumexp(dim=1, keepdim=True)
     top = logits.topk(most, dim=1)

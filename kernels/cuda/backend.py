@@ -11,7 +11,7 @@ steps are not captured.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from kvrelay.kernels.backend import (
     TokenFeed,
 )
 from kvrelay.kernels.common import sampling_search
+from kvrelay.kernels.common.logits import packed_log_probabilities
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
 from kvrelay.kernels.cuda.experts import CudaExperts
@@ -341,8 +342,11 @@ class CudaBackend(TorchBackend):
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return self._sampler(logits, batch)
 
-    def pending(self, tokens: Tensor) -> PinnedTokens:
-        return PinnedTokens(tokens)
+    def pending(
+        self, tokens: Tensor, logits: Tensor | None = None, rows: Sequence[int] = (), most: int = 0
+    ) -> PinnedTokens:
+        packed = None if logits is None else packed_log_probabilities(logits, tokens, rows, most)
+        return PinnedTokens(tokens, packed)
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         return self.staging.place(token_ids, feed)

@@ -58,12 +58,12 @@ class DeviceStaging:
 
 
 class PinnedTokens:
-    """See PendingTokens."""
+    """See PendingTokens. packed: still on the device."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, packed: Tensor | None) -> None:
         self.tokens = tokens
-        self._arrived = torch.empty(tokens.shape, dtype=tokens.dtype).pin_memory()
-        self._arrived.copy_(tokens, non_blocking=True)
+        self._arrived = _on_its_way(tokens)
+        self.packed = None if packed is None else _on_its_way(packed)
         self._event = torch.cuda.Event()
         self._event.record()
 
@@ -71,3 +71,10 @@ class PinnedTokens:
         self._event.synchronize()
         found: list[int] = self._arrived.tolist()
         return found
+
+
+def _on_its_way(x: Tensor) -> Tensor:
+    """Pinned memory that a device tensor is being copied to."""
+    arrived = torch.empty(x.shape, dtype=x.dtype).pin_memory()
+    arrived.copy_(x, non_blocking=True)
+    return arrived

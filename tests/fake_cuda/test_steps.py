@@ -98,8 +98,14 @@ def test_experts_and_latent_attention_decode_with_one_wait(folders, name):
     engine.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a batch with log-probabilities is collected at once")
 def test_log_probabilities_of_one_row_stall_no_step(llama):
     with engines.decoding(llama, 4, logprobs=3) as step:
         for counts in engines.counts_of(step):
             assert stalls(counts) == {} and counts.get("event_waits", 0) <= 1
+
+
+def test_penalties_and_drafts_wait_for_the_tokens_alone(llama):
+    """They are drawn when the tokens before them are known: no look-ahead, and still no pageable copy."""
+    with engines.decoding(llama, 4, presence_penalty=0.5, logprobs=2) as step:
+        for counts in engines.counts_of(step):
+            assert stalls(counts) == {} and counts["event_waits"] <= 2

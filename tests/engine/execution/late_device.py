@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvrelay.engine.step.engine import Engine
 from kvrelay.kernels.backend import SamplingBatch, TokenFeed
+from kvrelay.kernels.common.logits import packed_log_probabilities
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 # known to the host, too; a tensor that is on its device stays where it is
@@ -68,12 +69,13 @@ class Stream:
 class LateTokens:
     """See PendingTokens."""
 
-    def __init__(self, tokens: Tensor, stream: Stream) -> None:
-        self.tokens, self._stream, self._number = tokens, stream, stream.num_launched
+    def __init__(self, tokens: Tensor, packed: Tensor | None, stream: Stream) -> None:
+        self.tokens, self.packed, self._stream, self._number = tokens, packed, stream, stream.num_launched
 
     def wait(self) -> list[int]:
         self._stream.num_waits += 1
         self._stream.do(self._number)
+        self.packed = None if self.packed is None else plain(self.packed)
         return plain(self.tokens).tolist()
 
 
@@ -98,8 +100,12 @@ class LateBackend(ReferenceBackend):
         out = torch.full((logits.shape[0],), UNDRAWN)
         return self.stream.launch(out, lambda: draw(plain(logits), batch))
 
-    def pending(self, tokens: Tensor) -> LateTokens:
-        return LateTokens(tokens, self.stream)
+    def pending(self, tokens: Tensor, logits: Tensor | None = None, rows=(), most: int = 0) -> LateTokens:
+        if logits is None:
+            return LateTokens(tokens, None, self.stream)
+        out = torch.full((len(rows), 1 + 2 * most), torch.nan, dtype=torch.float64)
+        packed = self.stream.launch(out, lambda: packed_log_probabilities(plain(logits), plain(tokens), rows, most))
+        return LateTokens(tokens, packed, self.stream)
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         if feed is None:

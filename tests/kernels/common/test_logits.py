@@ -71,7 +71,7 @@ def test_log_probabilities_equal_a_softmax(most):
     logits = 5 * torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
     logits[2, 7] = -math.inf
     expected = logits.double().log_softmax(dim=1)
-    found = unpacked(packed_log_probabilities(logits, torch.tensor([0, 299, 7, 5]), most))
+    found = unpacked(packed_log_probabilities(logits, torch.tensor([0, 299, 7, 5]), range(4), most))
     for row, token in enumerate([0, 299, 7, 5]):
         assert found.own[row] == pytest.approx(float(expected[row, token]), abs=1e-5)
         order = expected[row].sort(descending=True)
