@@ -204,7 +204,7 @@ class PendingTokens(Protocol):
     """Sampled tokens that the device may still be computing.
 
     tokens: [R] int64 on the device, for work that is launched later; the host does not read it.
-    packed: on the host after `wait`, see `packed_log_probabilities`; None: nobody asked for any.
+    packed: on the host after `wait`, see `packed_log_probabilities`; None: none were asked for.
     """
 
     tokens: Tensor
