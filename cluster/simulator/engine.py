@@ -21,7 +21,7 @@ from kvrelay.engine.execution.sampler import OutputProcessor
 from kvrelay.engine.scheduling.blocks import HEADROOM_SHARE
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.plan import StepPlan
-from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, PreemptionMode
+from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.step.reports import StepTiming, load_report
@@ -118,7 +118,7 @@ class SimulatedEngine:
             self.max_running,
             types.MAX_WAITING,
             HEADROOM_SHARE,
-            preemption=None if own.preemption == "auto" else PreemptionMode(own.preemption),
+            preemption=own.preemption,
             token_bytes=float(profile.kv_bytes_per_token),
         )
         parked = self._parked = ParkedSequences(WORD_TOKEN)

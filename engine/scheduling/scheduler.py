@@ -20,7 +20,7 @@ from kvrelay.engine.scheduling.waiting_queue import Queues, WaitingQueue, last_o
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import SequenceRequest
-from kvrelay.types import FinishReason
+from kvrelay.types import MAX_WAITING, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class SchedulerConfig:
     """What a scheduler needs to know. Counts are tokens and sequences.
 
     headroom: how much of the blocks that running sequences are expected to need is left free when one more is admitted.
-    preemption: always this mode, where it is possible; None: the cheapest. token_bytes: KV bytes of a token.
+    preemption: always this PreemptionMode, where it is possible; auto: the cheapest. token_bytes: KV bytes of a token.
     """
 
-    token_budget: int
-    max_running: int
-    max_waiting: int
+    token_budget: int = 512
+    max_running: int = 64
+    max_waiting: int = MAX_WAITING
     headroom: float = 0.0
-    preemption: PreemptionMode | None = None
+    preemption: str = "auto"
     token_bytes: float = 0.0
 
 
@@ -75,8 +75,9 @@ class Scheduler:
         self.waiting, self.reserving = queues.waiting, queues.reserving
         self.receiving, self.held, self.swapped = queues.receiving, queues.held, queues.swapped
         self.blocks = blocks = SequenceBlocks(pool, queues, headroom.lengths, area, tiers)
+        only = None if config.preemption == "auto" else PreemptionMode(config.preemption)
         self.preemption = Preemption(
-            queues, blocks, pool, speeds, area, tiers, token_bytes=config.token_bytes, only=config.preemption
+            queues, blocks, pool, speeds, area, tiers, token_bytes=config.token_bytes, only=only
         )
         self.admission = Admission(
             queues, pool, blocks, headroom, speeds, tiers, token_budget=budget, max_running=config.max_running

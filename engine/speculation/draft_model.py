@@ -34,20 +34,6 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftConfig:
-    """share: its weights relative to the target model's, by bytes. vocab_size: of the target model. The rest: see
-    EngineConfig.
-    """
-
-    block_size: int
-    kv_memory_bytes: int
-    max_running: int
-    max_model_len: int
-    vocab_size: int
-    share: float = 0.3
-
-
 @dataclass(slots=True)
 class Drafted:
     """The drafts before a step, by the identity of the sequence, and the passes that they took."""
@@ -63,28 +49,40 @@ class DraftModel:
         self,
         model: DecoderModel,
         backend: Backend,
-        config: DraftConfig,
         *,
+        block_size: int,
+        kv_memory_bytes: int,
+        max_running: int,
+        max_model_len: int,
+        vocab_size: int,
+        share: float = 0.3,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError when the KV memory holds fewer than two blocks."""
+        """
+        Args:
+            vocab_size: of the target model.
+            share: its weights relative to the target model's, by bytes.
+
+        Raises:
+            ConfigError: the KV memory holds fewer than two blocks.
+        """
         spec, layout = model.spec, kv_layout(model)
-        num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
-        self.share, self._name = config.share, name
-        self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len)
-        self._clock, self._vocab_size = clock, config.vocab_size
+        num_blocks = num_blocks_for(kv_memory_bytes, layout.block_bytes)
+        self.share, self._name = share, name
+        self.max_model_len = min(spec.max_position, num_blocks * block_size, max_model_len)
+        self._clock, self._vocab_size = clock, vocab_size
         self._storage = KvStorage(replace(layout, num_blocks=num_blocks), backend.device)
         self._runner = Runner(
             model,
             backend,
             self._storage.layers,
-            block_size=config.block_size,
-            max_running=config.max_running,
-            max_blocks=-(-self.max_model_len // config.block_size) + 1,
+            block_size=block_size,
+            max_running=max_running,
+            max_blocks=-(-self.max_model_len // block_size) + 1,
         )
         self._sampler = Sampler(backend, ())
-        pool = BlockPool(num_blocks, block_size=config.block_size)
+        pool = BlockPool(num_blocks, block_size=block_size)
         self.cache = DraftCache(pool, vocab_size=spec.vocab_size, forget=self._runner.forget)
 
     def describe(self) -> str:
@@ -165,14 +163,6 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_run
     if draft_folder is None:
         return None
     engine, spec = settings.engine, ModelSpec.from_folder(folder)
-    config = DraftConfig(
-        block_size=engine.block_size,
-        kv_memory_bytes=engine.draft_kv_bytes,
-        max_running=max_running,
-        max_model_len=min(spec.max_position, settings.model.max_model_len or spec.max_position),
-        vocab_size=spec.vocab_size,
-        share=weight_share(folder, draft_folder, settings),
-    )
     model = load_model(
         draft_folder,
         backend,
@@ -180,6 +170,16 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_run
         block_size=engine.block_size,
         kv_layout=engine.kv_layout,
     )
-    drafts = DraftModel(model, backend, config, name=draft_folder.name)
+    drafts = DraftModel(
+        model,
+        backend,
+        block_size=engine.block_size,
+        kv_memory_bytes=engine.draft_kv_bytes,
+        max_running=max_running,
+        max_model_len=min(spec.max_position, settings.model.max_model_len or spec.max_position),
+        vocab_size=spec.vocab_size,
+        share=weight_share(folder, draft_folder, settings),
+        name=draft_folder.name,
+    )
     logger.info("draft model %s", drafts.describe())
     return drafts

@@ -43,7 +43,7 @@ def load_engine(
         quantization=config.quantization,
     )
     if config.kv_memory_share is not None:
-        budget = pool_bytes(config.kv_memory_share, backend, config.num_workers)
+        budget = pool_bytes(config.kv_memory_share, backend)
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
         config = replace(config, kv_memory_bytes=budget)
     engine = make_engine(model, backend, config, extensions, digest=model_digest(folder))
@@ -51,15 +51,10 @@ def load_engine(
     return engine
 
 
-def pool_bytes(share: float, backend: Backend, num_workers: int) -> int:
-    """Bytes for one worker's pool: `share` of what is free on its device now.
-
-    Args:
-        num_workers: of this machine, which share its memory. Of no account on a GPU: what others took is not free.
-    """
-    if (free_bytes := backend.free_device_bytes()) is not None:
-        return int(share * free_bytes)
-    return int(share * free_host_bytes() / max(num_workers, 1))
+def pool_bytes(share: float, backend: Backend) -> int:
+    """Bytes for one worker's pool: `share` of what is free on its device now."""
+    free_bytes = backend.free_device_bytes()
+    return int(share * (free_host_bytes() if free_bytes is None else free_bytes))
 
 
 def make_engine(

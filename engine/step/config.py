@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.scheduling.fair_share import QueueRules
+from kvrelay.engine.scheduling.scheduler import SchedulerConfig
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.kernels.backend import KvOrder
@@ -14,29 +15,23 @@ from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.plane.reports import KvEvents, LoadReport
-from kvrelay.types import MAX_WAITING, BlockId, Fingerprint, KvMemory
+from kvrelay.types import BlockId, Fingerprint, KvMemory
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What an engine needs to know. Memory is bytes, the rest tokens and sequences."""
+class EngineConfig(SchedulerConfig):
+    """What an engine needs to know, its scheduler's part first. Memory is bytes, the rest tokens and sequences."""
 
     block_size: int = 16
     kv_layout: KvOrder = "NHD"
     kv_memory_bytes: int = 256 << 20
     kv_memory_share: float | None = None  # of what is free once the weights are loaded, instead of `kv_memory_bytes`
-    num_workers: int = 1  # of this machine, which share its memory
     kv_dtype: str = "auto"  # the model's, or a key of KV_DTYPES
     quantization: Scheme | None = None  # of the products' weights
-    token_budget: int = 512
-    max_running: int = 64
-    max_waiting: int = MAX_WAITING
     max_model_len: int | None = None
     prefix_caching: bool = True
     policy: str = "lru"  # of eviction: see kvcache/eviction/policies.py
     rules: QueueRules = field(default_factory=QueueRules)  # the order of the queues
-    preemption: str = "auto"  # the cheapest mode, or always this PreemptionMode where it is possible
-    headroom: float = 0.0  # see SchedulerConfig
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
     prompt_lookup: bool = True  # drafts from a sequence's own text
 

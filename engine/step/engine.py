@@ -18,7 +18,7 @@ from kvrelay.engine.scheduling.fair_share import FairShare
 from kvrelay.engine.scheduling.groups import Groups
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, PreemptionMode
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.speculation.speculation import DraftSteps
 from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache, Reservation, StepResult
@@ -56,20 +56,13 @@ class Engine:
             area.probe(range(pool.num_blocks))
         max_len = min(spec.max_position, pool.num_blocks * block_size, config.max_model_len or 1 << 62)
         max_running = min(config.max_running, budget)  # each gets a token in every step
-        self.config = replace(config, max_running=max_running, max_model_len=max_len)
+        token_bytes = cache.memory.layout.block_bytes / block_size
+        self.config = config = replace(config, max_running=max_running, max_model_len=max_len, token_bytes=token_bytes)
         self.model, self.backend, self.cache, self._clock = model, backend, cache, clock
-        limits = SchedulerConfig(
-            budget,
-            max_running,
-            config.max_waiting,
-            config.headroom,
-            preemption=None if config.preemption == "auto" else PreemptionMode(config.preemption),
-            token_bytes=cache.memory.layout.block_bytes / block_size,
-        )
         speeds, eos_ids = MeasuredSpeeds(), tuple(spec.eos_ids)
         self.scheduler = scheduler = Scheduler(
             pool,
-            limits,
+            config,
             fair_share=FairShare(config.rules),
             speeds=speeds,
             area=area,

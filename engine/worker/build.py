@@ -104,18 +104,12 @@ def build_engine(
         draft_model=draft_model,
         layer_hook=layer_hook,
     )
-    config = _engine_config(options, own, sizes)
-    return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions), sizes
-
-
-def _engine_config(options: WorkerOptions, own: Settings, sizes: EngineSizes) -> EngineConfig:
-    settings, engine = options.settings, own.engine
-    return EngineConfig(
+    engine = own.engine
+    config = EngineConfig(
         block_size=engine.block_size,
         kv_layout=engine.kv_layout,
         kv_memory_bytes=sizes.kv_memory_bytes or 0,
         kv_memory_share=sizes.kv_memory_share,
-        num_workers=options.machine_workers,
         kv_dtype=own.kv_dtype,
         quantization=scheme_of(own.model.quantization),
         token_budget=sizes.token_budget,
@@ -129,6 +123,7 @@ def _engine_config(options: WorkerOptions, own: Settings, sizes: EngineSizes) ->
         draft_tokens=DRAFT_TOKENS if engine.speculation != "off" else 0,
         prompt_lookup=engine.speculation != "model",
     )
+    return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions), sizes
 
 
 _MOST_POOLS = 8  # more of what is swapped out than so many pools waits longer than any client

@@ -49,6 +49,7 @@ def engine_sizes(
     share, num_bytes = engine.kv_memory_share, engine.kv_memory_bytes
     if share is not None:
         pool = f"engine.kv_memory: {share:.0%} of the free memory"
+        share /= 1 if has_device else max(num_workers, 1)  # what others took of a GPU is not free
     elif num_bytes is not None:
         pool = "engine.kv_memory"
     elif has_device:

@@ -220,7 +220,7 @@ class Swapping:
         self.area = SwapArea(
             self.slab, is_checked=True, wake=lambda: None, clock=lambda: 0.0, make_threads=make_threads
         )
-        config = SchedulerConfig(headroom=headroom, preemption=only, **chosen)
+        config = SchedulerConfig(headroom=headroom, preemption=only or "auto", **chosen)
         self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), config, area=self.area)
         self.done: dict[str, list[int]] = {}
 

@@ -10,7 +10,7 @@ import torch
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.execution.launch import StepExecutor
 from kvrelay.engine.speculation.draft_choice import DraftModelChoice, Speculation
-from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
+from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine
@@ -83,8 +83,15 @@ def make(folders, monkeypatch):
         if draft is not None:
             model = load_model(folders[draft], backend, torch.float32, block_size=BLOCK)
             block_bytes = BLOCK_BYTES * model.spec.num_layers // 2
-            own = DraftConfig(BLOCK, draft_blocks * block_bytes, 64, 256, VOCAB)
-            draft_model = DraftModel(model, backend, own)
+            draft_model = DraftModel(
+                model,
+                backend,
+                block_size=BLOCK,
+                kv_memory_bytes=draft_blocks * block_bytes,
+                max_running=64,
+                max_model_len=256,
+                vocab_size=VOCAB,
+            )
         extensions = Extensions(
             swap_area=lambda cache: make_swap_area(cache.memory, 64 * BLOCK_BYTES, "full", lambda: None),
             draft_model=draft_model,

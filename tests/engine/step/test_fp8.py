@@ -137,10 +137,10 @@ def test_noise_is_finite_and_no_two_regions_are_alike():
 # ---- pools sized by a share of the free memory
 
 
-def test_a_share_is_of_what_is_free_among_the_machines_workers(make, monkeypatch):
+def test_a_share_is_of_what_is_free(make, monkeypatch):
     monkeypatch.setattr(build, "free_host_bytes", lambda: 48 << 20)
-    assert build.pool_bytes(0.5, select_backend("cpu"), 3) == 8 << 20
-    engine = make(kv_memory_share=0.5, num_workers=3)
+    assert build.pool_bytes(0.5, select_backend("cpu")) == 24 << 20
+    engine = make(kv_memory_share=0.5 / 3)
     assert engine.config.kv_memory_bytes == 8 << 20
     assert engine.cache.memory.layout.num_bytes == pytest.approx(8 << 20, rel=0.01)
 

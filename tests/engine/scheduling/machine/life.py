@@ -51,7 +51,7 @@ class World:
         self.content = [[GARBAGE] * SIZE for _ in range(setup.num_blocks)]
         self.swaps = Swaps(setup, self.content, self.rng)
         config = SchedulerConfig(
-            BUDGET, setup.num_sequences, WAITING, setup.headroom, setup.only, token_bytes=Slab.block_bytes / 6
+            BUDGET, setup.num_sequences, WAITING, setup.headroom, setup.only or "auto", token_bytes=Slab.block_bytes / 6
         )
         self.sched = Scheduler(
             self.pool, config, fair_share=FairShare(setup.line), speeds=self.swaps.speeds, area=self.swaps.area
