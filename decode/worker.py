@@ -7,7 +7,6 @@ decodes from them only after the whole transfer was verified.
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 
 import msgspec
 
@@ -20,7 +19,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.protocol.messages import TransferResult, TransferStats, reason_word, span_attributes
+from kvrelay.kvtransfer.protocol.messages import TransferResult, reason_word, span_attributes
 from kvrelay.plane.messages import (
     Manifest,
     Pair,
@@ -120,37 +119,6 @@ def _are_candidates(candidates: list[tuple[int, float]], request: SequenceReques
     return len(tokens) == len(candidates) > 0 and is_finite and 0 <= min(tokens) <= max(tokens) < vocab_size
 
 
-class PathSpeeds:
-    """How fast KV comes from each connected prefill worker: reported to ingresses when it changed, and to the engine.
-
-    `pairs`: the connected prefill workers and the paths from each, as measured now.
-    """
-
-    def __init__(self, thread: EngineThread, pairs: Callable[[], list[PairReport]]) -> None:
-        self._thread, self._pairs = thread, pairs
-        self._reported: list[PairReport] = []
-
-    def changes(self) -> PairsSeen | None:
-        """What differs from the last report, which the engine is given too; None: nothing."""
-        pairs = self._pairs()
-        if pairs == self._reported:
-            return None
-        self._reported = pairs
-        self._note_transfer_speed(pairs)
-        return PairsSeen(reports=pairs)
-
-    def report_again(self) -> None:
-        """There is a new subscriber, which knows nothing yet."""
-        self._reported = []
-
-    def _note_transfer_speed(self, pairs: list[PairReport]) -> None:
-        """What returning a sequence to prefill costs the engine: over the slowest of the chosen paths."""
-        paths = [path for pair in pairs if pair.ok for path in pair.paths if path.is_chosen and path.bytes_per_s > 0]
-        if paths:
-            speed, latency_s = min(path.bytes_per_s for path in paths), max(path.latency_s for path in paths)
-            self._thread.post(lambda engine: engine.requests.note_transfer_speed(speed, latency_s))
-
-
 class DecodeRole:
     """Serves Reserve. Lives on the worker's loop."""
 
@@ -166,7 +134,7 @@ class DecodeRole:
         requests: RequestTable,
     ) -> None:
         transfer = options.settings.transfer
-        self.target = KvTarget(
+        self.plane = KvTarget(
             engine.cache.memory,
             options.worker_id,
             epoch,
@@ -187,7 +155,7 @@ class DecodeRole:
         self._incoming: dict[str, Incoming] = {}
         self._tasks: dict[Incoming, asyncio.Task[None]] = {}
         self._quarantined: dict[str, int] = {}  # the engine's keys, by request; touched on its thread only
-        self._speeds = PathSpeeds(thread, self.target.pairs)
+        self._reported: list[PairReport] = []  # how fast KV comes from each connected prefill worker
 
     # ---- one request
 
@@ -266,7 +234,7 @@ class DecodeRole:
 
     def _grant(self, incoming: Incoming, reservation: Reservation) -> bytes:
         """A ticket for the reserved blocks. Raises ValueError."""
-        ticket = self.target.grant(
+        ticket = self.plane.grant(
             reservation.request_id,
             reservation.first_block,
             reservation.target_blocks,
@@ -341,7 +309,7 @@ class DecodeRole:
         self.drop(request_id, reason)
         if incoming is not None and incoming.has_ticket:
             self._hold(request_id)
-            self.target.revoke(request_id, reason)
+            self.plane.revoke(request_id, reason)
         else:
             self._abort(request_id)
 
@@ -350,25 +318,23 @@ class DecodeRole:
 
     # ---- facts
 
-    @property
-    def transports(self) -> list[str]:
-        return self.target.transports
-
-    @property
-    def kv_port(self) -> int:
-        return self.target.port
-
-    def pairs(self) -> list[PairReport]:
-        return self.target.pairs()
-
-    def stats(self) -> TransferStats:
-        return self.target.stats()
-
     def changes(self) -> PairsSeen | None:
-        return self._speeds.changes()
+        """The connected prefill workers and the paths from each, where that differs from the last report.
+
+        The engine is given what returning a sequence to prefill costs: over the slowest of the chosen paths.
+        """
+        pairs = self.plane.pairs()
+        if pairs == self._reported:
+            return None
+        self._reported = pairs
+        paths = [path for pair in pairs if pair.ok for path in pair.paths if path.is_chosen and path.bytes_per_s > 0]
+        if paths:
+            speed, latency_s = min(path.bytes_per_s for path in paths), max(path.latency_s for path in paths)
+            self._thread.post(lambda engine: engine.requests.note_transfer_speed(speed, latency_s))
+        return PairsSeen(reports=pairs)
 
     def subscribed(self) -> None:
-        self._speeds.report_again()
+        self._reported = []
 
     async def aclose(self) -> None:
         """End every transfer and stop listening for sources."""
@@ -376,7 +342,7 @@ class DecodeRole:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.target.aclose()
+        await self.plane.aclose()
 
 
 class DecodeWorker(WorkerService):
@@ -390,11 +356,11 @@ class DecodeWorker(WorkerService):
 
     async def _start_role(self, engine: Engine) -> DecodeRole:
         self._decode = role = DecodeRole(self.options, self.epoch, self.tls, engine, self.thread, self.requests)
-        await role.target.start()
+        await role.plane.start()
         return role
 
     @property
     def target(self) -> KvTarget:
         """The receiving end of the KV plane."""
         assert self._decode is not None
-        return self._decode.target
+        return self._decode.plane

@@ -226,6 +226,8 @@ class SourceTransfer:
 class KvSource:
     """Exports one pool and opens transfers out of it. One for each prefill worker. 13 attributes: limits and parts."""
 
+    port = 0  # it does not listen
+
     def __init__(
         self,
         memory: KvMemory,

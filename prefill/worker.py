@@ -22,9 +22,9 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.protocol.messages import TransferStats, reason_word, span_attributes
+from kvrelay.kvtransfer.protocol.messages import reason_word, span_attributes
 from kvrelay.plane.messages import Manifest, Pair, Prefill, Reserve, SequenceRequest, TokenOutput, encode
-from kvrelay.plane.reports import Paired, PairReport
+from kvrelay.plane.reports import Paired
 from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.prefill.source_link import TargetAddress
 from kvrelay.types import BlockId, Role
@@ -150,7 +150,7 @@ class PrefillRole:
         requests: RequestTable,
         announcements: Announcements,
     ) -> None:
-        self.source = source
+        self.plane = source
         self._worker_id, self._thread, self._requests, self._announcements = worker_id, thread, requests, announcements
         self._prefilling: dict[str, _Prefilling] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -177,7 +177,7 @@ class PrefillRole:
             self._requests.refuse(link, request_id, "duplicate", f"{request_id} is already here")
             return
         try:
-            transfer = self.source.open(request_id, ticket)
+            transfer = self.plane.open(request_id, ticket)
         except (TransferError, BackendUnavailable) as error:
             self._requests.refuse(link, request_id, "invalid", str(error))
             return
@@ -241,27 +241,13 @@ class PrefillRole:
         address = TargetAddress(message.worker_id, message.epoch, message.host, message.kv_port)
         try:
             async with self._pairing:
-                report = await self.source.pair(address, is_anew=message.is_probe)
+                report = await self.plane.pair(address, is_anew=message.is_probe)
         except Exception:  # a process edge: the ingress asks again
             logger.exception("pairing with %s failed", message.worker_id)
             return
         link.send(Paired(report=report))
 
     # ---- facts
-
-    @property
-    def transports(self) -> list[str]:
-        return self.source.transports
-
-    @property
-    def kv_port(self) -> int:
-        return 0
-
-    def pairs(self) -> list[PairReport]:
-        return self.source.pairs()
-
-    def stats(self) -> TransferStats:
-        return self.source.stats()
 
     def changes(self) -> None:
         return None
@@ -285,7 +271,7 @@ class PrefillRole:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.source.aclose()
+        await self.plane.aclose()
         self._announcements.aclose()
 
 
@@ -325,4 +311,4 @@ class PrefillWorker(WorkerService):
     def source(self) -> KvSource:
         """The sending end of the KV plane."""
         assert self._prefill is not None
-        return self._prefill.source
+        return self._prefill.plane

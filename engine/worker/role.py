@@ -26,18 +26,32 @@ class TransferCounters(Protocol):
     def path_loads(self) -> list[KvPathLoad]: ...
 
 
+class KvPlane(Protocol):
+    """One end of the KV plane: prefill's source, or decode's target."""
+
+    @property
+    def transports(self) -> list[str]:
+        """On offer, best first."""
+
+    @property
+    def port(self) -> int:
+        """Where prefill workers connect; 0: nowhere."""
+
+    def pairs(self) -> list[PairReport]:
+        """The workers of the other role that this one is connected to, and the paths to each."""
+
+    def stats(self) -> TransferCounters:
+        """Counters of its KV transfers."""
+
+
 class WorkerRole(Protocol):
     """One role's end of the KV plane, and the requests that are for it alone. Lives on the worker's loop."""
 
     watches_outputs: bool  # whether on_output is called for every output, not only for the last ones
 
     @property
-    def transports(self) -> list[str]:
-        """KV transports on offer, best first."""
-
-    @property
-    def kv_port(self) -> int:
-        """Where prefill workers connect; 0: nowhere."""
+    def plane(self) -> KvPlane:
+        """Its end of the KV plane."""
 
     def handle(self, link: IngressLink, message: Prefill | Reserve | Pair) -> None:
         """A message that is for one role only."""
@@ -50,12 +64,6 @@ class WorkerRole(Protocol):
 
     def subscribed(self) -> None:
         """A subscriber was added, which knows nothing yet."""
-
-    def pairs(self) -> list[PairReport]:
-        """The workers of the other role that this one is connected to, and the paths to each."""
-
-    def stats(self) -> TransferCounters:
-        """Counters of its KV transfers."""
 
     def changes(self) -> msgspec.Struct | None:
         """What subscribers receive with this heartbeat, besides the load."""

@@ -147,8 +147,8 @@ class WorkerService:
             "info": msgspec.to_builtins(self.info) if self.info else {},
             "load": load
             | {name: [msgspec.structs.asdict(one) for one in load[name]] for name in ("kv_paths", "tiers")},
-            "transfer": msgspec.to_builtins(role.stats()) if role is not None else None,
-            "pairs": [_plain(pair) for pair in role.pairs()] if role is not None else [],
+            "transfer": msgspec.to_builtins(role.plane.stats()) if role is not None else None,
+            "pairs": [_plain(pair) for pair in role.plane.pairs()] if role is not None else [],
             "backend": self._backend_facts(),
             "sizes": self._size_facts(),
             "pid": os.getpid(),
@@ -190,8 +190,8 @@ class WorkerService:
             max_running=engine.config.max_running,
             kv_bytes_per_token=layout.block_bytes // layout.block_size,
             device=str(engine.backend.device),
-            transports=role.transports,
-            kv_port=role.kv_port,
+            transports=role.plane.transports,
+            kv_port=role.plane.port,
         )
 
     def _completed(self, load: LoadReport) -> LoadReport:
@@ -200,7 +200,7 @@ class WorkerService:
             load = msgspec.structs.replace(load, is_draining=True)
         if self._role is None:
             return load
-        stats = self._role.stats()
+        stats = self._role.plane.stats()
         return msgspec.structs.replace(
             load,
             transport=stats.transport,

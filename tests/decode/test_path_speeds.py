@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.decode.worker import PathSpeeds
+from kvrelay.decode.worker import DecodeRole
 from kvrelay.plane.reports import PairReport, PathReport
 
 pytestmark = pytest.mark.pure
@@ -18,12 +18,20 @@ def noted(*pairs: PairReport) -> list[tuple[float, float]]:
     """What the engine is given; the ingresses' report comes once, and again for a new subscriber."""
     calls: list[tuple[float, float]] = []
     note = SimpleNamespace(note_transfer_speed=lambda speed, latency_s: calls.append((speed, latency_s)))
-    engine = SimpleNamespace(requests=note)
-    speeds = PathSpeeds(SimpleNamespace(post=lambda action: action(engine)), lambda: list(pairs))
-    assert speeds.changes().reports == list(pairs) and speeds.changes() is None
+    engine = SimpleNamespace(
+        requests=note,
+        cache=SimpleNamespace(memory=None, fingerprint=None),
+        pool=SimpleNamespace(generation=None),
+        model=SimpleNamespace(spec=SimpleNamespace(vocab_size=1)),
+    )
+    settings = SimpleNamespace(transfer=None)
+    options = SimpleNamespace(worker_id="d", secret=b"", host="", settings=settings)
+    role = DecodeRole(options, "e", None, engine, SimpleNamespace(post=lambda action: action(engine)), None)
+    role.plane.pairs = lambda: list(pairs)
+    assert role.changes().reports == list(pairs) and role.changes() is None
     once = list(calls)
-    speeds.report_again()
-    assert speeds.changes() is not None
+    role.subscribed()
+    assert role.changes() is not None
     return once
 
 

@@ -92,12 +92,12 @@ async def test_blocks_are_freed_once_the_decode_worker_has_committed(held):
     await prefilling.begin()
     prefilling.sample()
     await asyncio.wait_for(has_begun.wait(), 20)
-    await settled(prefilling.role.source)
+    await settled(prefilling.role.plane)
     assert prefilling.engine.freed_at == [], "freed while the decode worker reads"
     assert prefilling.engine.calls == [("add", "r", {"hold": True, "output_limit": 1})]
     await finish(reads)
     assert await prefilling.until_freed() == [["commit"]], "freed before the decode worker committed"
-    await settled(prefilling.role.source)
+    await settled(prefilling.role.plane)
     assert len(prefilling.engine.freed_at) == 1 and "r" not in prefilling.requests
     manifest = wire.decode_manifest((await prefilling.target.event("commit", "r"))[0])
     assert (manifest.num_tokens, manifest.position, manifest.token_ids) == (48, 0, [11])
@@ -119,7 +119,7 @@ async def test_a_confirmation_on_its_way_still_holds_the_blocks(held, monkeypatc
     async with asyncio.timeout(20):
         while not confirmed:
             await asyncio.sleep(0)
-    await settled(prefilling.role.source)
+    await settled(prefilling.role.plane)
     assert prefilling.engine.freed_at == []
     monkeypatch.undo()
     SourceLink._on_confirmed(*confirmed[0])
@@ -131,7 +131,7 @@ async def test_blocks_are_freed_when_the_decode_worker_refuses(held):
     await prefilling.begin()
     await asyncio.wait_for(has_begun.wait(), 20)
     prefilling.target.revoke("r")
-    await settled(prefilling.role.source)
+    await settled(prefilling.role.plane)
     assert prefilling.engine.freed_at == [], "the first token is not sampled yet"
     prefilling.sample()
     assert await prefilling.until_freed() == [[]]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay import fp8
-from kvrelay.kvtransfer.mover.conversion import convert
+from kvrelay.kvtransfer.mover.verification import convert
 from kvrelay.types import KvLayout, KvMemory
 
 LAYOUT = KvLayout(num_layers=2, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=3, dtype="float32")

@@ -14,8 +14,8 @@ import pytest
 
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.transports.tcp import channels
-from kvrelay.kvtransfer.transports.tcp import exporter as stream_exporter
 from kvrelay.kvtransfer.transports.tcp import protocol as streams
+from kvrelay.kvtransfer.transports.tcp import reader as stream_reader
 from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, greet_source
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.plane.tls import ClusterTls
@@ -182,7 +182,7 @@ async def test_the_same_words_with_good_offsets_are_answered(port):
 
 @pytest.mark.parametrize("step", [0, 1], ids=["says nothing", "a byte now and then"])
 async def test_a_handshake_must_end_in_time(port, step, monkeypatch):
-    monkeypatch.setattr(stream_exporter, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(stream_reader, "HANDSHAKE_S", 0.2)
     sock = port.visit()
     words = iter(b"\x16\x03\x01\x01\x00" + bytes(300) if port.fields.get("is_tls") else b"kvrelay-kv2\0" + b"n" * 300)
 
@@ -214,7 +214,7 @@ async def test_a_request_that_has_begun_must_end_in_time(port, size, monkeypatch
 async def test_an_idle_reader_may_stay_as_long_as_it_likes(port, monkeypatch):
     """The limits above begin with a request's first byte."""
     monkeypatch.setattr(streams, "_REST_S", 0.05)
-    monkeypatch.setattr(stream_exporter, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(stream_reader, "HANDSHAKE_S", 0.05)
     await asyncio.sleep(0.3)
     await port.assert_serves()
 
@@ -239,7 +239,7 @@ async def test_a_reader_that_never_reads_its_answer_is_given_up(kv, kind, monkey
 
 
 async def test_silent_strangers_cannot_keep_a_reader_out(port, monkeypatch):
-    monkeypatch.setattr(stream_exporter, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(stream_reader, "_MAX_STRANGERS", 4)
     crowd = []
     try:
         for _ in range(12):
@@ -258,7 +258,7 @@ async def test_silent_strangers_cannot_keep_a_reader_out(port, monkeypatch):
 
 
 async def test_connections_are_bounded_and_those_that_stand_are_served(port, monkeypatch):
-    monkeypatch.setattr(stream_exporter, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(stream_reader, "_MAX_CONNECTIONS", 2)
     second, third = (port.transport.make_reader(port.target, SECRET, "127.0.0.1") for _ in range(2))
     await second.connect(port.exporter.describe())
     with pytest.raises(TransportError):
