@@ -82,17 +82,6 @@ class SloRequirement:
 
 
 @dataclass(frozen=True, slots=True)
-class RejectedCandidate:
-    """A candidate that was evaluated and not chosen, and the targets that it would miss. Times without the margin."""
-
-    prefill: str | None
-    decode: str | None
-    missed: tuple[str, ...]
-    ttft_s: float | None
-    tpot_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class SloVerdict:
     """The decision under an SLO. `target` is the accepted target; None: none."""
 
@@ -103,7 +92,8 @@ class SloVerdict:
     missed: tuple[str, ...] = ()  # of the wanted target: "ttft", "tpot", "others" (the target of another request)
     retry_after_s: float = 0.0
     is_hopeless: bool = False  # idle workers would not meet it either
-    rejected_candidates: tuple[RejectedCandidate, ...] = ()  # other candidates that were evaluated
+    rejected_candidates: tuple[tuple[tuple[str | None, str | None], "SloVerdict"], ...] = ()
+    """Other candidates that were evaluated: ((prefill worker, decode worker), the verdict on it)."""
 
 
 class IndexState(enum.StrEnum):

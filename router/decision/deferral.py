@@ -112,15 +112,19 @@ class OverduePlacement:
         The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where
         blocks are scarce.
         """
-        assert decision.ttft_target_s is not None and request.may_wait
+        target_s = decision.ttft_target_s
+        if target_s is None or not request.may_wait:
+            return False
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
+        if decision.predicted_ttft_s <= target_s:  # almost always in a cluster that keeps up
+            return False
         compute = self.workers.accounts_of(decision)[0]
         speed = self.workers.prefill_tokens_per_s(compute.info.worker_id)
         overtaken_s = compute.unreported_overdue_tokens / speed
         queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
-        return decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s > decision.ttft_target_s
+        return decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s > target_s
 
     def place(
         self, request: RouteRequest, decision: Decision, now_s: float, *, is_called: bool

@@ -128,18 +128,14 @@ class Router:
 
     def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """Blocks stored and removed. False: an event is missing, request a snapshot from the worker."""
-        return self._index.apply_events(
-            worker_id, events.seq, events.stored, events.removed, events.lowered, events.raised
-        )
+        return self._index.apply_events(worker_id, events)
 
     def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
         """All blocks that a worker has cached, or a part of them: heals its index.
 
         False: it does not, request another.
         """
-        return self._index.apply_snapshot(
-            worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered, part=snapshot.part, is_last=snapshot.is_last
-        )
+        return self._index.apply_snapshot(worker_id, snapshot)
 
     def set_incompatible_pairs(self, pairs: IncompatiblePairs) -> None:
         """From now on these pairs of workers are not chosen; any other may be."""
@@ -158,11 +154,9 @@ class Router:
         choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
         if not is_called:
             self._popularity.observe(request.block_hashes, now_s)
-        is_overdue = isinstance(choice, Decision) and _may_be_overdue(request, choice)
+        is_overdue = isinstance(choice, Decision) and self._overdue.is_overdue(request, choice)
         if is_overdue and isinstance(choice, Decision):
-            is_overdue = self._overdue.is_overdue(request, choice)
-            if is_overdue:
-                choice = self._overdue.place(request, choice, now_s, is_called=is_called)
+            choice = self._overdue.place(request, choice, now_s, is_called=is_called)
         if isinstance(choice, Decision):
             self._account(request, choice, now_s, is_overdue=is_overdue)
         return choice
@@ -301,14 +295,6 @@ class Router:
             reported_at_s=account.reported_at_s,
             load=account.load(),
         )
-
-
-def _may_be_overdue(request: RouteRequest, decision: Decision) -> bool:
-    """Whether OverduePlacement has to look at it; almost never in a cluster that keeps up."""
-    target_s = decision.ttft_target_s
-    if target_s is None or not request.may_wait:
-        return False
-    return decision.verdict is not None or decision.predicted_ttft_s > target_s
 
 
 def _spare_candidate(ranking: Ranking, prefills: WorkerTable) -> int | None:

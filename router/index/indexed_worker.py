@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, distinct
-from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
+from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 from kvrelay.router.index.hash_array import anywhere_bit, both_bits
 from kvrelay.router.index.holders import HolderIndex
 from kvrelay.router.types import IndexState
@@ -88,12 +88,13 @@ class SnapshotIngest:
         self.is_queued = self.was_audited = False
         self.num_events = 0  # since the last part
 
-    def take(self, seq: int, part: int, hashes: Sequence[bytes], lowered: Sequence[bytes], *, is_last: bool) -> bool:
+    def take(self, part: KvSnapshot) -> bool:
         """A part has arrived. False: it is not the next one of this snapshot."""
-        if seq != self._seq or part != self._next_part or self.is_received:
+        if part.seq != self._seq or part.part != self._next_part or self.is_received:
             return False
-        self._parts.append((tuple(hashes), frozenset(lowered)))  # the garbage collector does not visit a tuple of bytes
-        self._next_part, self.is_received = part + 1, is_last
+        # the garbage collector does not visit a tuple of bytes
+        self._parts.append((tuple(part.hashes), frozenset(part.lowered)))
+        self._next_part, self.is_received = part.part + 1, part.is_last
         self.num_events, self.was_audited = 0, False
         return True
 
@@ -180,6 +181,13 @@ class IndexedWorker:
 
     # ---- what it holds
 
+    def apply(self, events: KvEvents) -> bool:
+        """Apply an event. False: it has blocks that do not fit, or that the worker was not known to hold."""
+        is_complete = not events.stored or self.store(distinct(events.stored))
+        is_complete &= not events.lowered or self.move(distinct(events.lowered), in_pool=False)
+        is_complete &= not events.raised or self.move(distinct(events.raised), in_pool=True)
+        return is_complete & (not events.removed or self.drop(distinct(events.removed)))
+
     def store(self, hashes: Sequence[bytes], *, in_pool: bool = True) -> bool:
         """It holds these now. False: some exceed max_blocks, or are no hashes."""
         most = (
@@ -225,21 +233,19 @@ class IndexedWorker:
         self.ingest = SnapshotIngest(seq, self.max_blocks, self.clear() if self.num_blocks else None)
         self.seq, self.newest_seq, self.num_outdated = seq, seq, 0
 
-    def change(
-        self, stored: Sequence[bytes], removed: Sequence[bytes], lowered: Sequence[bytes], raised: Sequence[bytes]
-    ) -> None:
+    def change(self, events: KvEvents) -> None:
         """An event during the ingest.
 
         Moves between tiers are applied without a check: the block may be in a later slice.
         """
         assert self.ingest is not None
-        self.ingest.touch(stored, removed, lowered, raised)
-        for hashes, in_pool in ((stored, True), (lowered, False), (raised, True)):
-            if hashes:
-                self.ingest.is_complete &= self.store(hashes, in_pool=in_pool)
-                self.ingest.keep(hashes)
-        if removed:
-            self.drop(removed)
+        self.ingest.touch(events.stored, events.removed, events.lowered, events.raised)
+        for hashes, in_pool in ((events.stored, True), (events.lowered, False), (events.raised, True)):
+            if some := distinct(hashes):
+                self.ingest.is_complete &= self.store(some, in_pool=in_pool)
+                self.ingest.keep(some)
+        if events.removed:
+            self.drop(distinct(events.removed))
 
     def fill(self) -> bool:
         """Ingest a slice. Whether there is more; if not, the worker of a complete snapshot is EXACT or DEGRADED."""

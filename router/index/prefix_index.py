@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from kvrelay.hashing import distinct
+from kvrelay.plane.reports import KvEvents, KvSnapshot
 from kvrelay.router.index.hash_array import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, HolderIndex
 from kvrelay.router.index.indexed_worker import (
@@ -113,64 +113,30 @@ class PrefixIndex:
 
     # ---- events and snapshots
 
-    def apply_events(
-        self,
-        worker_id: str,
-        seq: int,
-        stored: Sequence[bytes],
-        removed: Sequence[bytes],
-        lowered: Sequence[bytes] = (),
-        raised: Sequence[bytes] = (),
-    ) -> bool:
+    def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """One event message. False: a snapshot is needed. Repeated and old events change nothing."""
         member = self._members.get(worker_id)
         if member is None:
             return True
-        action = member.receive(seq)
+        action = member.receive(events.seq)
         if action == "request snapshot":
             self._update_routable(member)
             return False
         if action == "ignore":
             return True
-        if member.ingest is not None:
-            return self._change(member, stored, removed, lowered, raised)
-        complete = not stored or member.store(distinct(stored))
-        complete &= not lowered or member.move(distinct(lowered), in_pool=False)
-        complete &= not raised or member.move(distinct(raised), in_pool=True)
-        if removed:
-            complete &= member.drop(distinct(removed))
+        if (ingest := member.ingest) is not None:  # without the rest of the snapshot another one is needed
+            member.change(events)
+            return ingest.is_received or ingest.num_events < RETRY_EVERY or self._give_up(member)
+        is_complete = member.apply(events)
         if member.state is IndexState.DEGRADED:
             return not member.should_request_again()
-        if not complete:
+        if not is_complete:
             self._set_state(member, IndexState.DEGRADED)
-        return complete
+        return is_complete
 
-    def _change(
-        self,
-        member: IndexedWorker,
-        stored: Sequence[bytes],
-        removed: Sequence[bytes],
-        lowered: Sequence[bytes],
-        raised: Sequence[bytes],
-    ) -> bool:
-        """An event during an ingest. False: the rest of the snapshot does not arrive, another one is needed."""
-        ingest = member.ingest
-        assert ingest is not None
-        member.change(distinct(stored), distinct(removed), distinct(lowered), distinct(raised))
-        return ingest.is_received or ingest.num_events < RETRY_EVERY or self._give_up(member)
-
-    def apply_snapshot(
-        self,
-        worker_id: str,
-        seq: int,
-        hashes: Sequence[bytes],
-        lowered: Sequence[bytes] = (),
-        *,
-        part: int = 0,
-        is_last: bool = True,
-    ) -> bool:
-        """All blocks cached as of `seq`, or a part of them: heals every state once complete. False: another snapshot is
-        needed.
+    def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
+        """All blocks cached as of `snapshot.seq`, or a part of them: heals every state once complete. False: another
+        snapshot is needed.
 
         One older than the events applied is ignored. One older than an event that was seen and could not be applied
         leaves the worker STALE, because events in between are lost; after MAX_OUTDATED of those in a row only events
@@ -181,18 +147,18 @@ class PrefixIndex:
         member = self._members.get(worker_id)
         if member is None:
             return True
-        if not part:
-            if member.state is not IndexState.STALE and seq < member.seq:
+        if not snapshot.part:
+            if member.state is not IndexState.STALE and snapshot.seq < member.seq:
                 return True
-            if seq < member.newest_seq:
+            if snapshot.seq < member.newest_seq:
                 member.num_outdated += 1
                 return member.num_outdated > MAX_OUTDATED
-            member.begin(seq)
+            member.begin(snapshot.seq)
             self._update_routable(member)
         ingest = member.ingest
         if ingest is None:
             return True  # of an aborted snapshot
-        if not ingest.take(seq, part, hashes, lowered, is_last=is_last):
+        if not ingest.take(snapshot):
             return self._give_up(member)
         if not ingest.is_queued:
             ingest.is_queued = True

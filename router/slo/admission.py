@@ -21,7 +21,7 @@ torch, Ray, sockets, a clock or a random source. Rules:
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvrelay.router.types import Prediction, RejectedCandidate, SloRequirement, SloTarget, SloVerdict, VerdictKind
+from kvrelay.router.types import Prediction, SloRequirement, SloTarget, SloVerdict, VerdictKind
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
@@ -146,7 +146,7 @@ def choose_candidate(
         untargeted = judge(replace(requirement, on_miss="queue"), predict(spare), clears_in_s=None)
         if "others" not in untargeted.missed:
             chosen, verdict = spare, untargeted
-    others = tuple(_rejected(candidates[index], one) for index, one in tried if index != chosen)
+    others = tuple((candidates[index], one) for index, one in tried if index != chosen)
     return chosen, replace(verdict, rejected_candidates=others)
 
 
@@ -157,7 +157,3 @@ def _computes(candidate: Pair) -> str | None:
 def _rank(requirement: SloRequirement, verdict: SloVerdict) -> tuple[int, float]:
     within = requirement.targets.index(verdict.target) if verdict.target is not None else verdict.retry_after_s
     return _ORDER.index(verdict.kind), within
-
-
-def _rejected(candidate: Pair, verdict: SloVerdict) -> RejectedCandidate:
-    return RejectedCandidate(*candidate, verdict.missed, verdict.prediction.ttft_s, verdict.prediction.tpot_s)

@@ -28,7 +28,6 @@ from kvrelay.serve.api.endpoint import (
 from kvrelay.serve.api.schemas import ChatBody, CompletionBody
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.telemetry.observer import RequestArrival
 from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
 
 
@@ -71,11 +70,13 @@ async def _generation(
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         salt=body.cache_salt or "",
         hints=await parameters.kv_hints(front.sessions, body),
-        rank=parameters.queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
+        priority=body.priority or 0,
+        deadline_s=body.deadline_s,
+        tenant=parameters.tenant(body, front.settings.scheduler.tenant_by, bearer_token(request)),
         force=forced_path(request),
         explain=Explain(received_s=arrived_s) if request.headers.get("x-kvrelay-explain") == "1" else None,
         traceparent=traceparent_of(request),
-        arrival=RequestArrival(arrived_s, front.dispatcher.clock()),
+        arrival=(arrived_s, front.dispatcher.clock()),
         slo=parameters.slo_of(
             body.slo, front.slo, len(prompts) * parameters.num_computed(body), own_priority=body.priority
         ),

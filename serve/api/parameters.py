@@ -16,7 +16,7 @@ from kvrelay.plane.messages import Beams, KvHints, Sampling
 from kvrelay.router.types import SloRequirement, SloTarget
 from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message, SloFields, unsupported
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
-from kvrelay.serve.requests.generation import SEED_MASK, QueueRank
+from kvrelay.serve.requests.generation import SEED_MASK
 from kvrelay.serve.telemetry.explain import SloRecord
 from kvrelay.settings.choices import TenantBy
 from kvrelay.settings.router import SloSettings
@@ -200,11 +200,11 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     return answer | {name: value for name, value in optional.items() if value is not None}
 
 
-def queue_rank(body: Common, tenant_by: TenantBy, api_key: str) -> QueueRank:
-    """Priority and deadline of the body; the tenant from the body or the API key, as `tenant_by` has it."""
+def tenant(body: Common, tenant_by: TenantBy, api_key: str) -> str:
+    """The tenant from the body or the API key, as `tenant_by` has it."""
     names = {"cache_salt": body.cache_salt or "", "user": body.user or "", "api_key": api_key}
     name = next(filter(None, names.values()), "") if tenant_by == "auto" else names[tenant_by]
-    return QueueRank(body.priority or 0, body.deadline_s, tenant_of(name))
+    return tenant_of(name)
 
 
 # ---- SLO

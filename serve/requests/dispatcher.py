@@ -31,7 +31,7 @@ from kvrelay.serve.requests.retries import (
     outcome_of,
 )
 from kvrelay.serve.telemetry.explain import Explain, SloRecord
-from kvrelay.serve.telemetry.observer import RequestArrival, RequestLog, RequestObserver, ServeStats
+from kvrelay.serve.telemetry.observer import Arrival, RequestLog, RequestObserver, ServeStats
 from kvrelay.serve.workers.membership import Membership, Placer
 from kvrelay.serve.workers.queries import RETRY_AFTER_FULL_S, Queries
 from kvrelay.serve.workers.worker_link import Links, Submissions
@@ -52,25 +52,17 @@ class RequestDriver:
     def __init__(
         self,
         request: wire.SequenceRequest,
-        *,
-        settings: Settings,
-        placer: Placer,
-        submissions: Submissions,
+        parts: "Dispatcher",
         observer: RequestObserver,
         force: Force,
         slo: SloRecord | None,
-        retries: Retries,
-        reserve_timeout_s: float,
     ) -> None:
-        """force: where the prompt is computed, on the decode worker or on a prefill worker.
-
-        `slo` is judged with the first attempt.
-        """
-        self._request, self._settings, self._force, self._slo = request, settings, force, slo
-        self._placer, self._submissions, self._observer = placer, submissions, observer
+        """`slo` is judged with the first attempt."""
+        self._request, self._settings, self._force, self._slo = request, parts.settings, force, slo
+        self._placer, self._submissions, self._observer = parts.placer, parts.submissions, observer
         limit, group = request.sampling.max_tokens, request.group
         self._order = GroupOrder(request.request_id, limit, group.num_choices if group is not None else 1)
-        self._retries, self._reserve_timeout_s = retries, reserve_timeout_s
+        self._retries, self._reserve_timeout_s = Retries(parts.retry_budget), parts.reserve_timeout_s
         self._attempt: SequenceAttempt | None = None
         self._num_attempts = 0
         self._time_limit: asyncio.TimerHandle | None = None
@@ -308,7 +300,7 @@ class Dispatcher:
     ) -> None:
         """For `retry_budget` and `reserve_timeout_s` see retries.py."""
         self.router, self.settings, self.clock = router, settings, clock
-        self._patience = retry_budget, reserve_timeout_s
+        self.retry_budget, self.reserve_timeout_s = retry_budget, reserve_timeout_s
         self.tokens_per_hash = settings.tokens_per_hash
         self.stats, self.requests = ServeStats(), RequestLog()
         self.links = Links()
@@ -333,7 +325,7 @@ class Dispatcher:
         *,
         force: Force = None,
         explain: Explain | None = None,
-        arrival: RequestArrival | None = None,
+        arrival: Arrival | None = None,
         slo: SloRecord | None = None,
     ) -> RequestDriver:
         """Admit one sequence, or a group; iterate over its `tokens`. Raises Overloaded when too many run."""
@@ -346,17 +338,7 @@ class Dispatcher:
             self.requests.end(record, "overloaded", self.clock())
             raise error
         observer = RequestObserver(self.stats, self.requests, request, self.clock, explain=explain, arrival=arrival)
-        return RequestDriver(
-            request,
-            settings=self.settings,
-            placer=self.placer,
-            submissions=self.submissions,
-            observer=observer,
-            force=force,
-            slo=slo,
-            retries=Retries(self._patience[0]),
-            reserve_timeout_s=self._patience[1],
-        )
+        return RequestDriver(request, self, observer, force, slo)
 
     async def generate(
         self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None

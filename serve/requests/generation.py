@@ -18,7 +18,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Beams, Group, KvHints, Sampling, SequenceRequest, TokenOutput
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force, RequestDriver
 from kvrelay.serve.telemetry.explain import Explain, SloRecord
-from kvrelay.serve.telemetry.observer import RequestArrival
+from kvrelay.serve.telemetry.observer import Arrival
 from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, TextPiece, Tokenizer
 from kvrelay.serve.workers.worker_link import Mailbox
 
@@ -37,15 +37,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueRank:
-    """A request's place in the workers' queues, as in wire.SequenceRequest; `deadline_s` from the submission on."""
-
-    priority: int = 0
-    deadline_s: float | None = None
-    tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationJob:
     """One HTTP request, checked and tokenised. Choices are numbered prompt by prompt.
 
@@ -59,12 +50,14 @@ class GenerationJob:
     echo: bool = False
     salt: str = ""
     hints: KvHints = field(default_factory=KvHints)
-    rank: QueueRank = field(default_factory=QueueRank)
+    priority: int = 0  # in the workers' queues, as in wire.SequenceRequest
+    deadline_s: float | None = None  # from the submission on
+    tenant: str = ""
     force: Force = None
     explain: Explain | None = None
     traceparent: str = ""
     beams: Beams | None = None  # then the samples are the results of one beam search
-    arrival: RequestArrival | None = None
+    arrival: Arrival | None = None
     slo: SloRecord | None = None
 
     def report(self) -> dict[str, Any] | None:
@@ -134,9 +127,9 @@ class _Stream:
             traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.tokens_per_hash,
             hints=job.hints,
-            priority=job.rank.priority,
-            deadline_s=job.rank.deadline_s,
-            tenant=job.rank.tenant,
+            priority=job.priority,
+            deadline_s=job.deadline_s,
+            tenant=job.tenant,
             group=self._group(seeds),
         )
         explain = job.explain if self._first == 0 else None

@@ -10,7 +10,7 @@ from typing import Any
 from kvrelay.plane.messages import TokenOutput, Transferred
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.slo.admission import verdict_fields
-from kvrelay.router.types import CandidateScore, Decision, RejectedCandidate, RoutingRefusal, SloRequirement, SloVerdict
+from kvrelay.router.types import CandidateScore, Decision, RoutingRefusal, SloRequirement, SloVerdict
 
 MAX_CANDIDATES = 16
 
@@ -85,7 +85,7 @@ class Explain:
         return answer
 
 
-def _workers(choice: Decision | CandidateScore | RejectedCandidate) -> dict[str, Any]:
+def _workers(choice: Decision | CandidateScore) -> dict[str, Any]:
     """The workers of a placement; a role that it has none of is left out."""
     return {name: value for name in ("prefill", "decode") if (value := getattr(choice, name)) is not None}
 
@@ -120,17 +120,18 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
         for one in candidate_scores(decision, MAX_CANDIDATES)
     ]
     if decision.verdict is not None and decision.verdict.rejected_candidates:
-        fields["rejected_candidates"] = [_rejected_fields(one) for one in decision.verdict.rejected_candidates]
+        fields["rejected_candidates"] = [_rejected_fields(*one) for one in decision.verdict.rejected_candidates]
     if decision.incompatible_pairs:
         pairs = decision.incompatible_pairs.items()
         fields["incompatible_pairs"] = [{"prefill": p, "decode": d, "reason": reason} for (p, d), reason in pairs]
     return fields
 
 
-def _rejected_fields(rejected: RejectedCandidate) -> dict[str, Any]:
-    """A candidate whose prediction missed the SLO, or was no better than the chosen one."""
-    times = {"ttft_us": _us_or_null(rejected.ttft_s), "tpot_us": _us_or_null(rejected.tpot_s)}
-    return {**_workers(rejected), "missed": list(rejected.missed), **times}
+def _rejected_fields(pair: tuple[str | None, str | None], verdict: SloVerdict) -> dict[str, Any]:
+    """A candidate whose prediction missed the SLO, or was no better than the chosen one; times without the margin."""
+    workers = {role: name for role, name in zip(("prefill", "decode"), pair, strict=True) if name is not None}
+    times = {"ttft_us": _us_or_null(verdict.prediction.ttft_s), "tpot_us": _us_or_null(verdict.prediction.tpot_s)}
+    return {**workers, "missed": list(verdict.missed), **times}
 
 
 def span_attributes(decision: Decision | RoutingRefusal, previous_failure: str) -> dict[str, Any]:

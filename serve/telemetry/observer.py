@@ -86,12 +86,8 @@ class ServeStats:
 # ---- the log of requests
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrival:
-    """When a request's head was read, and when its prompt was tokenised."""
-
-    arrived_s: float
-    tokenised_s: float
+Arrival = tuple[float, float]
+"""When a request's head was read, and when its prompt was tokenised."""
 
 
 @dataclass(slots=True)
@@ -145,15 +141,15 @@ class RequestLog:
     def __len__(self) -> int:
         return len(self._live) + len(self._ended)
 
-    def begin(self, request: wire.SequenceRequest, now_s: float, arrival: RequestArrival | None) -> RequestRecord:
+    def begin(self, request: wire.SequenceRequest, now_s: float, arrival: Arrival | None) -> RequestRecord:
         """A sequence runs from now until `end`."""
         self._count += 1
-        started_s = arrival.arrived_s if arrival is not None else now_s
+        started_s, tokenised_s = arrival or (now_s, None)
         counts = request.num_prompt_tokens, request.sampling.max_tokens
         record = RequestRecord(request.request_id, self._count, started_s, *counts, submitted_s=started_s)
         record.note("arrived", record.started_s)
-        if arrival is not None:
-            record.note("tokenised", arrival.tokenised_s, prompt_tokens=request.num_prompt_tokens)
+        if tokenised_s is not None:
+            record.note("tokenised", tokenised_s, prompt_tokens=request.num_prompt_tokens)
         self._live[record.request_id] = record
         return record
 
@@ -208,7 +204,7 @@ class RequestObserver:
         clock: Callable[[], float],
         *,
         explain: Explain | None,
-        arrival: RequestArrival | None,
+        arrival: Arrival | None,
     ) -> None:
         self.now_s, self.started_s = clock, clock()
         self._stats, self._log, self._explain = stats, log, explain or Explain(self.started_s)

@@ -52,7 +52,7 @@ class Placer:
     def place(self, request: RouteRequest) -> Decision | RoutingRefusal | Deferred:
         """Choose workers and count the request as theirs. After Deferred: `turn`, then ask again."""
         if self._blocked is not None:
-            self.give_up(request.request_id)
+            self.ended(request.request_id)
             return RoutingRefusal("incompatible", self._blocked, RETRY_AFTER_BLOCKED_S)
         self._turns.pop(request.request_id, None)
         choice = self._router.select_and_reserve(request, self._clock())
@@ -67,14 +67,8 @@ class Placer:
         try:
             await turn
         except BaseException:
-            self.give_up(request_id)
+            self.ended(request_id)
             raise
-
-    def give_up(self, request_id: str) -> None:
-        """The request is deferred no more, and nothing is counted for it."""
-        self._turns.pop(request_id, None)
-        self._router.on_end(request_id)
-        self.wake_deferred()
 
     # ---- placed requests
 
@@ -97,7 +91,8 @@ class Placer:
         self._router.on_finished(request_id, num_tokens, tpot_s, now_s)
 
     def ended(self, request_id: str) -> None:
-        """Nothing is counted for the request any more. Idempotent."""
+        """Nothing is counted for the request any more, and it is not deferred. Idempotent."""
+        self._turns.pop(request_id, None)
         self._router.on_end(request_id)
         self.load_changed()
 

@@ -30,6 +30,7 @@ from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, WorkerMode
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Fingerprint
+from tests.router.index.index_cases import kv_events, kv_snapshot
 
 pytestmark = pytest.mark.pure
 
@@ -226,10 +227,10 @@ def test_the_index_knows_what_would_be_lost_with_a_worker():
     names = [bytes([number]) * 16 for number in range(100)]
     for worker_id, held in (("a", names[:80]), ("b", names[60:]), ("c", ())):
         index.add_worker(worker_id, max_blocks=1000)
-        index.apply_snapshot(worker_id, 0, held)
+        index.apply_snapshot(worker_id, kv_snapshot(0, held))
     assert index.alone_share("a") == pytest.approx(60 / 80, abs=0.02)
     assert index.alone_share("b", num_samples=1000) == 20 / 40
-    index.apply_events("a", 1, (), names[60:80])
+    index.apply_events("a", kv_events(1, (), names[60:80]))
     assert index.alone_share("a") == index.alone_share("b") == 1.0
     assert index.alone_share("c") is None and index.alone_share("nobody") is None
     index.mark_stale("b")

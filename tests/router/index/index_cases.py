@@ -1,6 +1,17 @@
 """What a prefix index answers, by worker."""
 
+from kvrelay.plane.reports import KvEvents, KvSnapshot
 from kvrelay.router.index.prefix_index import PrefixIndex
+
+
+def kv_events(seq, stored=(), removed=(), lowered=(), raised=()):
+    """An event message."""
+    return KvEvents(seq=seq, stored=stored, removed=removed, lowered=lowered, raised=raised)
+
+
+def kv_snapshot(seq, hashes, lowered=(), *, part=0, is_last=True):
+    """A snapshot, or a part of one."""
+    return KvSnapshot(seq=seq, hashes=hashes, lowered=lowered, part=part, is_last=is_last)
 
 
 def depths(index, hashes):

@@ -24,7 +24,7 @@ from kvrelay.router.index.hash_array import HashArray, anywhere_bit, both_bits, 
 from kvrelay.router.index.holders import CHUNK, MAX_MOVED_CHUNKS
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import depths, holders_of, match, num_rows, num_sets
+from tests.router.index.index_cases import depths, holders_of, kv_events, kv_snapshot, match, num_rows, num_sets
 from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
@@ -50,7 +50,7 @@ def fed(**held):
     index = PrefixIndex()
     for worker_id, hashes in held.items():
         index.add_worker(worker_id, max_blocks=10_000)
-        index.apply_snapshot(worker_id, 0, hashes)
+        index.apply_snapshot(worker_id, kv_snapshot(0, hashes))
     return index
 
 
@@ -90,45 +90,45 @@ class Looks:
 
 def test_what_was_lowered_counts_below_the_pool_and_what_was_raised_in_it_again():
     index = fed(w1=LONG[:10], w2=LONG[:3])
-    index.apply_events("w1", 1, [], [], lowered=LONG[4:6])
+    index.apply_events("w1", kv_events(1, [], [], lowered=LONG[4:6]))
     assert twice(index, LONG) == {"w1": (4, 10), "w2": (3, 3)}
-    index.apply_events("w1", 2, [], [], raised=LONG[4:5])
+    index.apply_events("w1", kv_events(2, [], [], raised=LONG[4:5]))
     assert twice(index, LONG) == {"w1": (5, 10), "w2": (3, 3)}
 
 
 def test_what_is_stored_below_the_pool_at_once_is_no_hit_of_the_pool():
     index = fed(w1=[])
-    index.apply_events("w1", 1, LONG[:4], [], lowered=LONG[2:4])
+    index.apply_events("w1", kv_events(1, LONG[:4], [], lowered=LONG[2:4]))
     assert twice(index, LONG) == {"w1": (2, 4)}
 
 
 def test_a_snapshot_says_what_is_below_the_pool():
     index = fed(w1=LONG[:10])
-    index.apply_snapshot("w1", 1, LONG[:8], LONG[:8])
+    index.apply_snapshot("w1", kv_snapshot(1, LONG[:8], LONG[:8]))
     assert twice(index, LONG) == {"w1": (0, 8)}
-    index.apply_snapshot("w1", 2, LONG[:8])
+    index.apply_snapshot("w1", kv_snapshot(2, LONG[:8]))
     assert twice(index, LONG) == {"w1": (8, 8)}
 
 
 @pytest.mark.parametrize("move", ["lowered", "raised"])
 def test_moves_of_the_unknown_degrade_and_claim_nothing(move):
     index = fed(w1=LONG[:2])
-    assert index.apply_events("w1", 1, [], [], **{move: LONG[2:3]}) is False
+    assert index.apply_events("w1", kv_events(1, [], [], **{move: LONG[2:3]})) is False
     assert (index.state("w1"), depths(index, LONG)) == (IndexState.DEGRADED, {"w1": (2, 2)})
 
 
 def test_a_degraded_worker_is_asked_again_ever_more_rarely():
     index = fed(w1=[])
-    index.apply_events("w1", 1, [], [LONG[0]])
-    asked = [seq for seq in range(2, 2000) if not index.apply_events("w1", seq, [], [])]
+    index.apply_events("w1", kv_events(1, [], [LONG[0]]))
+    asked = [seq for seq in range(2, 2000) if not index.apply_events("w1", kv_events(seq, [], []))]
     assert asked == [257, 257 + 512, 257 + 512 + 1024]
 
 
 def test_what_is_no_hash_is_not_taken():
     index = fed(w1=[])
-    assert index.apply_events("w1", 1, [LONG[0], b"short", b"l" * 17], []) is False
+    assert index.apply_events("w1", kv_events(1, [LONG[0], b"short", b"l" * 17], [])) is False
     assert (index.state("w1"), index.num_blocks("w1"), len(index)) == (IndexState.DEGRADED, 1, 1)
-    index.apply_snapshot("w1", 2, [b"short", LONG[0]])
+    index.apply_snapshot("w1", kv_snapshot(2, [b"short", LONG[0]]))
     assert (index.state("w1"), index.num_blocks("w1")) == (IndexState.DEGRADED, 1)
 
 
@@ -144,8 +144,8 @@ def test_a_first_lookup_compares_each_name_and_later_ones_a_few(monkeypatch):
 def test_who_comes_to_hold_it_and_who_goes_takes_nothing_of_what_is_known_of_a_chain(monkeypatch):
     looks, index = Looks(monkeypatch), fed(w1=LONG, w2=[])
     depths(index, LONG)
-    index.apply_events("w2", 1, LONG[:100], [])
-    index.apply_events("w1", 1, [], LONG[50:])
+    index.apply_events("w2", kv_events(1, LONG[:100], []))
+    index.apply_events("w1", kv_events(1, [], LONG[50:]))
     assert looks.of(index, LONG) == 1
     assert depths(index, LONG) == {"w1": (50, 50), "w2": (100, 100)}
 
@@ -154,10 +154,10 @@ def test_who_comes_to_hold_it_and_who_goes_takes_nothing_of_what_is_known_of_a_c
 def test_runs_that_were_stored_as_one_are_found_where_they_lie(first):
     """Chunks count from the chain's beginning, runs from where an event began."""
     index = fed(w1=LONG[:first])
-    index.apply_events("w1", 1, [*LONG[first : 3 * CHUNK], *chain("y", CHUNK)], [])
+    index.apply_events("w1", kv_events(1, [*LONG[first : 3 * CHUNK], *chain("y", CHUNK)], []))
     assert depths(index, [*LONG[: 2 * CHUNK + 9], *chain("n", CHUNK)]) == {"w1": (2 * CHUNK + 9,) * 2}
     assert twice(index, LONG) == {"w1": (3 * CHUNK, 3 * CHUNK)}
-    index.apply_events("w1", 2, [], [LONG[CHUNK + first]])
+    index.apply_events("w1", kv_events(2, [], [LONG[CHUNK + first]]))
     assert twice(index, LONG) == {"w1": (CHUNK + first, CHUNK + first)}
 
 
@@ -172,9 +172,9 @@ def test_what_is_held_no_more_leaves_nothing_and_its_slots_are_used_again():
     holders = holders_of(index)
     size = len(holders.array.set_ids)
     for turn in range(20):
-        index.apply_events("w1", 2 * turn + 1, chain(f"t{turn}", 300), LONG if not turn else [])
-        index.apply_events("w1", 2 * turn + 2, [], chain(f"t{turn}", 300))
-    index.apply_events("w2", 1, [], LONG[:CHUNK])
+        index.apply_events("w1", kv_events(2 * turn + 1, chain(f"t{turn}", 300), LONG if not turn else []))
+        index.apply_events("w1", kv_events(2 * turn + 2, [], chain(f"t{turn}", 300)))
+    index.apply_events("w2", kv_events(1, [], LONG[:CHUNK]))
     assert (len(index), num_sets(index), len(holders.array)) == (0, 0, 0)
     assert not any(holders.array.set_ids) and len(holders.array.set_ids) < 2 * size + 300
 
@@ -187,8 +187,8 @@ def test_scattered_blocks_are_moved_next_to_each_other_as_they_are_looked_up():
     assert num_runs(index, hashes) <= (3 * CHUNK - 2) + 3 + MAX_MOVED_CHUNKS
     assert twice(index, hashes) == {"w1": (704, 704)}
     assert num_runs(index, hashes) <= 2 + MAX_MOVED_CHUNKS + 3
-    index.apply_events("w2", 1, hashes[:100], [])
-    index.apply_events("w1", 1, [], [hashes[60]])
+    index.apply_events("w2", kv_events(1, hashes[:100], []))
+    index.apply_events("w1", kv_events(1, [], [hashes[60]]))
     assert twice(index, hashes) == {"w1": (60, 60), "w2": (100, 100)}
 
 
@@ -204,17 +204,17 @@ def test_chains_that_part_stay_where_they_are():
 def test_a_hole_is_found_by_who_jumped_over_it_before():
     index = fed(w1=LONG, w2=LONG)
     assert twice(index, LONG) == {"w1": (320, 320), "w2": (320, 320)}
-    index.apply_events("w1", 1, [], [LONG[CHUNK + 7]])
+    index.apply_events("w1", kv_events(1, [], [LONG[CHUNK + 7]]))
     assert twice(index, LONG) == {"w1": (71, 71), "w2": (320, 320)}
-    index.apply_events("w1", 2, [LONG[CHUNK + 7]], [])
+    index.apply_events("w1", kv_events(2, [LONG[CHUNK + 7]], []))
     assert twice(index, LONG) == {"w1": (320, 320), "w2": (320, 320)}
 
 
 def test_a_block_that_comes_back_is_found_in_another_slot():
     index = fed(w1=LONG)
     depths(index, LONG)
-    index.apply_events("w1", 1, [], LONG[3:5])
-    index.apply_events("w1", 2, [*chain("y", 3), *LONG[3:5]], [])
+    index.apply_events("w1", kv_events(1, [], LONG[3:5]))
+    index.apply_events("w1", kv_events(2, [*chain("y", 3), *LONG[3:5]], []))
     assert twice(index, LONG) == {"w1": (320, 320)} and num_runs(index, LONG) == 3
 
 
@@ -222,7 +222,7 @@ def test_chains_that_part_each_find_the_hole_before_it():
     one, other = chain("s", 9) + chain("a", CHUNK - 9), chain("s", 9) + chain("b", CHUNK - 9)
     index = fed(w1=[*one, *other[9:]])
     assert twice(index, one) == twice(index, other) == twice(index, one) == {"w1": (CHUNK, CHUNK)}
-    index.apply_events("w1", 1, [], [one[3]])
+    index.apply_events("w1", kv_events(1, [], [one[3]]))
     assert twice(index, one) == twice(index, other) == {"w1": (3, 3)}
 
 
@@ -232,7 +232,7 @@ def test_rows_are_used_again():
     index.remove_worker("w2")
     assert num_rows(index) == 3
     assert index.add_worker("w4", max_blocks=5, stride=2) == 1
-    index.apply_snapshot("w4", 0, [LONG[1], LONG[3]])
+    index.apply_snapshot("w4", kv_snapshot(0, [LONG[1], LONG[3]]))
     assert depths(index, LONG) == {"w1": (3, 3), "w3": (1, 1), "w4": (4, 4)}
 
 
@@ -247,7 +247,7 @@ def test_blocks_with_the_same_holders_are_of_one_kind():
     assert num_sets(index) == 1
     index.remove_worker("w7")
     assert num_sets(index) == 1
-    index.apply_events("w8", 1, [], LONG[:3])
+    index.apply_events("w8", kv_events(1, [], LONG[:3]))
     assert num_sets(index) == 2
 
 
@@ -264,10 +264,10 @@ def test_slots_among_others_that_stay_are_filled():
     index = fed(w1=hashes)
     gone = [one for place, one in enumerate(hashes) if place % 2]
     random.Random(1).shuffle(gone)
-    index.apply_events("w1", 1, [], gone)
+    index.apply_events("w1", kv_events(1, [], gone))
     size = len(holders_of(index).array.set_ids)
     new = chain("n", 900)
-    index.apply_events("w1", 2, new, [])
+    index.apply_events("w1", kv_events(2, new, []))
     assert len(holders_of(index).array.set_ids) == size
     assert twice(index, new) == {"w1": (900, 900)}
     assert depths(index, hashes) == {"w1": (1, 1)}
@@ -320,7 +320,7 @@ def test_rows_stay_long_and_few_while_caches_turn_over_many_times():
         depths(index, talk)
         worker = rng.randrange(4)
         seqs[worker] += 1
-        assert index.apply_events(f"w{worker}", seqs[worker], *caches[worker].take(talk, 1000))
+        assert index.apply_events(f"w{worker}", kv_events(seqs[worker], *caches[worker].take(talk, 1000)))
         most = max(most, len(index))
     assert len(holders_of(index).array.set_ids) < 2 * most
     held = [[one for one in talk if holders_of(index).array.position(one)] for talk in talks]
@@ -348,8 +348,8 @@ def test_pieces_of_long_chains_in_any_order_are_found_as_they_lie(happened, cuts
         some = [one for one in road[start : start + length] if (one in held[name]) == (set_id == "removed")]
         changes = {"removed": some} if set_id == "removed" else {"stored": some if set_id == "stored" else some[::-1]}
         for worker_id in held:
-            own_bits = changes if worker_id == name else {}
-            assert index.apply_events(worker_id, seq, own_bits.get("stored", []), own_bits.get("removed", []))
+            own_changes = changes if worker_id == name else {}
+            assert index.apply_events(worker_id, kv_events(seq, **own_changes))
         held[name] = held[name] - set(some) if set_id == "removed" else held[name] | set(some)
         for road, cut in zip(ROADS, cuts, strict=True):
             for prompt in (road, [*road[:cut], *chain("unknown", 40)]):
@@ -375,7 +375,7 @@ class DepthsMachine(RuleBasedStateMachine):
     )
     def start(self, name, hashes, low):
         self.index.add_worker(name, max_blocks=1000, stride=STRIDES[name])
-        self.index.apply_snapshot(name, 0, sorted(hashes | low), sorted(low - hashes))
+        self.index.apply_snapshot(name, kv_snapshot(0, sorted(hashes | low), sorted(low - hashes)))
         self.pool[name], self.in_any_tier[name], self.seq[name] = hashes, low - hashes, 0
 
     @precondition(lambda self: self.pool)
@@ -388,7 +388,7 @@ class DepthsMachine(RuleBasedStateMachine):
     def event(self, name, **changes):
         self.seq[name] += 1
         changes = {"stored": [], "removed": [], **{set_id: sorted(hashes) for set_id, hashes in changes.items()}}
-        assert self.index.apply_events(name, self.seq[name], **changes)
+        assert self.index.apply_events(name, kv_events(self.seq[name], **changes))
 
     @precondition(lambda self: self.pool)
     @rule(data=st.data(), chain_name=st.sampled_from(sorted(TREE)), length=st.integers(1, 15), low=st.booleans())
@@ -405,7 +405,7 @@ class DepthsMachine(RuleBasedStateMachine):
             self.index.remove_worker(name)
         hashes = [*TREE[chain_name][:start], *TREE["d"][:length], *TREE[chain_name][start + length :]]
         self.index.add_worker("w1", max_blocks=1000)
-        self.index.apply_snapshot("w1", 0, hashes)
+        self.index.apply_snapshot("w1", kv_snapshot(0, hashes))
         self.pool, self.in_any_tier, self.seq = {"w1": set(hashes)}, {"w1": set()}, {"w1": 0}
 
     @precondition(lambda self: self.pool)

@@ -15,11 +15,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
+from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 from kvrelay.router.index.indexed_worker import AuditCounts, IndexedWorker, SnapshotIngest, Sweep
 from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, match
+from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, kv_events, kv_snapshot, match
 from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
@@ -85,7 +85,7 @@ class ChannelMachine(RuleBasedStateMachine):
     def begin(self, is_deferred):
         self.index, self.worker = ScheduledIndex(chunk=2, is_deferred=is_deferred), Worker()
         self.index.add_worker("other", max_blocks=100)
-        self.index.apply_snapshot("other", 0, CHAIN[::2])
+        self.index.apply_snapshot("other", kv_snapshot(0, CHAIN[::2]))
         self.start()
         [message] = self.worker.snapshot()
         self.deliver(message)
@@ -158,8 +158,9 @@ class ChannelMachine(RuleBasedStateMachine):
 
     def deliver(self, message):
         set_id, seq, fields = message
-        take = self.index.apply_events if set_id == "event" else self.index.apply_snapshot
-        self.is_asked |= not take("w", seq, **fields)
+        index = self.index
+        take, kind = (index.apply_events, KvEvents) if set_id == "event" else (index.apply_snapshot, KvSnapshot)
+        self.is_asked |= not take("w", kind(seq=seq, **fields))
 
     def audit(self, seed):
         """Over a channel that works. Whether all is well."""
@@ -244,23 +245,23 @@ def fed(**held):
     index = PrefixIndex()
     for worker_id, hashes in held.items():
         index.add_worker(worker_id, max_blocks=100)
-        index.apply_snapshot(worker_id, 3, hashes)
+        index.apply_snapshot(worker_id, kv_snapshot(3, hashes))
     return index
 
 
 def test_a_snapshot_from_before_a_lost_event_heals_nothing_and_is_asked_for_again_a_few_times():
     index = fed(w=CHAIN[:2])
-    assert index.apply_events("w", 9, [], []) is False
-    answers = [index.apply_snapshot("w", 8, CHAIN[:3]) for _ in range(MAX_OUTDATED + 1)]
+    assert index.apply_events("w", kv_events(9, [], [])) is False
+    answers = [index.apply_snapshot("w", kv_snapshot(8, CHAIN[:3])) for _ in range(MAX_OUTDATED + 1)]
     assert answers == [False] * MAX_OUTDATED + [True]
     assert index.state("w") is IndexState.STALE
-    index.apply_snapshot("w", 9, CHAIN[:3])
+    index.apply_snapshot("w", kv_snapshot(9, CHAIN[:3]))
     assert (index.state("w"), match(index, CHAIN)) == (IndexState.EXACT, {"w": 3})
 
 
 def test_a_sample_has_what_is_claimed_what_went_of_late_and_what_others_hold():
     index = fed(w=CHAIN[:6], other=CHAIN[4:10])
-    index.apply_events("w", 4, [], [CHAIN[0]])
+    index.apply_events("w", kv_events(4, [], [CHAIN[0]]))
     for seed in range(20):
         hashes = index.audit_sample("w", seed, 8)
         assert hashes == index.audit_sample("w", seed, 8) and len(set(hashes)) == len(hashes) <= 8
@@ -270,11 +271,11 @@ def test_a_sample_has_what_is_claimed_what_went_of_late_and_what_others_hold():
 
 def test_a_stale_worker_is_asked_for_its_number_alone():
     index = fed(w=CHAIN)
-    assert index.apply_events("w", 99, [], []) is False  # a number that it never gave
+    assert index.apply_events("w", kv_events(99, [], [])) is False  # a number that it never gave
     assert index.audit_sample("w", 0, 8) == []
-    assert [index.apply_snapshot("w", 4, CHAIN), index.state("w")] == [False, IndexState.STALE]
+    assert [index.apply_snapshot("w", kv_snapshot(4, CHAIN)), index.state("w")] == [False, IndexState.STALE]
     assert index.apply_audit("w", 4, [], []) is False
-    assert [index.apply_snapshot("w", 4, CHAIN), index.state("w")] == [True, IndexState.EXACT]
+    assert [index.apply_snapshot("w", kv_snapshot(4, CHAIN)), index.state("w")] == [True, IndexState.EXACT]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_an_answer_that_was_overtaken_changes_nothing_but_a_second_one_is_believ
     assert index.apply_audit("w", 1, CHAIN[:1], [NOWHERE]) is True
     assert index.state("w") is IndexState.EXACT
     assert index.apply_audit("w", 1, CHAIN[:1], [NOWHERE]) is False
-    index.apply_snapshot("w", 1, CHAIN[:1])
+    index.apply_snapshot("w", kv_snapshot(1, CHAIN[:1]))
     assert (index.state("w"), match(index, CHAIN)) == (IndexState.EXACT, {"w": 1})
 
 

@@ -12,7 +12,7 @@ from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
-from tests.router.index.index_cases import match
+from tests.router.index.index_cases import kv_events, kv_snapshot, match
 from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
@@ -29,92 +29,92 @@ def fed(*workers, max_blocks=100):
     index = PrefixIndex()
     for worker_id in workers:
         index.add_worker(worker_id, max_blocks=max_blocks)
-        index.apply_snapshot(worker_id, 0, [])
+        index.apply_snapshot(worker_id, kv_snapshot(0, []))
     return index
 
 
 def test_a_match_counts_leading_blocks_per_worker():
     index = fed("w1", "w2", "w3")
-    index.apply_events("w1", 1, A[:2], [])
-    index.apply_events("w2", 1, A[:5], [])
-    index.apply_events("w3", 1, A[1:], [])  # not the first block: no prefix
+    index.apply_events("w1", kv_events(1, A[:2], []))
+    index.apply_events("w2", kv_events(1, A[:5], []))
+    index.apply_events("w3", kv_events(1, A[1:], []))  # not the first block: no prefix
     assert match(index, A) == {"w1": 2, "w2": 5}
 
 
 def test_a_match_ends_at_a_hole():
     index = fed("w1")
-    index.apply_events("w1", 1, A, [])
-    index.apply_events("w1", 2, [], [A[2]])
+    index.apply_events("w1", kv_events(1, A, []))
+    index.apply_events("w1", kv_events(2, [], [A[2]]))
     assert match(index, A) == {"w1": 2}
 
 
 def test_a_prompt_without_full_blocks_matches_nobody():
     index = fed("w1")
-    index.apply_events("w1", 1, A, [])
+    index.apply_events("w1", kv_events(1, A, []))
     assert match(index, ()) == {}
 
 
 def test_before_its_first_snapshot_a_worker_is_stale_and_asked_once():
     index = PrefixIndex()
     index.add_worker("w1", max_blocks=100)
-    assert index.apply_events("w1", 1, A, []) is False
-    assert index.apply_events("w1", 2, A, []) is True
+    assert index.apply_events("w1", kv_events(1, A, [])) is False
+    assert index.apply_events("w1", kv_events(2, A, [])) is True
     assert (index.state("w1"), match(index, A)) == (IndexState.STALE, {})
 
 
 def test_a_gap_makes_stale_and_a_snapshot_heals():
     index = fed("w1", "w2")
-    index.apply_events("w1", 1, A, [])
-    index.apply_events("w2", 1, A[:1], [])
-    assert index.apply_events("w1", 3, [], []) is False
+    index.apply_events("w1", kv_events(1, A, []))
+    index.apply_events("w2", kv_events(1, A[:1], []))
+    assert index.apply_events("w1", kv_events(3, [], [])) is False
     assert (index.state("w1"), match(index, A)) == (IndexState.STALE, {"w2": 1})
-    index.apply_snapshot("w1", 4, A[:3])
+    index.apply_snapshot("w1", kv_snapshot(4, A[:3]))
     assert (index.state("w1"), match(index, A)) == (IndexState.EXACT, {"w1": 3, "w2": 1})
 
 
 def test_events_older_than_the_snapshot_change_nothing():
     index = fed("w1")
-    index.apply_snapshot("w1", 5, A[:3])
-    assert index.apply_events("w1", 4, [], A[:3]) is True
-    assert index.apply_events("w1", 5, A[3:], []) is True
+    index.apply_snapshot("w1", kv_snapshot(5, A[:3]))
+    assert index.apply_events("w1", kv_events(4, [], A[:3])) is True
+    assert index.apply_events("w1", kv_events(5, A[3:], [])) is True
     assert match(index, A) == {"w1": 3}
-    assert index.apply_events("w1", 6, A[3:], []) is True
+    assert index.apply_events("w1", kv_events(6, A[3:], [])) is True
     assert match(index, A) == {"w1": 6}
 
 
 def test_a_snapshot_older_than_the_events_is_ignored():
     index = fed("w1")
-    index.apply_events("w1", 1, A, [])
-    index.apply_snapshot("w1", 0, [])
+    index.apply_events("w1", kv_events(1, A, []))
+    index.apply_snapshot("w1", kv_snapshot(0, []))
     assert match(index, A) == {"w1": 6}
 
 
 def test_a_lost_snapshot_is_asked_for_again():
     index = fed("w1")
-    asked = [seq for seq in range(5, 5 + 2 * RETRY_EVERY) if not index.apply_events("w1", seq, [], [])]
+    asked = [seq for seq in range(5, 5 + 2 * RETRY_EVERY) if not index.apply_events("w1", kv_events(seq, [], []))]
     assert asked == [5, 5 + RETRY_EVERY]
 
 
 def test_a_removal_of_the_unknown_degrades_but_still_hits():
     index = fed("w1")
-    index.apply_events("w1", 1, A[:2], [])
-    assert index.apply_events("w1", 2, [], [A[5]]) is False
+    index.apply_events("w1", kv_events(1, A[:2], []))
+    assert index.apply_events("w1", kv_events(2, [], [A[5]])) is False
     assert (index.state("w1"), match(index, A)) == (IndexState.DEGRADED, {"w1": 2})
-    assert index.apply_events("w1", 3, [], [A[5]]) is True  # asked already
-    index.apply_snapshot("w1", 4, A[:2])
+    assert index.apply_events("w1", kv_events(3, [], [A[5]])) is True  # asked already
+    index.apply_snapshot("w1", kv_snapshot(4, A[:2]))
     assert index.state("w1") is IndexState.EXACT
 
 
 def test_a_worker_that_announces_without_bound_is_cut_off():
     index = fed("w1", max_blocks=4)
-    assert index.apply_events("w1", 1, A, []) is False
+    assert index.apply_events("w1", kv_events(1, A, [])) is False
     assert (index.state("w1"), index.num_blocks("w1"), len(index)) == (IndexState.DEGRADED, 4, 4)
 
 
 def test_a_removed_worker_leaves_nothing():
     index = fed("w1", "w2")
-    index.apply_events("w1", 1, A, [])
-    index.apply_events("w2", 1, A[:2], [])
+    index.apply_events("w1", kv_events(1, A, []))
+    index.apply_events("w2", kv_events(1, A[:2], []))
     index.remove_worker("w1")
     assert (match(index, A), len(index)) == ({"w2": 2}, 2)
     index.remove_worker("w2")
@@ -124,19 +124,19 @@ def test_a_removed_worker_leaves_nothing():
 
 def test_a_new_worker_on_a_freed_place_inherits_nothing():
     index = fed("w1", "w2", "w3")
-    index.apply_events("w2", 1, A, [])
+    index.apply_events("w2", kv_events(1, A, []))
     index.remove_worker("w2")
     index.add_worker("w4", max_blocks=100)
-    index.apply_snapshot("w4", 0, [])
-    index.apply_events("w3", 1, A[:1], [])
+    index.apply_snapshot("w4", kv_snapshot(0, []))
+    index.apply_events("w3", kv_events(1, A[:1], []))
     assert match(index, A) == {"w3": 1}
 
 
 def test_a_worker_with_larger_blocks_is_found_by_every_kth_hash():
     index = fed("w1")
     index.add_worker("w2", max_blocks=100, stride=2)
-    index.apply_snapshot("w2", 0, [A[1], A[3]])
-    index.apply_events("w1", 1, A[:5], [])
+    index.apply_snapshot("w2", kv_snapshot(0, [A[1], A[3]]))
+    index.apply_events("w1", kv_events(1, A[:5], []))
     assert match(index, A) == {"w1": 5, "w2": 4}
     assert match(index, A[:3]) == {"w1": 3, "w2": 2}
     assert match(index, A[:1]) == {"w1": 1}
@@ -145,7 +145,7 @@ def test_a_worker_with_larger_blocks_is_found_by_every_kth_hash():
 def test_a_worker_with_larger_blocks_is_not_found_by_hashes_that_end_none_of_them():
     index = PrefixIndex()
     index.add_worker("w2", max_blocks=100, stride=2)
-    index.apply_snapshot("w2", 0, [A[0], A[2], A[4]])
+    index.apply_snapshot("w2", kv_snapshot(0, [A[0], A[2], A[4]]))
     assert match(index, A) == {}
 
 
@@ -153,7 +153,7 @@ def test_a_worker_may_come_back_with_other_blocks():
     index = PrefixIndex()
     for stride, expected in ((2, {"w1": 6}), (1, {}), (3, {})):
         index.add_worker("w1", max_blocks=100, stride=stride)
-        index.apply_snapshot("w1", 0, [A[1], A[3], A[5]])
+        index.apply_snapshot("w1", kv_snapshot(0, [A[1], A[3], A[5]]))
         assert match(index, A) == expected
 
 

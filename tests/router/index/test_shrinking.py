@@ -22,7 +22,7 @@ from kvrelay.router.index.hash_array import both_bits
 from kvrelay.router.index.holders import HolderIndex, HolderSets
 from kvrelay.router.index.indexed_worker import Sweep
 from kvrelay.router.index.prefix_index import PrefixIndex
-from tests.router.index.index_cases import holders_of, match, num_rows
+from tests.router.index.index_cases import holders_of, kv_events, kv_snapshot, match, num_rows
 from tests.scale import scaled
 
 pytestmark = pytest.mark.pure
@@ -150,13 +150,14 @@ def test_churn_takes_no_more_memory_than_the_most_blocks_at_a_time(either_table,
     monkeypatch.setattr(slots_module, "MIN_GROWTH", 256)  # rows as in production
     rng, index, kept, sizes = random.Random(2), PrefixIndex(), chain("kept", 3000), []
     index.add_worker("stays", max_blocks=10_000)
-    index.apply_snapshot("stays", 0, kept)
+    index.apply_snapshot("stays", kv_snapshot(0, kept))
     for turn in range(3):
         for worker in range(60):
             index.add_worker(f"w{worker}", max_blocks=10_000)
-            index.apply_snapshot(f"w{worker}", 0, chain(f"own{turn}-{worker}-", 2000) + kept[: rng.randrange(3000)])
-        index.apply_events("w0", 1, [], chain(f"own{turn}-0-", 2000))
-        index.apply_snapshot("w1", 1, [])
+            cached = chain(f"own{turn}-{worker}-", 2000) + kept[: rng.randrange(3000)]
+            index.apply_snapshot(f"w{worker}", kv_snapshot(0, cached))
+        index.apply_events("w0", kv_events(1, [], chain(f"own{turn}-0-", 2000)))
+        index.apply_snapshot("w1", kv_snapshot(1, []))
         sizes.append(num_bytes(index))
         for worker in range(60):
             index.remove_worker(f"w{worker}")

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.router.index.indexed_worker import RETRY_EVERY, SLICE, DeferredWork
 from kvrelay.router.types import IndexState
-from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, match
+from tests.router.index.index_cases import ScheduledIndex, depths, holders_of, kv_events, kv_snapshot, match
 
 pytestmark = pytest.mark.pure
 
@@ -40,7 +40,7 @@ def known(index, name="w"):
 
 def test_a_snapshot_goes_in_by_slices_and_there_is_no_hit_before_all_is_in():
     index = deferred("w")
-    assert index.apply_snapshot("w", 5, LONG) is True
+    assert index.apply_snapshot("w", kv_snapshot(5, LONG)) is True
     seen = []
     while index.work():
         seen.append((index.num_blocks("w"), *known(index)))
@@ -51,10 +51,10 @@ def test_a_snapshot_goes_in_by_slices_and_there_is_no_hit_before_all_is_in():
 
 def test_parts_may_come_before_or_after_others_have_gone_in():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG[:100], is_last=False)
+    index.apply_snapshot("w", kv_snapshot(5, LONG[:100], is_last=False))
     assert index.work() is True and index.work() is False and known(index) == (STALE, 0)
-    index.apply_snapshot("w", 5, LONG[100:200], part=1, is_last=False)
-    index.apply_snapshot("w", 5, LONG[200:300], LONG[250:300], part=2)
+    index.apply_snapshot("w", kv_snapshot(5, LONG[100:200], part=1, is_last=False))
+    index.apply_snapshot("w", kv_snapshot(5, LONG[200:300], LONG[250:300], part=2))
     finish(index)
     assert (known(index), index.num_scheduled) == ((EXACT, 300), 2)
     assert depths(index, LONG)["w"][0] == 250
@@ -62,26 +62,26 @@ def test_parts_may_come_before_or_after_others_have_gone_in():
 
 def test_events_count_at_once_whatever_of_the_snapshot_is_in():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG[:10], LONG[4:10], is_last=False)
+    index.apply_snapshot("w", kv_snapshot(5, LONG[:10], LONG[4:10], is_last=False))
     finish(index)
-    assert index.apply_events("w", 6, [], [LONG[3], LONG[13]]) is True  # one is in, the other is to come
-    assert index.apply_events("w", 7, LONG[30:40], [], raised=LONG[4:5], lowered=LONG[15:16]) is True
-    index.apply_snapshot("w", 5, LONG[10:30], part=1)
+    assert index.apply_events("w", kv_events(6, [], [LONG[3], LONG[13]])) is True  # one is in, the other is to come
+    assert index.apply_events("w", kv_events(7, LONG[30:40], [], raised=LONG[4:5], lowered=LONG[15:16])) is True
+    index.apply_snapshot("w", kv_snapshot(5, LONG[10:30], part=1))
     finish(index)
     assert (index.state("w"), index.num_blocks("w")) == (EXACT, 38)
-    index.apply_events("w", 8, [LONG[3], LONG[13]], [])
+    index.apply_events("w", kv_events(8, [LONG[3], LONG[13]], []))
     assert depths(index, LONG) == {"w": (5, 40)}
-    assert index.apply_events("w", 9, [], [], raised=LONG[5:10]) is True
+    assert index.apply_events("w", kv_events(9, [], [], raised=LONG[5:10])) is True
     assert depths(index, LONG)["w"][0] == 15
 
 
 def test_what_the_snapshot_does_not_name_goes_in_the_end():
     index = deferred("w", "other")
     for name in ("w", "other"):
-        index.apply_snapshot(name, 5, LONG)
+        index.apply_snapshot(name, kv_snapshot(5, LONG))
     finish(index)
-    assert index.apply_events("w", 9, [], []) is False
-    index.apply_snapshot("w", 9, LONG[:50])
+    assert index.apply_events("w", kv_events(9, [], [])) is False
+    index.apply_snapshot("w", kv_snapshot(9, LONG[:50]))
     finish(index)
     assert (known(index), known(index, "other")) == ((EXACT, 50), (EXACT, len(LONG)))
     assert index.num_blocks("w") == 50
@@ -89,68 +89,68 @@ def test_what_the_snapshot_does_not_name_goes_in_the_end():
 
 def test_one_that_is_degraded_is_asked_for_hits_meanwhile():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG)
+    index.apply_snapshot("w", kv_snapshot(5, LONG))
     finish(index)
-    assert index.apply_events("w", 6, [], [b"unknown".ljust(16)]) is False
-    index.apply_snapshot("w", 6, LONG[:700], is_last=False)
+    assert index.apply_events("w", kv_events(6, [], [b"unknown".ljust(16)])) is False
+    index.apply_snapshot("w", kv_snapshot(6, LONG[:700], is_last=False))
     for _slices in range(3):
         assert known(index) == (DEGRADED, len(LONG))
-    assert index.apply_events("w", 7, [], LONG[900:]) is True
+    assert index.apply_events("w", kv_events(7, [], LONG[900:])) is True
     assert known(index) == (DEGRADED, 900)
-    index.apply_snapshot("w", 6, LONG[700:], part=1)
+    index.apply_snapshot("w", kv_snapshot(6, LONG[700:], part=1))
     finish(index)
     assert known(index) == (EXACT, 900)
 
 
 def test_a_missing_part_is_asked_for_and_the_rest_of_that_snapshot_is_of_no_use():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG[:10], is_last=False)
-    assert index.apply_snapshot("w", 5, LONG[20:30], part=2, is_last=False) is False
-    assert index.apply_snapshot("w", 5, LONG[30:40], part=3) is True  # asked already
+    index.apply_snapshot("w", kv_snapshot(5, LONG[:10], is_last=False))
+    assert index.apply_snapshot("w", kv_snapshot(5, LONG[20:30], part=2, is_last=False)) is False
+    assert index.apply_snapshot("w", kv_snapshot(5, LONG[30:40], part=3)) is True  # asked already
     finish(index)
     assert known(index) == (STALE, 0)
-    index.apply_snapshot("w", 6, LONG[:20])
+    index.apply_snapshot("w", kv_snapshot(6, LONG[:20]))
     finish(index)
     assert known(index) == (EXACT, 20)
 
 
 def test_another_snapshot_ends_one_that_is_not_in():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG, is_last=False)
+    index.apply_snapshot("w", kv_snapshot(5, LONG, is_last=False))
     index.work()
-    index.apply_snapshot("w", 7, LONG[:3], is_last=False)
-    assert index.apply_snapshot("w", 5, LONG, part=1) is False  # two that are mixed are none
-    index.apply_snapshot("w", 8, LONG[:3])
+    index.apply_snapshot("w", kv_snapshot(7, LONG[:3], is_last=False))
+    assert index.apply_snapshot("w", kv_snapshot(5, LONG, part=1)) is False  # two that are mixed are none
+    index.apply_snapshot("w", kv_snapshot(8, LONG[:3]))
     finish(index)
     assert (known(index), len(index)) == ((EXACT, 3), 3)
 
 
 def test_a_gap_in_the_events_meanwhile_asks_for_another():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG)
-    assert index.apply_events("w", 7, [], []) is False
+    index.apply_snapshot("w", kv_snapshot(5, LONG))
+    assert index.apply_events("w", kv_events(7, [], [])) is False
     finish(index)
     assert known(index) == (STALE, 0)
-    index.apply_snapshot("w", 7, LONG[:9])
+    index.apply_snapshot("w", kv_snapshot(7, LONG[:9]))
     finish(index)
     assert known(index) == (EXACT, 9)
 
 
 def test_parts_that_do_not_come_are_asked_for_after_many_events():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG[:10], is_last=False)
-    asked = [seq for seq in range(6, 6 + 2 * RETRY_EVERY) if not index.apply_events("w", seq, [], [])]
+    index.apply_snapshot("w", kv_snapshot(5, LONG[:10], is_last=False))
+    asked = [seq for seq in range(6, 6 + 2 * RETRY_EVERY) if not index.apply_events("w", kv_events(seq, [], []))]
     assert asked == [5 + RETRY_EVERY, 5 + 2 * RETRY_EVERY]
 
 
 def test_an_audit_waits_for_a_snapshot_but_not_for_ever():
     index = deferred("w")
-    index.apply_snapshot("w", 5, LONG, is_last=False)
+    index.apply_snapshot("w", kv_snapshot(5, LONG, is_last=False))
     assert index.audit_sample("w", 0, 8) == []
     assert index.apply_audit("w", 99, [], []) is True
-    index.apply_snapshot("w", 5, LONG, part=1, is_last=False)
+    index.apply_snapshot("w", kv_snapshot(5, LONG, part=1, is_last=False))
     assert [index.apply_audit("w", 99, [], []) for _ in range(2)] == [True, False]
-    index.apply_snapshot("w", 99, LONG)
+    index.apply_snapshot("w", kv_snapshot(99, LONG))
     assert [index.apply_audit("w", 99, [], []) for _ in range(3)] == [True] * 3  # all of it is here
     finish(index)
     assert known(index) == (EXACT, len(LONG))
@@ -158,14 +158,14 @@ def test_an_audit_waits_for_a_snapshot_but_not_for_ever():
 
 def test_who_leaves_or_restarts_meanwhile_leaves_nothing():
     index = deferred("w", "other")
-    index.apply_snapshot("other", 0, LONG[:5])
-    index.apply_snapshot("w", 5, LONG)
+    index.apply_snapshot("other", kv_snapshot(0, LONG[:5]))
+    index.apply_snapshot("w", kv_snapshot(5, LONG))
     for _ in range(3):
         index.work()
     old = index.row("w")
     index.add_worker("w", max_blocks=10_000)
     assert index.row("w") != old  # nobody's until the last of it is gone
-    index.apply_snapshot("w", 1, LONG[:2])
+    index.apply_snapshot("w", kv_snapshot(1, LONG[:2]))
     finish(index)
     assert (known(index), known(index, "other"), len(index)) == ((EXACT, 2), (EXACT, 5), 5)
     assert index.add_worker("new", max_blocks=9) == old
@@ -178,7 +178,7 @@ def test_who_leaves_or_restarts_meanwhile_leaves_nothing():
 
 def test_one_slice_takes_off_no_more_than_it_puts_in():
     index = deferred("w")
-    index.apply_snapshot("w", 0, LONG)
+    index.apply_snapshot("w", kv_snapshot(0, LONG))
     finish(index)
     index.remove_worker("w")
     left = [len(LONG)]
@@ -190,8 +190,8 @@ def test_one_slice_takes_off_no_more_than_it_puts_in():
 def test_blocks_stay_where_they_are_while_somebody_is_taken_off():
     hashes = LONG[:640][::-1]
     index = deferred("w", "other")
-    index.apply_snapshot("w", 0, hashes)
-    index.apply_snapshot("other", 0, LONG)
+    index.apply_snapshot("w", kv_snapshot(0, hashes))
+    index.apply_snapshot("other", kv_snapshot(0, LONG))
     finish(index)
     positions = holders_of(index).array
     index.remove_worker("other")
@@ -209,10 +209,10 @@ def test_more_than_fits_is_cut_off_and_degrades(is_deferred):
     index = ScheduledIndex(is_deferred=is_deferred)
     index.add_worker("w", max_blocks=SLICE + 7)
     for seq in (1, 2):
-        index.apply_snapshot("w", seq, LONG)
+        index.apply_snapshot("w", kv_snapshot(seq, LONG))
         finish(index)
         assert known(index)[0] is DEGRADED
-    index.apply_snapshot("w", 3, LONG[: SLICE + 7])
+    index.apply_snapshot("w", kv_snapshot(3, LONG[: SLICE + 7]))
     finish(index)
     assert known(index) == (EXACT, SLICE + 7)
 

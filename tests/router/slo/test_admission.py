@@ -43,7 +43,7 @@ def test_the_cheapest_is_taken_when_it_fits_and_no_other_is_looked_at():
 def test_the_first_that_fits_is_taken_and_those_before_it_are_told():
     index, verdict, looked = chosen([seen(0.05), seen(0.03), seen(0.01), seen(0.01)])
     assert (index, verdict.kind, looked) == (2, "admitted", [0, 1, 2])
-    assert [(way.decode, way.missed, way.tpot_s) for way in verdict.rejected_candidates] == [
+    assert [(decode, one.missed, one.prediction.tpot_s) for (_, decode), one in verdict.rejected_candidates] == [
         ("d0", ("tpot",), 0.05),
         ("d1", ("tpot",), 0.03),
     ]

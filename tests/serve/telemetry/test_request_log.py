@@ -5,14 +5,7 @@ import pytest
 from kvrelay.errors import Overloaded
 from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
 from kvrelay.serve.telemetry.live import request_detail, request_row
-from kvrelay.serve.telemetry.observer import (
-    STAGES_KEPT,
-    WHY_CHARS,
-    RequestArrival,
-    RequestLog,
-    RequestObserver,
-    ServeStats,
-)
+from kvrelay.serve.telemetry.observer import STAGES_KEPT, WHY_CHARS, Arrival, RequestLog, RequestObserver, ServeStats
 
 pytestmark = pytest.mark.pure
 
@@ -26,7 +19,7 @@ def request(name: str) -> SequenceRequest:
 class Observed:
     """One sequence under a clock that the test sets."""
 
-    def __init__(self, log: RequestLog, now_s: float = 0.0, arrival: RequestArrival | None = None) -> None:
+    def __init__(self, log: RequestLog, now_s: float = 0.0, arrival: Arrival | None = None) -> None:
         self.now_s = now_s
         self.observer = RequestObserver(
             ServeStats(), log, request("r-0"), lambda: self.now_s, explain=None, arrival=arrival
@@ -77,7 +70,7 @@ def test_a_request_that_is_tried_for_ever_keeps_its_first_and_last_stages():
 
 
 def test_times_count_from_the_arrival_of_the_request_not_from_its_admission():
-    it = Observed(RequestLog(), 5.0, RequestArrival(3.0, 4.5))
+    it = Observed(RequestLog(), 5.0, (3.0, 4.5))
     it.now_s = 7.0
     it.observer.delivered(TokenOutput(request_id="r-0", position=0, token_ids=[1]))
     it.now_s = 8.0

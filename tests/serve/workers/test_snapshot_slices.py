@@ -16,7 +16,7 @@ from kvrelay.router.types import IndexState
 from kvrelay.serve.workers.queries import SLICE_S, run_in_slices
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, alphabet
-from tests.router.index.index_cases import match
+from tests.router.index.index_cases import kv_snapshot, match
 from tests.serve.conftest import collect, sequence
 from tests.serve.workers.test_several_ingresses import another_ingress, becomes_true, chain
 
@@ -38,7 +38,7 @@ class Clock:
 async def test_others_run_whenever_a_millisecond_is_over(slice_s, slices):
     index = PrefixIndex(schedule=partial(run_in_slices, clock=Clock(slice_s)))
     index.add_worker("w", max_blocks=len(CHAIN))
-    index.apply_snapshot("w", 1, CHAIN)
+    index.apply_snapshot("w", kv_snapshot(1, CHAIN))
     seen = [0]
     while index.state("w") is not IndexState.EXACT and len(seen) < 100:
         await asyncio.sleep(0)
@@ -53,13 +53,13 @@ async def test_a_slice_that_fails_ends_no_other():
     loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
     for name in ("w1", "w2"):
         index.add_worker(name, max_blocks=len(CHAIN))
-    index.apply_snapshot("w1", 1, [*CHAIN[:SLICE], object(), *CHAIN])
-    index.apply_snapshot("w2", 1, CHAIN)
+    index.apply_snapshot("w1", kv_snapshot(1, [*CHAIN[:SLICE], object(), *CHAIN]))
+    index.apply_snapshot("w2", kv_snapshot(1, CHAIN))
     await becomes_true(lambda: index.state("w2") is IndexState.EXACT)
     assert [type(error) for error in failures] == [TypeError]
     assert index.state("w1") is IndexState.STALE
     assert index.apply_audit("w1", 1, [], []) is False
-    index.apply_snapshot("w1", 1, CHAIN)
+    index.apply_snapshot("w1", kv_snapshot(1, CHAIN))
     await becomes_true(lambda: index.state("w1") is IndexState.EXACT)
 
 
