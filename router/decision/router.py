@@ -61,13 +61,13 @@ class Router:
         """
         self._tokens_per_hash = tokens_per_hash
         model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
-        self._index = PrefixIndex(schedule=schedule)
+        self.index = PrefixIndex(schedule=schedule)  # for audits and metrics; messages go through the calls below
         self._popularity = PrefixPopularity()
-        self._workers, self._ledger = LiveWorkers(model, self._index.row), Ledger()
+        self._workers, self._ledger = LiveWorkers(model, self.index.row), Ledger()
         self.forecast = Forecast() if slo is not None and slo.is_on else None
         self._snapshots = SnapshotTaker(
             self._workers,
-            self._index,
+            self.index,
             self._ledger,
             self._popularity,
             policy or build_policy(settings, model),
@@ -78,17 +78,7 @@ class Router:
         )
         self._deferral = Deferral()
         self._overdue = OverduePlacement(self._deferral, self._choose, self._workers, self._ledger)
-        self._prediction_error_s = 0.0
-
-    @property
-    def index(self) -> PrefixIndex:
-        """Which worker holds which prefix, for audits and metrics; workers' messages go through the calls below."""
-        return self._index
-
-    @property
-    def prediction_error_s(self) -> float:
-        """Moving average of observed minus predicted TTFT, seconds."""
-        return self._prediction_error_s
+        self.prediction_error_s = 0.0  # moving average of observed minus predicted TTFT
 
     @property
     def num_deferred(self) -> int:
@@ -99,18 +89,18 @@ class Router:
     def worker_up(self, info: WorkerInfo) -> None:
         """A worker connected: new, restarted (new epoch: starts empty), or reconnected (its index is STALE)."""
         if not self._workers.up(info):
-            self._index.mark_stale(info.worker_id)
+            self.index.mark_stale(info.worker_id)
             return
         if self.forecast is not None:
             self.forecast.worker_up(info)
         stride, rest = divmod(info.block_size, self._tokens_per_hash)
         assert not rest, f"blocks of {info.block_size} tokens have no hashes of every {self._tokens_per_hash}"
-        self._index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks, stride=stride)
+        self.index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks, stride=stride)
 
     def worker_down(self, worker_id: str) -> None:
         """Forget a worker. The load of its requests is counted nowhere, and their `on_end` changes nothing there."""
         self._workers.down(worker_id)
-        self._index.remove_worker(worker_id)
+        self.index.remove_worker(worker_id)
         if self.forecast is not None:
             self.forecast.worker_down(worker_id)
 
@@ -128,14 +118,14 @@ class Router:
 
     def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """Blocks stored and removed. False: an event is missing, request a snapshot from the worker."""
-        return self._index.apply_events(worker_id, events)
+        return self.index.apply_events(worker_id, events)
 
     def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
         """All blocks that a worker has cached, or a part of them: heals its index.
 
         False: it does not, request another.
         """
-        return self._index.apply_snapshot(worker_id, snapshot)
+        return self.index.apply_snapshot(worker_id, snapshot)
 
     def set_incompatible_pairs(self, pairs: IncompatiblePairs) -> None:
         """From now on these pairs of workers are not chosen; any other may be."""
@@ -246,7 +236,7 @@ class Router:
         if self.forecast is not None:
             self.forecast.first_token(request_id, now_s, timings, cached_tokens)
         if error_s is not None:
-            self._prediction_error_s += _SMOOTHING * (error_s - self._prediction_error_s)
+            self.prediction_error_s += _SMOOTHING * (error_s - self.prediction_error_s)
 
     def on_finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
         """The request finished on the workers of its decision: predictions learn from it. `on_end` must follow."""
@@ -275,26 +265,25 @@ class Router:
 
     def alone_shares(self) -> dict[str, float]:
         """Of each worker whose blocks are known, the share that no other worker holds: what would be lost with it."""
-        shares = {name: self._index.alone_share(name) for name in self._workers.accounts}
+        shares = {name: self.index.alone_share(name) for name in self._workers.accounts}
         return {name: share for name, share in shares.items() if share is not None}
 
     def workers(self) -> list[WorkerView]:
         """Every live worker, by id."""
-        return [self._view(worker_id) for worker_id in sorted(self._workers.accounts)]
-
-    def _view(self, worker_id: str) -> WorkerView:
-        account = self._workers.accounts[worker_id]
-        return WorkerView(
-            worker_id=worker_id,
-            role=account.info.role,
-            epoch=account.info.epoch,
-            index_state=self._index.state(worker_id),
-            indexed_blocks=self._index.num_blocks(worker_id),
-            assigned_requests=account.own.requests,
-            assigned_tokens=account.own.tokens,
-            reported_at_s=account.reported_at_s,
-            load=account.load(),
-        )
+        return [
+            WorkerView(
+                worker_id=worker_id,
+                role=account.info.role,
+                epoch=account.info.epoch,
+                index_state=self.index.state(worker_id),
+                indexed_blocks=self.index.num_blocks(worker_id),
+                assigned_requests=account.own.requests,
+                assigned_tokens=account.own.tokens,
+                reported_at_s=account.reported_at_s,
+                load=account.load(),
+            )
+            for worker_id, account in sorted(self._workers.accounts.items())
+        ]
 
 
 def _spare_candidate(ranking: Ranking, prefills: WorkerTable) -> int | None:

@@ -5,6 +5,7 @@ Never imports torch, Ray, sockets or a clock. A request counts from the moment i
 show it, so that a burst spreads over workers.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,14 +61,8 @@ def common_prefix(one: tuple[bytes, ...], other: tuple[bytes, ...], known: int =
     """Number of leading hashes that two chains share; `known` of them for certain. Chained hashes are nested, so
     bisection is exact.
     """
-    low, high = known, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    longest = min(len(one), len(other))
+    return bisect_left(range(longest), True, known, key=lambda place: one[place] != other[place])
 
 
 class Ledger:

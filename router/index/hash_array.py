@@ -14,6 +14,7 @@ Never imports torch, Ray, sockets or a clock.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import ne
 
@@ -229,13 +230,9 @@ class HashArray:
             low = edge + 1 - position
             if not self._has_hashes(edge + 1, hashes[depth + low]):
                 return low
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._has_hashes(position + middle - 1, hashes[depth + middle - 1]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(
+            range(high), True, low, key=lambda place: not self._has_hashes(position + place, hashes[depth + place])
+        )
 
     def _matching_run(self, hashes: Sequence[bytes], depth: int, position: int) -> int:
         """How many hashes from `depth` on are stored from `position` on, by comparing all of them.

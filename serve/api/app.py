@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from prometheus_client import exposition
@@ -41,7 +42,7 @@ def create_app(
     """The app; requests before the first worker is connected get 503. `sessions`: shared with other ingresses."""
     slo = settings.slo if settings.slo.is_on else None
     front = Front(dispatcher, tokenizer, settings, model, sessions, slo)
-    live = ui.LiveView(front)
+    live = ui.LiveFeed(partial(ui.front_snapshot, front))
     app = Starlette(
         routes=[
             Route("/v1/models", endpoint(front, _models), methods=["GET"]),

@@ -174,8 +174,6 @@ def joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
     """Several stretches of one choice as one."""
     answer = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for part in parts:
-        answer.text_offset += part.text_offset
-        answer.token_logprobs += part.token_logprobs
-        answer.tokens += part.tokens
-        answer.top_logprobs += part.top_logprobs
+        for name in part.__struct_fields__:
+            getattr(answer, name).extend(getattr(part, name))
     return answer

@@ -34,7 +34,7 @@ from kvrelay.serve.telemetry.explain import Explain, SloRecord
 from kvrelay.serve.telemetry.observer import Arrival, RequestLog, RequestObserver, ServeStats
 from kvrelay.serve.workers.membership import Membership, Placer
 from kvrelay.serve.workers.queries import RETRY_AFTER_FULL_S, Queries
-from kvrelay.serve.workers.worker_link import Links, Submissions
+from kvrelay.serve.workers.worker_link import Links
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RequestDriver:
     ) -> None:
         """`slo` is judged with the first attempt."""
         self._request, self._settings, self._force, self._slo = request, parts.settings, force, slo
-        self._placer, self._submissions, self._observer = parts.placer, parts.submissions, observer
+        self._placer, self._links, self._observer = parts.placer, parts.links, observer
         limit, group = request.sampling.max_tokens, request.group
         self._order = GroupOrder(request.request_id, limit, group.num_choices if group is not None else 1)
         self._retries, self._reserve_timeout_s = Retries(parts.retry_budget), parts.reserve_timeout_s
@@ -153,7 +153,7 @@ class RequestDriver:
             observer.judged(decision.verdict)
         if isinstance(decision, RoutingRefusal):
             raise self._retries.error_of(decision)
-        submission = self._submissions.open(request.request_id)
+        submission = self._links.open(request.request_id)
         self._attempt = SequenceAttempt(
             self._with_class_priority(request), decision, submission, self._order, self._placer, observer
         )
@@ -306,10 +306,7 @@ class Dispatcher:
         self.links = Links()
         self.queries = Queries(self.links, max_open=settings.router.max_inflight)
         self.placer = Placer(router, self.links, clock)
-        self.submissions = Submissions(self.links)
-        self.workers = Membership(
-            settings, secret, router, self.links, self.placer, self.submissions, self.queries, clock
-        )
+        self.workers = Membership(settings, secret, router, self.links, self.placer, self.queries, clock)
 
     async def start(self) -> None:
         """Connect to the members, now and as they come."""

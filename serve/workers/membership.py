@@ -19,7 +19,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.workers.pairs import PairWatch
 from kvrelay.serve.workers.queries import IndexAudits, Queries, QueryAnswer
-from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, Submissions, WorkerLink
+from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, WorkerLink
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +39,13 @@ class Placer:
         self._turns: dict[str, asyncio.Future[None]] = {}  # of deferred requests
         self._sharing = Paced(self._share_assigned, wire.SHARE_LOAD_S, now=clock, after=_call_later)
         self._has_other_ingresses = False
-        self._blocked: str | None = None
-
-    @property
-    def is_blocked(self) -> bool:
-        return self._blocked is not None
-
-    def set_blocked(self, why: str | None) -> None:
-        """Why KV can travel between no two workers: then nothing is placed. None: it can."""
-        self._blocked = why
+        self.blocked: str | None = None  # why KV can travel between no two workers: then nothing is placed
 
     def place(self, request: RouteRequest) -> Decision | RoutingRefusal | Deferred:
         """Choose workers and count the request as theirs. After Deferred: `turn`, then ask again."""
-        if self._blocked is not None:
+        if self.blocked is not None:
             self.ended(request.request_id)
-            return RoutingRefusal("incompatible", self._blocked, RETRY_AFTER_BLOCKED_S)
+            return RoutingRefusal("incompatible", self.blocked, RETRY_AFTER_BLOCKED_S)
         self._turns.pop(request.request_id, None)
         choice = self._router.select_and_reserve(request, self._clock())
         if isinstance(choice, Deferred):
@@ -124,7 +116,7 @@ class Placer:
 
 
 class Membership:
-    """The members, their links and pairs. 16 attributes: most are the parts that get what the links deliver."""
+    """The members, their links and pairs. 15 attributes: most are the parts that get what the links deliver."""
 
     def __init__(
         self,
@@ -133,16 +125,15 @@ class Membership:
         router: Router,
         links: Links,
         placer: Placer,
-        submissions: Submissions,
         queries: Queries,
         clock: Callable[[], float],
     ) -> None:
-        """The router, the placer, the submissions and the queries get what the links deliver."""
+        """The router, the placer and the queries get what the links deliver."""
         self._settings, self._secret, self._clock = settings, secret, clock
         self._router, self._links, self._placer = router, links, placer
-        self._submissions, self._queries = submissions, queries
+        self._queries = queries
         self._tls = cluster_tls(settings.cluster, secret)
-        self._events = LinkEvents(self._accept, self._lost, self._deliver, submissions.holds)
+        self._events = LinkEvents(self._accept, self._lost, self._deliver, links.holds)
         self._changed = asyncio.Event()
         self._is_open = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -207,7 +198,7 @@ class Membership:
 
     def is_ready(self) -> bool:
         """Whether a decode worker is connected (one can serve alone), and KV can travel to it from prefill workers."""
-        return any(info.role == "decode" for info, _ in self.live_workers()) and not self._placer.is_blocked
+        return any(info.role == "decode" for info, _ in self.live_workers()) and self._placer.blocked is None
 
     async def wait_for(self, condition: Callable[["Membership"], bool]) -> None:
         """Wait until `condition` holds; it is checked whenever a worker comes or goes."""
@@ -220,7 +211,7 @@ class Membership:
         self._placer.wake_deferred()
 
     def _pairs_changed(self) -> None:
-        self._placer.set_blocked(self.pairs.book.blocked())
+        self._placer.blocked = self.pairs.book.blocked()
         self._router.set_incompatible_pairs(self.pairs.book.incompatible_pairs())
         self._notify()
 
@@ -260,7 +251,7 @@ class Membership:
             self._router.worker_down(link.worker_id)
             self.pairs.book.worker_down(link.worker_id)
             self.pairs.notify()
-        self._submissions.link_lost(link, why)
+        self._links.link_lost(link, why)
         self._queries.link_lost(link, why)
         self._notify()
 
@@ -268,11 +259,11 @@ class Membership:
         """Pass a worker's message on to the part that it concerns."""
         worker_id = link.worker_id
         if isinstance(message, wire.Tokens):
-            deliver = self._submissions.deliver
+            deliver = self._links.deliver
             for output in message.outputs:
                 deliver(worker_id, output)
         elif isinstance(message, wire.Reserved | wire.Refused | wire.Failed | wire.Transferred):
-            self._submissions.deliver(worker_id, message)
+            self._links.deliver(worker_id, message)
         elif isinstance(message, QueryAnswer):
             self._queries.answered(link, message)
         elif self._links.is_member(link):

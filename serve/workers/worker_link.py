@@ -1,7 +1,7 @@
 """The ingress's connections to workers, and which of their messages belong to which sequence.
 
-One link to each member reconnects while the worker is a member; `Submissions` passes what comes over the links to the
-sequence that waits for it. Imports no HTTP and no router.
+One link to each member reconnects while the worker is a member; `Links` passes what comes over them to the sequence
+that waits for it. Imports no HTTP and no router.
 """
 
 import asyncio
@@ -163,11 +163,12 @@ class WorkerLink:
 
 
 class Links:
-    """The links to all members, and to former members whose sequences still run."""
+    """The links to all members, and to former members whose sequences still run; and these sequences."""
 
     def __init__(self) -> None:
         self._members: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
+        self.submissions: dict[str, Submission] = {}  # every sequence that was submitted to workers, by its id there
 
     def get(self, worker_id: str) -> WorkerLink | None:
         """The member's link, connected or not."""
@@ -214,8 +215,27 @@ class Links:
                 with contextlib.suppress(ConnectionLost):
                     link.send(message)
 
+    # ---- sequences
 
-# ---- sequences
+    def open(self, request_id: str) -> "Submission":
+        """From now on messages under this id are received; `close` it."""
+        submission = self.submissions[request_id] = Submission(request_id, self)
+        return submission
+
+    def deliver(self, worker_id: str, answer: SequenceAnswer) -> None:
+        """Pass a worker's message to the sequence that waits for it; without one, drop it."""
+        submission = self.submissions.get(answer.request_id)
+        if submission is not None:
+            submission.inbox.put((worker_id, answer))
+
+    def holds(self, link: WorkerLink) -> bool:
+        """Whether a sequence that was sent over this link still runs there."""
+        return any(submission.is_held_by(link) for submission in self.submissions.values())
+
+    def link_lost(self, link: WorkerLink, why: str) -> None:
+        for submission in list(self.submissions.values()):
+            if submission.is_held_by(link):
+                submission.inbox.put((link.worker_id, ConnectionLost(why)))
 
 
 class Mailbox(Generic[T]):
@@ -245,51 +265,22 @@ class Mailbox(Generic[T]):
         return items
 
 
-class Submissions:
-    """Every sequence that was submitted to workers, by its id there."""
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._open: dict[str, Submission] = {}
-
-    def open(self, request_id: str) -> "Submission":
-        """From now on messages under this id are received; `close` it."""
-        submission = self._open[request_id] = Submission(request_id, self._links, self._open)
-        return submission
-
-    def deliver(self, worker_id: str, answer: SequenceAnswer) -> None:
-        """Pass a worker's message to the sequence that waits for it; without one, drop it."""
-        submission = self._open.get(answer.request_id)
-        if submission is not None:
-            submission.inbox.put((worker_id, answer))
-
-    def holds(self, link: WorkerLink) -> bool:
-        """Whether a sequence that was sent over this link still runs there."""
-        return any(submission.is_held_by(link) for submission in self._open.values())
-
-    def link_lost(self, link: WorkerLink, why: str) -> None:
-        for submission in list(self._open.values()):
-            if submission.is_held_by(link):
-                submission.inbox.put((link.worker_id, ConnectionLost(why)))
-
-
 class Submission:
     """One sequence under one id: which workers hold something for it, and what came back.
 
     The id is unique per attempt, so that a message of an earlier attempt is never taken for this one's.
     """
 
-    __slots__ = ("_holders", "_links", "_open", "id", "inbox")
+    __slots__ = ("_holders", "_links", "id", "inbox")
 
-    def __init__(self, request_id: str, links: Links, submissions: "dict[str, Submission]") -> None:
-        self.id = request_id
-        self._links, self._open = links, submissions
+    def __init__(self, request_id: str, links: Links) -> None:
+        self.id, self._links = request_id, links
         self._holders: dict[str, WorkerLink] = {}  # by worker, the link that the sequence was sent over
         self.inbox: Mailbox[tuple[str, Received]] = Mailbox()  # with the worker that each item is from
 
     @property
     def is_closed(self) -> bool:
-        return self.id not in self._open
+        return self.id not in self._links.submissions
 
     def send(self, worker_id: str, message: wire.ToWorker) -> None:
         """From now on the worker holds something. Raises ConnectionLost: then it holds nothing."""
@@ -311,9 +302,9 @@ class Submission:
 
     def close(self, reason: str) -> None:
         """Every worker that still holds something gets an Abort. Idempotent."""
-        if self._open.get(self.id) is not self:
+        if self._links.submissions.get(self.id) is not self:
             return
-        del self._open[self.id]
+        del self._links.submissions[self.id]
         for link in self._holders.values():
             try:
                 link.send(wire.Abort(request_id=self.id, reason=reason))

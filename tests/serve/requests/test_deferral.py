@@ -167,7 +167,7 @@ async def test_where_no_kv_can_travel_any_more_who_waited_hears_it(crowded):
     cluster, first = await crowded()
     second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
     await deferred(cluster, 1)
-    cluster.dispatcher.placer.set_blocked("p0 and d0 are incompatible")
+    cluster.dispatcher.placer.blocked = "p0 and d0 are incompatible"
     cluster.prefill[0].hold_first_token.set()
     with pytest.raises(RequestError) as caught:
         await second

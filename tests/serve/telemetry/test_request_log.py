@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.errors import Overloaded
 from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
-from kvrelay.serve.telemetry.live import request_detail, request_row
+from kvrelay.serve.api.ui import request_detail, request_row
 from kvrelay.serve.telemetry.observer import STAGES_KEPT, WHY_CHARS, Arrival, RequestLog, RequestObserver, ServeStats
 
 pytestmark = pytest.mark.pure

@@ -11,7 +11,7 @@ from kvrelay.errors import Overloaded
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport, TierLoad
 from kvrelay.serve.api.endpoint import INGRESS
-from kvrelay.serve.telemetry.live import LiveFeed
+from kvrelay.serve.api.ui import LiveFeed
 from tests.fakes import until
 from tests.serve.conftest import hold_in_line
 
@@ -131,7 +131,7 @@ def feed_of(cluster):
     """The app's own feed."""
     route = next(route for route in cluster.app.routes if route.path == "/kvrelay/live/events")
     (stream,) = [cell.cell_contents for cell in route.endpoint.__closure__ if hasattr(cell.cell_contents, "__self__")]
-    return stream.__self__.feed
+    return stream.__self__
 
 
 async def test_all_viewers_get_the_same_snapshot_within_a_tick():
