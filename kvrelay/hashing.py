@@ -9,7 +9,6 @@ Hashing, packing and the index of hashes run in C, or in Python where no compile
 
 import functools
 import hashlib
-import logging
 import os
 from array import array
 from collections.abc import Iterable, Sequence
@@ -17,11 +16,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-from kvrelay.errors import BackendUnavailable
-from kvrelay.native.build import load_extension
+from kvrelay.native.build import load_extension, load_or_none
 from kvrelay.types import BlockHash
-
-logger = logging.getLogger(__name__)
 
 HASH_SEED = "kvrelay-blake2b-128-v1"
 HASH_BYTES = 16
@@ -85,11 +81,8 @@ def hash_extension() -> Any:
 
 def _extension(name: str, runs: str, folder: str, source: str) -> Any:
     path = _NATIVE / folder
-    try:
-        return load_extension(name, [path / "module.c", path / f"{source}.c"], [path / f"{source}.h"])
-    except BackendUnavailable as error:
-        logger.info("%s in Python: %s", runs, error)
-        return None
+    sources, headers = [path / "module.c", path / f"{source}.c"], [path / f"{source}.h"]
+    return load_or_none(load_extension, name, sources, headers, instead=f"{runs} in Python")
 
 
 class HashChain:

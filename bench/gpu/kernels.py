@@ -277,7 +277,7 @@ class Grid:
             verdicts = [
                 judge(family, self.backend, dtype) for dtype in ([torch.bfloat16] if self.context.tiny else DTYPES)
             ]
-            worst = max((verdict.worst for verdict in verdicts), key=lambda one: one.ratio)
+            worst = max(verdicts, key=lambda one: one.ratio)
             num_cases = sum(verdict.num_cases for verdict in verdicts)
             if num_cases:
                 self.context.add(

@@ -325,7 +325,7 @@ def make_tiers(
 ) -> SimulatedTiers | None:
     """As engine/worker/build.py does; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
-    num_rows = cache.host_bytes // block_bytes
+    num_rows = (cache.host_memory or 0) // block_bytes
     if not num_rows:
         return None
     store = None
@@ -333,7 +333,7 @@ def make_tiers(
         store = SimulatedStore(
             worker_id, node_id, holders, network, clock, block_bytes=block_bytes, num_replicas=settings.store.replicas
         )
-        holders.add_node(node_id, settings.store.memory_bytes // block_bytes, cache.eviction_policy)
+        holders.add_node(node_id, settings.store.memory // block_bytes, cache.eviction_policy)
     time, made = JobTime(clock), {}
 
     def make_threads(name: str, num_threads: int, queue: JobQueue, woken: Callable[[], None]) -> _VirtualThreads:

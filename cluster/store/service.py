@@ -177,12 +177,12 @@ class StoreService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._secret, self._host, self._tls, self._stall_s = settings, secret, host, tls, stall_s
-        self._memory = allocate_slab(settings.memory_bytes)
+        self._memory = allocate_slab(settings.memory)
         self.node = StoreNode(
             node_id,
             self._memory,
             make_policy,
-            tenant_quota_bytes=settings.tenant_quota_bytes,
+            tenant_quota_bytes=settings.tenant_quota,
             make_disk=make_disk,
             clock=clock,
         )
@@ -208,9 +208,7 @@ class StoreService:
         await self._slab.start()
         await self.server.start(port)
         self.repair.start()
-        return StoreAddress(
-            self.node.node_id, self._host, self.server.port, self._settings.memory_bytes, self.node.epoch
-        )
+        return StoreAddress(self.node.node_id, self._host, self.server.port, self._settings.memory, self.node.epoch)
 
     def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
         """All live nodes, whenever they change; this one counts whether listed or not."""
@@ -246,9 +244,9 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
     path = settings.store.disk_path
     if path is None:
         return None
-    folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_bytes
+    folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_size
     policy = partial(make_policy, settings.cache.eviction_policy)
-    options = DiskOptions(is_admission_on=False, policy=policy, quota_bytes=settings.store.tenant_quota_bytes)
+    options = DiskOptions(is_admission_on=False, policy=policy, quota_bytes=settings.store.tenant_quota)
 
     def make(row_bytes: int) -> BlockStore:
         namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes})

@@ -93,14 +93,14 @@ def build_engine(
     checks = settings.transfer.checks
 
     def tiers(kv: KvCache) -> LowerTiers | None:
-        if not settings.cache.host_bytes:
+        if settings.cache.host_memory is None:
             return None
         namespace = namespace_of(kv.fingerprint, kv.memory.layout)
         return make_lower_tiers(kv.pool, kv.memory, settings.cache, checks, namespace, wake, options.cluster_store)
 
     extensions = Extensions(
         tiers=tiers,
-        swap_area=lambda kv: make_swap_area(kv.memory, own.engine.swap_bytes, checks, wake),
+        swap_area=lambda kv: make_swap_area(kv.memory, own.engine.swap_memory, checks, wake),
         draft_model=draft_model,
         layer_hook=layer_hook,
     )
@@ -139,7 +139,7 @@ def make_lower_tiers(
     cluster_store: ClusterStore | None = None,
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
-    slab = make_slab(memory, settings.host_bytes)
+    slab = make_slab(memory, settings.host_memory or 0)
     is_checked, block_tokens = checks != "off", memory.layout.block_size
     rules = TierRules(settings.write_policy, settings.prefetch, is_checked=is_checked, block_tokens=block_tokens)
     stores = make_stores(memory, slab, settings, namespace, cluster_store)
@@ -174,16 +174,14 @@ def make_stores(
     stores: list[BlockStore] = []
     if settings.disk_path is not None:
         is_new_each_time = settings.write_policy != "selective"  # what a hit has earned a place is admitted at once
-        quota = int(settings.tenant_share * settings.disk_bytes) if settings.tenant_share < 1 else None
+        quota = int(settings.tenant_share * settings.disk_size) if settings.tenant_share < 1 else None
         options = DiskOptions(
             policy=lambda num_rows: make_policy(settings.eviction_policy, num_rows),
             is_admission_on=is_new_each_time,
             quota_bytes=quota,
         )
         stores.append(
-            DiskStore(
-                settings.disk_path, settings.disk_bytes, slab.block_bytes, namespace, codec=codec, options=options
-            )
+            DiskStore(settings.disk_path, settings.disk_size, slab.block_bytes, namespace, codec=codec, options=options)
         )
     if settings.remote is not None:
         stores.append(

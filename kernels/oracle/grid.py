@@ -38,14 +38,15 @@ _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One case's largest error relative to its bound: correct if at most 1."""
+    """Largest error of a case relative to its bound (correct if at most 1), or of the worst of several cases."""
 
     case: str
     ratio: float
+    num_cases: int = 1
 
     @property
     def ok(self) -> bool:
-        return self.ratio <= 1.0
+        return self.num_cases > 0 and self.ratio <= 1.0
 
 
 Family = Callable[[Backend, torch.dtype], Iterator[Compared]]
@@ -285,20 +286,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KernelVerdict:
-    """The result of a family: the number of cases, and the one nearest to its bound or past it."""
-
-    num_cases: int
-    worst: Compared
-
-    @property
-    def ok(self) -> bool:
-        return self.num_cases > 0 and self.worst.ok
-
-
-def judge(family: str, backend: Backend, dtype: torch.dtype) -> KernelVerdict:
-    """All cases of a family."""
+def judge(family: str, backend: Backend, dtype: torch.dtype) -> Compared:
+    """All cases of a family: how many, and the one nearest to its bound or past it."""
     with torch.inference_mode():
         compared = list(FAMILIES[family](backend, dtype))
-    return KernelVerdict(len(compared), max(compared, key=lambda one: one.ratio, default=Compared("no case", 0.0)))
+    worst = max(compared, key=lambda one: one.ratio, default=Compared("no case", 0.0))
+    return replace(worst, num_cases=len(compared))

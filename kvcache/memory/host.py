@@ -20,8 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.errors import BackendUnavailable, ConfigError
-from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native
+from kvrelay.errors import ConfigError
+from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native, load_or_none
 from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,9 @@ _HASH_FROM = 241  # bytes: for shorter inputs XXH3 is another function, which na
 @functools.cache
 def _native() -> Any | None:
     """native/copy.c; None where it cannot be compiled."""
-    try:
-        library = load_native("kvcache", _SOURCES, XXH3_HEADERS)
-    except BackendUnavailable as error:
-        logger.info("no C compiler: numpy copies blocks between tiers: %s", error.why)
+    instead = "numpy copies blocks between tiers"
+    library = load_or_none(load_native, "kvcache", _SOURCES, XXH3_HEADERS, instead=instead)
+    if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.copy_runs.argtypes = [pointer] * 4 + [number] * 2

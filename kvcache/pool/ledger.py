@@ -5,7 +5,6 @@ else the same in Python.
 """
 
 import functools
-import logging
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.errors import BackendUnavailable
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.native.build import load_extension
+from kvrelay.native.build import load_extension, load_or_none
 
 BlockIds: TypeAlias = "array[int]"  # "i": a block id array, as fast to slice and join as bytes
 Ints = NDArray[np.int32]
@@ -97,16 +95,12 @@ def _common(run: Run, first: int, other: Run, position: int, most: int) -> int:
     return at // 2 if unlike[at] else most
 
 
-logger = logging.getLogger(__name__)
-
-
 @functools.cache
 def binder() -> Callable[..., tuple[Any, ...]] | None:
     """Returns take, acquire, release, held, assign and common for three arrays; None without a compiler."""
-    try:
-        module = load_extension("kvrelay_ledger", [Path(__file__).parent / "native" / "ledger.c"])
-    except BackendUnavailable as error:
-        logger.info("the block pool runs in Python: %s", error)
+    sources, instead = [Path(__file__).parent / "native" / "ledger.c"], "the block pool runs in Python"
+    module = load_or_none(load_extension, "kvrelay_ledger", sources, instead=instead)
+    if module is None:
         return None
 
     def bind(refs: object, generations: object, owners: object) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ adjacent numbers of one token and head shares a scale, so an outlier affects onl
 
 import ctypes
 import functools
-import logging
 import struct
 import zlib
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.errors import BackendUnavailable, KvrelayError
-from kvrelay.native.build import load_native
+from kvrelay.errors import KvrelayError
+from kvrelay.native.build import load_native, load_or_none
 from kvrelay.types import ITEM_BYTES, KvLayout
-
-logger = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.uint16]
@@ -162,11 +159,8 @@ def make_codec(name: str, layout: KvLayout) -> Codec:
 
 @functools.cache
 def _native() -> ctypes.CDLL | None:
-    try:
-        return load_native("kvrelay_codecs", [Path(__file__).parent / "native" / "codecs.c"])
-    except BackendUnavailable as error:
-        logger.info("no C compiler: KV codecs run in numpy, several times slower: %s", error)
-        return None
+    sources, instead = [Path(__file__).parent / "native" / "codecs.c"], "KV codecs run in numpy, several times slower"
+    return load_or_none(load_native, "kvrelay_codecs", sources, instead=instead)
 
 
 def quantise(block: Bytes, dtype: str, group: int, target: str) -> tuple[Scales, Bytes] | None:

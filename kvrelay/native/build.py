@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -76,6 +76,15 @@ def load_native(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()
         return ctypes.CDLL(str(_built(name, _compiler(name), sources, headers)))
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendUnavailable(name, str(error)) from error
+
+
+def load_or_none(load: Callable[..., Any], name: str, *files: Sequence[Path], instead: str) -> Any | None:
+    """load_native or load_extension of these sources and headers; None, and `instead` is logged, where it fails."""
+    try:
+        return load(name, *files)
+    except BackendUnavailable as error:
+        logger.info("%s: %s", instead, error)
+        return None
 
 
 def _compiler(name: str) -> str:

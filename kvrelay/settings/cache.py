@@ -12,7 +12,7 @@ from kvrelay.settings.choices import (
     TransportName,
     WritePolicy,
 )
-from kvrelay.settings.section import Section, Size, parse_bytes, setting
+from kvrelay.settings.section import Section, Size, setting
 
 
 class CacheSettings(Section):
@@ -21,7 +21,7 @@ class CacheSettings(Section):
     eviction_policy: EvictionPolicyName = setting("lru", "Which unused block is evicted first, in every tier.")
     host_memory: Size | None = setting(None, "Host memory below each worker's pool; default: no host tier.")
     disk_path: str | None = setting(None, "Folder for KV on local disk, below the host tier; default: no disk tier.")
-    disk_size: Size = setting("10GiB", "Most disk space of each worker in disk_path.")
+    disk_size: Size = setting(10 << 30, "Most disk space of each worker in disk_path.")
     remote: str | None = setting(
         None,
         "`cluster` (the cluster's own store), a redis:// or valkey:// URL, or an fsspec URL such as s3://bucket/kv.",
@@ -48,14 +48,6 @@ class CacheSettings(Section):
         """Whether blocks that one worker has computed soon reach the cluster's store, from where all can load them."""
         return self.remote == "cluster" and self.write_policy == "write-through" and self.prefetch != "off"
 
-    @property
-    def host_bytes(self) -> int:
-        return parse_bytes(self.host_memory) if self.host_memory is not None else 0
-
-    @property
-    def disk_bytes(self) -> int:
-        return parse_bytes(self.disk_size)
-
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
         if (self.disk_path or self.remote) and self.host_memory is None:
@@ -66,25 +58,13 @@ class CacheSettings(Section):
 class StoreSettings(Section):
     """The cluster's own KV store (`cache.remote: cluster`): one node on each machine that runs workers."""
 
-    memory: Size = setting("1GiB", "Memory on each machine.")
+    memory: Size = setting(1 << 30, "Memory on each machine.")
     disk_path: str | None = setting(None, "Folder on each machine below that memory; default: none.")
-    disk_size: Size = setting("10GiB", "Most disk space of each node in disk_path.")
+    disk_size: Size = setting(10 << 30, "Most disk space of each node in disk_path.")
     replicas: int = setting(2, "Copies of each block, as far as there are machines.", unit="copies", ge=1, le=8)
     tenant_quota: Size | None = setting(
         None, "Most memory for blocks of one cache_salt on each machine; default: no limit."
     )
-
-    @property
-    def memory_bytes(self) -> int:
-        return parse_bytes(self.memory)
-
-    @property
-    def disk_bytes(self) -> int:
-        return parse_bytes(self.disk_size)
-
-    @property
-    def tenant_quota_bytes(self) -> int | None:
-        return None if self.tenant_quota is None else parse_bytes(self.tenant_quota)
 
 
 class TransferSettings(Section):

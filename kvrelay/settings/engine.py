@@ -6,7 +6,7 @@ from pydantic import AfterValidator, model_validator
 
 from kvrelay.settings.choices import BackendName, Dtype, KvDtype, KvOrder, PreemptionSetting, Quantization
 from kvrelay.settings.choices import Speculation as SpeculationMode
-from kvrelay.settings.section import Budget, Section, Size, memory_share, parse_bytes, setting
+from kvrelay.settings.section import Budget, Section, Size, setting
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -79,7 +79,7 @@ class EngineSettings(Section):
         "decode worker returns it to a prefill worker); auto: the cheapest by measured speeds. Recompute where the "
         "mode is impossible.",
     )
-    swap_memory: Size = setting("256MiB", "Host memory for the KV of preempted sequences, allocated on demand.")
+    swap_memory: Size = setting(256 << 20, "Host memory for the KV of preempted sequences, allocated on demand.")
     speculation: SpeculationMode = setting(
         "auto",
         "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both "
@@ -90,10 +90,6 @@ class EngineSettings(Section):
         "A small model with the same vocabulary that drafts on decode workers; same forms as model.source, computed "
         "in model.dtype.",
     )
-
-    @property
-    def swap_bytes(self) -> int:
-        return parse_bytes(self.swap_memory)
 
     @property
     def draft_source(self) -> str | None:
@@ -110,14 +106,12 @@ class EngineSettings(Section):
     @property
     def kv_memory_share(self) -> float | None:
         """The share of free memory that the pool takes; None when its size is given, or nothing."""
-        return None if self.kv_memory is None else memory_share(self.kv_memory)
+        return self.kv_memory if isinstance(self.kv_memory, float) else None
 
     @property
     def kv_memory_bytes(self) -> int | None:
         """The pool's size; None when a share is given, or nothing."""
-        if self.kv_memory is None or isinstance(self.kv_memory, float) or self.kv_memory_share is not None:
-            return None
-        return parse_bytes(self.kv_memory)
+        return self.kv_memory if isinstance(self.kv_memory, int) else None
 
     @model_validator(mode="after")
     def _check_draft_model(self) -> Self:

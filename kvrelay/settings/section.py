@@ -6,9 +6,7 @@ import difflib
 from collections.abc import Collection
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from kvrelay.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 
 class Section(BaseModel):
@@ -55,59 +53,42 @@ def _may_be_off(annotation: Any) -> bool:
 _SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def parse_bytes(text: str | int) -> int:
-    """ "512MiB", "2g", "1.5GB" or a plain number, as bytes (powers of 1024). Raises ConfigError."""
-    if isinstance(text, int):
-        return text
-    lowered = text.strip().lower().removesuffix("b").removesuffix("i")
-    try:
-        if lowered and lowered[-1] in _SIZES:
-            return int(float(lowered[:-1]) * _SIZES[lowered[-1]])
-        return int(lowered)
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from error
+def parse_bytes(text: Any) -> Any:
+    """ "512MiB", "2g" or "1.5GB" as bytes (powers of 1024). What is no text pydantic checks.
+
+    Raises ValueError, to which pydantic adds the setting's name.
+    """
+    num_bytes = text
+    if isinstance(text, str):
+        lowered = text.strip().lower().removesuffix("b").removesuffix("i")
+        try:
+            is_plain = not lowered or lowered[-1] not in _SIZES
+            num_bytes = int(lowered) if is_plain else int(float(lowered[:-1]) * _SIZES[lowered[-1]])
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from error
+    if isinstance(num_bytes, int | float) and num_bytes < 1:
+        raise ValueError(f"{text!r} is no size above zero; write for example 512MiB or 2GiB")
+    return num_bytes
 
 
-def memory_share(text: str | int | float) -> float | None:
-    """ "50%" or "0.5" as 0.5, a share of the free memory; None: the text is a size. Raises ConfigError."""
+def _parse_budget(text: Any) -> Any:
+    """ "50%", "0.5" or 0.5 as 0.5, a share of the free memory; sizes as `parse_bytes`. Raises ValueError."""
     share = text if isinstance(text, float) else None
     if isinstance(text, str) and (stripped := text.strip()).endswith("%"):
         share = _number(stripped[:-1], text) / 100
     elif isinstance(text, str) and "." in stripped and not stripped[-1:].isalpha():
         share = _number(stripped, text)
     if share is not None and not 0 < share < 1:
-        raise ConfigError(
-            f"{text!r} is not a share of the free memory; write for example 0.5 or 50%, or a size: 512MiB"
-        )
-    return share
+        raise ValueError(f"{text!r} is not a share of the free memory; write for example 0.5 or 50%, or a size: 512MiB")
+    return parse_bytes(text) if share is None else share
 
 
 def _number(text: str, whole: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError(f"{whole!r} is neither a size nor a share; write for example 512MiB, 0.5 or 50%") from error
+        raise ValueError(f"{whole!r} is neither a size nor a share; write for example 512MiB, 0.5 or 50%") from error
 
 
-def _checked_budget(text: str | int | float) -> str | int | float:
-    """The text itself, if it is a positive size or a share. Raises ValueError, as `_checked_size` does."""
-    try:
-        share = memory_share(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return text if share is not None or isinstance(text, float) else _checked_size(text)
-
-
-def _checked_size(text: str | int) -> str | int:
-    """The text itself, if it is a positive size. Raises ValueError, to which pydantic adds the setting's name."""
-    try:
-        num_bytes = parse_bytes(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    if num_bytes < 1:
-        raise ValueError(f"{text!r} is no size above zero; write for example 512MiB or 2GiB")
-    return text
-
-
-Size = Annotated[str | int, AfterValidator(_checked_size)]
-Budget = Annotated[str | int | float, AfterValidator(_checked_budget)]
+Size = Annotated[int, BeforeValidator(parse_bytes)]  # bytes
+Budget = Annotated[int | float, BeforeValidator(_parse_budget)]  # bytes, or a share below 1

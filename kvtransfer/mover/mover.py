@@ -9,7 +9,6 @@ engine computes in Python; this one never does. The loop is notified of results 
 import asyncio
 import ctypes
 import functools
-import logging
 import os
 import time
 import weakref
@@ -23,11 +22,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvrelay.errors import BackendUnavailable, TransportError
+from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets
-from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native
-
-logger = logging.getLogger(__name__)
+from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native, load_or_none
 
 Hashes = NDArray[np.uint64]
 _FOLDER = Path(__file__).parent / "native"
@@ -101,11 +98,10 @@ class _Job(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """The compiled mover, or None where there can be none. Compiles at its first call: make that off the loop."""
-    try:
-        sources, headers = sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h"))
-        lib: Any = load_native("mover", [*sources, *XXH3_SOURCES], [*headers, *XXH3_HEADERS])
-    except BackendUnavailable as error:
-        logger.info("KV is moved and hashed in Python: %s", error)
+    sources, headers = [*_FOLDER.glob("*.c"), *XXH3_SOURCES], [*_FOLDER.glob("*.h"), *XXH3_HEADERS]
+    instead = "KV is moved and hashed in Python"
+    lib = load_or_none(load_native, "mover", sorted(sources), headers, instead=instead)
+    if lib is None:
         return None
     lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p], ctypes.c_int
     lib.kt_worker_start.argtypes, lib.kt_worker_start.restype = [ctypes.c_int], ctypes.c_void_p

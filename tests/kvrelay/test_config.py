@@ -38,7 +38,7 @@ def test_sizes(text, expected):
         return
     try:
         size = parse_bytes(text)
-    except ConfigError as error:
+    except ValueError as error:
         assert repr(text) in str(error)
     else:
         assert (text, size) == ("512 MiB", 512 << 20)  # a space is harmless

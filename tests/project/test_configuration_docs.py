@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from kvrelay.config import Settings
@@ -30,7 +31,7 @@ def settings_table() -> str:
         lines += [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
         lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
         for key, one in model.model_fields.items():
-            default = "–" if one.default is None else f"`{one.default}`"
+            default = "–" if one.default is None else f"`{_shown(one.default) if _is_size(one) else one.default}`"
             lines.append(f"| `{section}.{key}` | {default} | {_values(one)} | {one.description or ''} |")
         lines.append("")
     return "\n".join(lines)
@@ -48,7 +49,19 @@ def _values(field: FieldInfo) -> str:
     bounds = [
         f"{sign} {getattr(one, name):g}" for one in field.metadata for name, sign in signs.items() if hasattr(one, name)
     ]
-    return " ".join(filter(None, (_kind_word(kinds), ", ".join(bounds), unit)))
+    word = "size" if _is_size(field) else _kind_word(kinds)
+    return " ".join(filter(None, (word + " or share" * (float in kinds and word == "size"), ", ".join(bounds), unit)))
+
+
+def _is_size(field: FieldInfo) -> bool:
+    """Whether users write an amount of memory, which is read as bytes."""
+    kinds = get_args(field.annotation)
+    found = (*field.metadata, *(one for kind in kinds for one in getattr(kind, "__metadata__", ())))
+    return any(isinstance(one, BeforeValidator) for one in found)
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes >> 30}GiB" if num_bytes % (1 << 30) == 0 else f"{num_bytes >> 20}MiB"
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -62,8 +75,6 @@ def _kinds(annotation: Any) -> set[Any]:
 
 def _kind_word(kinds: set[Any]) -> str:
     """A word for a type; none for a number, which has bounds or a unit."""
-    if {str, int} <= kinds:
-        return "size or share" if float in kinds else "size"
     if bool in kinds:
         return "`True`, `False`"
     if any(get_origin(kind) is dict for kind in kinds):

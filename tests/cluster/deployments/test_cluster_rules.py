@@ -150,7 +150,7 @@ def test_flags_win_over_the_file_and_pairs_over_flags(tmp_path: Path):
     settings = settings_from_flags(
         file, flags, ["engine.token_budget=128", "model.max_model_len=512", "prefill.block_size=32"]
     )
-    assert (settings.engine.token_budget, settings.engine.kv_memory, settings.prefill.block_size) == (128, "2GiB", 32)
+    assert (settings.engine.token_budget, settings.engine.kv_memory, settings.prefill.block_size) == (128, 2 << 30, 32)
     assert (settings.cluster.prefill, settings.cluster.decode, settings.model.max_model_len) == (2, 3, 512)
 
 

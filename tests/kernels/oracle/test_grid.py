@@ -50,7 +50,7 @@ def is_torchs_own(name, family, dtype):
 def test_a_kernel_is_within_its_bounds_over_the_whole_grid(backends, family, dtype):
     asked = {name: backend for name, backend in backends.items() if not is_torchs_own(name, family, dtype)}
     verdicts = {name: judge(family, backend, dtype) for name, backend in asked.items()}
-    assert {name: str(verdict.worst) for name, verdict in verdicts.items() if not verdict.ok} == {}
+    assert {name: str(verdict) for name, verdict in verdicts.items() if not verdict.ok} == {}
 
 
 class Spoiled:
