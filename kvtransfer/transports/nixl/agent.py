@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvrelay.errors import BackendUnavailable
@@ -83,7 +83,7 @@ class NixlAgent:
         self._turn = threading.Lock()  # its holder may touch the api, the peers and the reads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reads = Reads(self._hand_over, time.monotonic)
-        self._num_users = 0
+        self.num_users = 0
         self._num_polls = 0  # since the last command
         self._is_busy = False
         self._has_served = False
@@ -96,7 +96,7 @@ class NixlAgent:
 
     async def acquire(self, variables: Variables = dict) -> None:
         """One more user; the agent runs. `variables`: UCX's, if it must be made. Raises BackendUnavailable."""
-        self._num_users += 1
+        self.num_users += 1
         try:
             if self._thread is None:
                 self._start_thread()
@@ -111,15 +111,11 @@ class NixlAgent:
 
     def release(self) -> None:
         """One user less, whose reads have all ended. Agent and registration stay: peers may hold them."""
-        self._num_users -= 1
-        if not self._num_users and self._thread is not None:
+        self.num_users -= 1
+        if not self.num_users and self._thread is not None:
             self._is_busy = self._has_served = False
             self._commands.put(None)
             self._thread = None
-
-    @property
-    def num_users(self) -> int:
-        return self._num_users
 
     def _start_thread(self) -> None:
         self._commands = queue.SimpleQueue()
@@ -131,7 +127,7 @@ class NixlAgent:
         """Make the agent. It counts as a user meanwhile: a waiter may be cancelled, and the thread must not end
         then.
         """
-        self._num_users += 1
+        self.num_users += 1
         try:
             if why := ucx.problem():
                 raise BackendUnavailable("nixl", why)
@@ -153,24 +149,25 @@ class NixlAgent:
         layout, device = self.memory.layout, self.memory.device
         region = (self.memory.address, layout.num_bytes, device_index(device), "")
         agent.register_memory([region], memory_type(device), backends=[BACKEND])
-        _make_immortal(self)
+        # Never let go of the agent and its pool, not even while the interpreter ends: deregistering memory that a peer
+        # still knows, or destroying an agent that is read or reads, can take down either process, or keep it alive.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self.api = agent
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the agent's thread, in its turn."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
+        result: Future[T] = Future()
 
         def run() -> None:
+            if not result.set_running_or_notify_cancel():  # its caller has gone
+                return
             try:
-                value = work()
+                result.set_result(work())
             except Exception as error:  # handed to the caller
-                self._post(loop, _settle, result, None, error)
-            else:
-                self._post(loop, _settle, result, value, None)
+                result.set_exception(error)
 
         self._commands.put(run)
-        return await result
+        return await asyncio.wrap_future(result)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` on the agent's thread, in its turn, and do not wait for it. It must not raise."""
@@ -226,17 +223,11 @@ class NixlAgent:
             except Exception as error:  # raised to the waiter of the read
                 read.error = error
             self._is_checking_free = time.perf_counter() - began < _FREE_S
-        if is_last:
-            self._settle(read)
-
-    def _settle(self, read: NixlRead) -> None:
-        if threading.get_ident() == read.thread_id:
-            self._finish(read)
-        else:
-            self._post(read.loop, self._finish, read)
-
-    def _finish(self, read: NixlRead) -> None:
-        _settle(read.done, None, read.error)
+        if is_last and threading.get_ident() == read.thread_id:
+            _settle(read)
+        elif is_last:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: there is no waiter
+                read.loop.call_soon_threadsafe(_settle, read)
 
     def abandon(self, done: "asyncio.Future[None]") -> None:
         """Read no more of it than was posted, and poll that seldom."""
@@ -250,21 +241,18 @@ class NixlAgent:
             self._num_polls = self._num_polls + 1 if command is _poll_is_due else 0
             try:
                 with self._turn:
-                    self._step(command, is_last=commands.empty())
+                    command()
+                    self._reads.poll(self.api)
+                    if self._has_served or self._reads.is_fenced:
+                        self._progress()
+                    if commands.empty():
+                        self._reads.hand_over()
             except Exception:  # a thread's edge: the reads of others go on
                 logger.exception("the NIXL agent's thread failed in a step")
         with self._turn:
             for _ in range(_NUM_FAREWELLS):
                 self._progress()
         _running.pop(threading.current_thread(), None)
-
-    def _step(self, command: Callable[[], None], *, is_last: bool) -> None:
-        command()
-        self._reads.poll(self.api)
-        if self._has_served or self._reads.is_fenced:
-            self._progress()
-        if is_last:
-            self._reads.hand_over()
 
     def _next(self, commands: "queue.SimpleQueue[Callable[[], None] | None]") -> Callable[[], None] | None:
         """The next command; None when this thread is to end."""
@@ -294,10 +282,6 @@ class NixlAgent:
         except Exception as error:  # NIXL's own classes
             logger.warning("nixl could not make progress: %s", error)
 
-    def _post(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: there is no waiter
-            loop.call_soon_threadsafe(function, *args)
-
 
 def _wake() -> None:
     """A command that only wakes the thread: there is something new to see to."""
@@ -321,13 +305,13 @@ def _see(task: "asyncio.Task[None]") -> None:
         task.exception()
 
 
-def _settle(future: "asyncio.Future[T]", value: T, error: Exception | None) -> None:
-    if future.done():
+def _settle(read: NixlRead) -> None:
+    if read.done.done():
         return
-    if error is not None:
-        future.set_exception(error)
+    if read.error is not None:
+        read.done.set_exception(read.error)
     else:
-        future.set_result(value)
+        read.done.set_result(None)
 
 
 # ---- one agent for each pool of this process
@@ -354,15 +338,6 @@ async def agent_for(memory: KvMemory, variables: Variables = dict) -> NixlAgent:
         if agent.api is None and not agent.num_users and _agents.get(key) is agent:
             del _agents[key]
     return agent
-
-
-def _make_immortal(agent: NixlAgent) -> None:
-    """Never let go of the agent and its pool, not even while the interpreter ends.
-
-    Deregistering memory that a peer still knows, or destroying an agent that it reads or that has
-    a read of its own in flight, can take down either process, or keep this one from ending.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
 
 def _disown() -> None:
