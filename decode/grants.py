@@ -129,8 +129,8 @@ class Grant:
     def accept(self, message: Announce, *, is_checked: bool) -> None:
         """Add what this announcement brings. Raises TransferRefused when it does not fit the grant."""
         assert self.plan is not None
-        columns, layers = self._columns(message), self._layers(message)
-        rows = slice(layers.start, layers.stop)
+        rows, columns = self._region(message)
+        layers = range(rows.start, rows.stop)
         cells = self.announced[rows, columns]
         if cells.any():
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "a region was announced twice")
@@ -151,27 +151,18 @@ class Grant:
             self.pending.append(ReadUnit(sources[these], targets[these], some, expected, which))
             self.num_unverified += 1
 
-    def check_seal(self, payload: bytes, seal: bytes) -> None:
-        """Raises TransferRefused (checksum) unless all that was announced came as the source said it."""
-        if not hmac.compare_digest(self.transcript.seal(payload), seal):
-            raise refusal(self.request_id, Reason.CHECKSUM, "what the source announced did not arrive as it was sent")
-
-    def _columns(self, message: Announce) -> slice:
+    def _region(self, message: Announce) -> tuple[slice, slice]:
+        """Which rows and columns of `announced` it fills. Raises TransferRefused (out_of_range)."""
         assert self.plan is not None
         first, source = message.first_chunk - self.first_chunk, self.plan.pairing.source
-        stop = first + len(message.chunks)
+        stop, last_layer = first + len(message.chunks), message.first_layer + message.num_layers
         if self.payload is not None or not message.chunks or first < 0 or stop > len(self.chunks):
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "blocks that were not granted")
         if min(message.chunks) < 0 or max(message.chunks) >= source.layout.num_blocks * source.chunks_per_block:
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "blocks that the source does not have")
-        return slice(first, stop)
-
-    def _layers(self, message: Announce) -> range:
-        assert self.plan is not None
-        stop = message.first_layer + message.num_layers
-        if message.first_layer < 0 or message.num_layers < 1 or stop > len(self.plan.layers):
+        if message.first_layer < 0 or message.num_layers < 1 or last_layer > len(self.plan.layers):
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "layers that do not exist")
-        return range(message.first_layer, stop)
+        return slice(message.first_layer, last_layer), slice(first, stop)
 
     def _checksums(self, message: Announce, num_layers: int, chosen: Chosen | None) -> Checksums:
         """[num_layers, chunks]; nothing of meaning where one is not chosen."""
@@ -183,11 +174,16 @@ class Grant:
         checksums[wanted] = unpack(message.checksums)
         return checksums
 
-    def check_complete(self) -> None:
-        """Raises TransferRefused (incomplete) unless every region has been announced."""
+    def commit(self, payload: bytes, seal: bytes) -> None:
+        """Everything is announced. Raises TransferRefused: a region never was (incomplete), or what was announced did
+        not come as the source said it (checksum).
+        """
+        self.payload, self.committed_at = payload, time.monotonic()
         missing = int(self.announced.size - np.count_nonzero(self.announced))
         if missing:
             raise refusal(self.request_id, Reason.INCOMPLETE, f"{missing} of {self.announced.size} regions never came")
+        if not hmac.compare_digest(self.transcript.seal(payload), seal):
+            raise refusal(self.request_id, Reason.CHECKSUM, "what the source announced did not arrive as it was sent")
 
     @property
     def is_read(self) -> bool:

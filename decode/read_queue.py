@@ -80,30 +80,23 @@ class ReadQueue:
                 self._turns.append(grant)
             task = asyncio.create_task(self._run(grant, unit), name=f"kv read for {grant.request_id}")
             self._tasks.add(task)
-            task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        self._start_reads()
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: self._start_reads())
 
     # ---- one unit
 
     async def _run(self, grant: Grant, unit: ReadUnit) -> None:
-        """Read one unit; what goes wrong ends its grant, and nothing else."""
+        """Read one unit over the best path that works; what goes wrong ends its grant, and nothing else."""
         try:
             await self._read_unit(grant, unit)
         except TransferError as error:
             self._grants.end(grant, error)
-        except TransportError as error:
-            self._grants.end(grant, PeerLost(grant.request_id, f"{self._route.next_path}: {error}"))
         except Exception as error:  # a process edge: the request fails, the worker lives
             logger.exception("reading for %s failed", grant.request_id)
-            failed = refusal(grant.request_id, Reason.CANCELLED, f"the target failed: {error}")
-            self._grants.end(grant, failed)
+            self._grants.end(grant, refusal(grant.request_id, Reason.CANCELLED, f"the target failed: {error}"))
 
     async def _read_unit(self, grant: Grant, unit: ReadUnit) -> None:
-        """Over the best path that works; then see whether it was the grant's last unit."""
-        route, stats = self._route, self._stats
+        route = self._route
         for name in untried(route.table, time.monotonic):
             if grant.is_ended:  # while this task waited; its blocks may be released by now
                 return
@@ -123,8 +116,8 @@ class ReadQueue:
                     return
                 route.failed(name, str(error), reader)
                 grant.retries += 1
-                stats.retries += 1
-                stats.path(name).retries += 1
+                self._stats.retries += 1
+                self._stats.path(name).retries += 1
         raise PeerLost(grant.request_id, f"no path to the source is left: {route.problems()}")
 
     async def _read_over(self, name: str, reader: Reader, grant: Grant, unit: ReadUnit) -> None:
@@ -150,8 +143,13 @@ class ReadQueue:
                     await self._convert(grant, unit)
         if grant.is_ended:
             return
-        num_bytes = copies.total_bytes
-        self._count(name, grant, num_bytes, began, arrival.check_s)
+        num_bytes, counters = copies.total_bytes, self._stats.path(name)
+        grant.num_unverified -= 1
+        grant.bytes_by_path[name] += num_bytes
+        counters.num_bytes += num_bytes
+        counters.seconds += self._route.ended(name, num_bytes, began, time.monotonic())
+        counters.check_s += arrival.check_s
+        self._stats.check_s += arrival.check_s
         self._send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
         self.advance(grant)
 
@@ -180,13 +178,3 @@ class ReadQueue:
         self._grants.track(grant, work, None)
         await asyncio.wait({work})
         work.result()
-
-    def _count(self, name: str, grant: Grant, num_bytes: int, began: float, check_s: float) -> None:
-        seconds = self._route.ended(name, num_bytes, began, time.monotonic())
-        grant.num_unverified -= 1
-        grant.bytes_by_path[name] += num_bytes
-        counters = self._stats.path(name)
-        counters.num_bytes += num_bytes
-        counters.seconds += seconds
-        counters.check_s += check_s
-        self._stats.check_s += check_s

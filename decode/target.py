@@ -243,9 +243,7 @@ class SourceLink:
                     grant.accept(message, is_checked=self._target.settings.checks != "off")
                     self._reads.add(grant)
                 case wire.Commit(payload=payload, seal=seal) if grant.payload is None:
-                    grant.payload, grant.committed_at = payload, time.monotonic()
-                    grant.check_complete()
-                    grant.check_seal(payload, seal)
+                    grant.commit(payload, seal)
                     self._reads.advance(grant)
                 case wire.Confirmed() if grant.is_waiting and grant.payload is not None:
                     self._on_confirmed(grant)
