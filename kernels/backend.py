@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.common.expert_choice import ExpertChoice
-from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 
 Activation = Literal["silu", "gelu_tanh"]
 KvOrder = Literal["NHD", "HND"]

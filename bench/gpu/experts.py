@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.gpu.engines import seconds_of
 from bench.gpu.section import Context
 from kvrelay.kernels.backend import Backend, Experts
-from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.common.quant_scheme import ExpertChoice
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
 

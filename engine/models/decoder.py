@@ -25,8 +25,7 @@ from kvrelay.kernels.backend import (
     KvOrder,
     Linear,
 )
-from kvrelay.kernels.common.expert_choice import ExpertChoice
-from kvrelay.kernels.common.quant_scheme import WeightError
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, WeightError
 
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvrelay.engine.models.families import ConfigText
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
-from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.common.quant_scheme import ExpertChoice
 
 LATENT_NORM_EPS = 1e-6  # of the norms on latents, as in the published code; the config's value is for other norms
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import Linear
-from kvrelay.kernels.common.expert_choice import ExpertChoice
-from kvrelay.kernels.common.quant_scheme import WeightError
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, WeightError
 
 Gate = Callable[[Tensor], Tensor]  # [rows, 2 F] gate then up -> [rows, F]
 

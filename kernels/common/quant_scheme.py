@@ -1,7 +1,8 @@
-"""Quantisation schemes and their error, as data. Pure: imports no torch."""
+"""Quantisation schemes and their error, and how tokens choose experts (MoE), as data. Pure: imports no torch."""
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,21 @@ class WeightError:
     def relative(self) -> float:
         """Relative RMS error; 0 without weights."""
         return math.sqrt(self.squared_error / self.squares) if self.squares else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """Each token takes the top `num_chosen` of `num_experts`, by softmax or sigmoid of the router's logits.
+
+    num_groups, num_chosen_groups: experts are chosen from the best groups; (1, 1): from all. A group's score is its
+    best member's (softmax), or the sum of its best two (sigmoid).
+    normalise: the chosen weights are normalised to sum to 1. Then all are multiplied by `scale`.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    normalise: bool = False
+    scale: float = 1.0

@@ -30,8 +30,7 @@ from kvrelay.kernels.backend import (
     SamplingBatch,
 )
 from kvrelay.kernels.common import sampling_search
-from kvrelay.kernels.common.expert_choice import ExpertChoice
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
 from kvrelay.kernels.cpu.native_kernels import (

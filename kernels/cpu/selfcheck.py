@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, HeadInputs, SamplingBatch
-from kvrelay.kernels.common.expert_choice import ExpertChoice
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 _DTYPES = (torch.float32, torch.bfloat16)

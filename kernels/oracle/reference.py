@@ -29,9 +29,8 @@ from kvrelay.kernels.backend import (
     QuantizedLinear,
     SamplingBatch,
 )
-from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme
 from kvrelay.kernels.common.quantized import TorchQuantLinear
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrelay.kernels.common.expert_choice import ExpertChoice
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme
 from kvrelay.kernels.common.quantized import quantize
 from kvrelay.kernels.cpu.native_kernels import NativeExperts
 
