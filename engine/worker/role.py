@@ -1,29 +1,20 @@
 """What a prefill or a decode worker adds to a WorkerService. Imports no transport: the roles add those."""
 
-from collections import Counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.worker.ingresses import IngressLink
 from kvrelay.plane.messages import Pair, Prefill, Reserve, TokenOutput
-from kvrelay.plane.reports import KvPathLoad, PairReport
+from kvrelay.plane.reports import PairReport
 
 
 class TransferCounters(Protocol):
     """What is used of kvtransfer's TransferStats, which this folder may not import."""
 
-    transport: str
-    num_bytes: int
-    seconds: float
-    check_s: float
-    refusals: int
-    refusals_by_reason: Counter[str]
-    open_transfers: int
-    expired_leases: int
-
-    def path_loads(self) -> list[KvPathLoad]: ...
+    def load_fields(self) -> dict[str, Any]:
+        """LoadReport's fields about transfers."""
 
 
 class KvPlane(Protocol):

@@ -200,19 +200,7 @@ class WorkerService:
             load = msgspec.structs.replace(load, is_draining=True)
         if self._role is None:
             return load
-        stats = self._role.plane.stats()
-        return msgspec.structs.replace(
-            load,
-            transport=stats.transport,
-            kv_bytes=stats.num_bytes,
-            kv_seconds=stats.seconds,
-            kv_refusals=stats.refusals,
-            kv_refused=dict(stats.refusals_by_reason),
-            kv_check_s=stats.check_s,
-            kv_leases=stats.open_transfers,
-            kv_expired_leases=stats.expired_leases,
-            kv_paths=stats.path_loads(),
-        )
+        return msgspec.structs.replace(load, **self._role.plane.stats().load_fields())
 
     def _retry_after_s(self) -> float:
         return self._reports.retry_after_s() if self._reports is not None else 1.0

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Union
+from typing import Any, Union
 
 import msgspec
 
@@ -392,6 +392,16 @@ class TransferStats:
         """This path's counters, to add to."""
         return self.paths.setdefault(name, KvPathLoad(name))
 
-    def path_loads(self) -> list[KvPathLoad]:
-        """Every path's counters, as a load report carries them."""
-        return list(self.paths.values())
+    def load_fields(self) -> dict[str, Any]:
+        """LoadReport's fields about transfers."""
+        return {
+            "transport": self.transport,
+            "kv_bytes": self.num_bytes,
+            "kv_seconds": self.seconds,
+            "kv_refusals": self.refusals,
+            "kv_refused": dict(self.refusals_by_reason),
+            "kv_check_s": self.check_s,
+            "kv_leases": self.open_transfers,
+            "kv_expired_leases": self.expired_leases,
+            "kv_paths": list(self.paths.values()),
+        }
