@@ -230,7 +230,7 @@ class DecodeRole:
         self._requests.end_span(request_id, "kv transfer", **span_attributes(result))
         self._requests.begin_span(request_id, "decode")
         token_ids, candidates = manifest.token_ids, manifest.candidates
-        self._thread.post(lambda engine: engine.activate(request_id, token_ids, candidates))
+        self._thread.post(lambda engine: engine.requests.activate(request_id, token_ids, candidates))
 
     def _grant(self, incoming: Incoming, reservation: Reservation) -> bytes:
         """A ticket for the reserved blocks. Raises ValueError."""

@@ -40,7 +40,7 @@ def run_engine(engine: Engine, concurrency: int, prompt_tokens: int, output_toke
     for index in range(concurrency):
         prompt = inprocess.random_prompt(salt * 1000 + index, prompt_tokens, vocab)
         wanted = inprocess.request(salt * 1000 + index, prompt, output_tokens, block_size)
-        if (refusal := engine.refusal(wanted)) is not None:
+        if (refusal := engine.requests.refusal(wanted)) is not None:
             raise SystemExit(f"the engine refuses: {refusal}")
         engine.add(wanted)
     steps: list[float] = []
@@ -48,7 +48,7 @@ def run_engine(engine: Engine, concurrency: int, prompt_tokens: int, output_toke
     while engine.scheduler.has_work:
         start_s = time.perf_counter()
         result = engine.step()
-        engine.drain_events()
+        engine.reports.drain_events()
         seconds = time.perf_counter() - start_s
         seen += len(result.outputs)
         if result.num_decode == concurrency == result.num_tokens:

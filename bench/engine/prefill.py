@@ -25,7 +25,7 @@ def run_engine(engine: Engine, index: int, length: int) -> float:
     """Seconds from a prompt's arrival to its first token."""
     prompt = inprocess.random_prompt(index, length, engine.model.spec.vocab_size)
     wanted = inprocess.request(index, prompt, 1, engine.config.block_size)
-    if (refusal := engine.refusal(wanted)) is not None:
+    if (refusal := engine.requests.refusal(wanted)) is not None:
         raise SystemExit(f"the engine refuses: {refusal}")
     outputs = []
 

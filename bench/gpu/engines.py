@@ -87,7 +87,7 @@ def decoding(
     names: list[str] = []
     for index in range(batch):
         wanted = request(index, random_prompt(index, context_tokens, vocab), output_tokens, **sampling)
-        if (refusal := engine.refusal(wanted)) is not None:
+        if (refusal := engine.requests.refusal(wanted)) is not None:
             raise RuntimeError(f"the engine refuses: {refusal}")
         engine.reserve(wanted)
         names.append(wanted.request_id)
@@ -100,7 +100,7 @@ def decoding(
         if fill is not None:
             fill([block for name in names for block in granted[name]])
         for name in names:
-            engine.activate(name, [7])
+            engine.requests.activate(name, [7])
         yield engine.step
     finally:
         for name in names:

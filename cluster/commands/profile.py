@@ -110,7 +110,7 @@ def profiled_steps(engine: "Engine", *, batch: int, context: int, prompt: int, n
                 add_prompt(engine, batch + number, prompt, max_tokens=1)
             begin_s = time.perf_counter()
             result = engine.step()
-            engine.drain_events()
+            engine.reports.drain_events()
             found.append(time.perf_counter() - begin_s)
             if number and result.num_tokens != batch + prompt:  # the first may be the last prompt's, collected late
                 raise ConfigError(

@@ -54,7 +54,7 @@ def add_prompt(engine: Engine, number: int, num_tokens: int, *, max_tokens: int)
         tokens_per_hash=engine.config.block_size,
         sampling=Sampling(max_tokens=max_tokens, temperature=0.0, seed=number, ignore_eos=True),
     )
-    if (refusal := engine.refusal(request)) is not None:
+    if (refusal := engine.requests.refusal(request)) is not None:
         raise ConfigError(f"the engine refuses a prompt of {num_tokens} tokens: {refusal[1]}")
     engine.add(request)
     return request.request_id
@@ -238,7 +238,7 @@ class StepSampler:
         begin_s = self._step_clock()
         result = self._engine.step()
         seconds = result.seconds if self._engine.looks_ahead else self._step_clock() - begin_s
-        self._engine.drain_events()
+        self._engine.reports.drain_events()
         if result.num_tokens:
             work = self._planned.popleft()  # the oldest that was planned
             if work.prompt_tokens + work.sequences == result.num_tokens:  # no sequence left meanwhile

@@ -52,7 +52,7 @@ class Case:
         return engine
 
     async def load(self) -> LoadReport:
-        return await self.cluster.inside[0].thread.call(lambda engine: engine.load())
+        return await self.cluster.inside[0].thread.call(lambda engine: engine.reports.load())
 
     def judge(self, must: Must) -> None:
         """Compare the answers with what is required."""

@@ -6,8 +6,7 @@ Every method is called from the owner's single thread; nothing here imports a ne
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvrelay.engine.execution.launch import LayerEvents, StepExecutor, StepLoads
@@ -27,7 +26,6 @@ from kvrelay.engine.step.requests import Batch, Requests, rejection_message
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import SequenceRequest
-from kvrelay.plane.reports import KvEvents, LoadReport
 from kvrelay.types import BlockId
 
 OnReserved = Callable[[list[Reservation]], object]
@@ -142,24 +140,18 @@ class Engine:
         until_s = min(self.scheduler.queues.next_deadline_s(), math.inf if fetched_s is None else fetched_s)
         return None if until_s == math.inf else max(0.0, until_s - self._clock())
 
-    # ---- requests: see Requests for the less frequent ones
-
-    def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
-        return self.requests.refusal(request)
+    # ---- requests: the others are methods of Requests
 
     def add(self, request: SequenceRequest, *, hold: bool = False, output_limit: int | None = None) -> None:
-        """Compute this sequence here. The caller has checked `refusal`."""
+        """Compute this sequence here. The caller has checked `requests.refusal`."""
         self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
 
     def reserve(self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0) -> None:
-        """Queue for blocks; a StepResult brings the Reservation. The caller has checked `refusal`.
+        """Queue for blocks; a StepResult brings the Reservation. The caller has checked `requests.refusal`.
 
         prefill_tokens_per_s: of the worker that will compute it, to which it may be returned; 0: it may not.
         """
         self.scheduler.add_reservation(request, self._clock()).prefill_tokens_per_s = prefill_tokens_per_s
-
-    def activate(self, request_id: str, token_ids: list[int], candidates: Rows[tuple[int, float]] = ()) -> bool:
-        return self.requests.activate(request_id, token_ids, candidates)
 
     def abort(self, request_id: str) -> bool:
         """Free everything that the request holds. False when it is not here."""
@@ -272,27 +264,15 @@ class Engine:
             self.batch.forget(seq)
         return self.scheduler.preempt_group(group)
 
-    def drain_events(self) -> KvEvents | None:
-        """What changed in the prefix cache since the last call."""
-        return self.reports.drain_events()
-
-    def load(self) -> LoadReport:
-        """This engine's load now; the transfer fields are the worker's to fill."""
-        return self.reports.load()
-
     def take_probe_blocks(self, count: int) -> list[BlockId]:
         """Up to `count` free blocks for a probe, filled with noise; see SequenceBlocks.take_probe_blocks."""
         blocks = self.scheduler.blocks.take_probe_blocks(count)
         try:
             self.cache.storage.fill_with_noise(blocks)
         except BaseException:
-            self.return_probe_blocks(blocks)
+            self.scheduler.blocks.return_probe_blocks(blocks)
             raise
         return blocks
-
-    def return_probe_blocks(self, blocks: Iterable[BlockId]) -> None:
-        """The probe is done with these blocks."""
-        self.scheduler.blocks.return_probe_blocks(blocks)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""

@@ -105,7 +105,7 @@ class RequestTable:
             self.refuse_added(request_id, reason, message)
 
         def take_or_refuse(engine: Engine) -> None:
-            refusal = engine.refusal(request)
+            refusal = engine.requests.refusal(request)
             if refusal is None:
                 take(engine)
             else:

@@ -82,7 +82,7 @@ def import_prompt(engine: Engine, kv: PromptKv, *, salt: str = "") -> int:
             if tuple(tensor.shape) != (expected := shape_of(engine.cache.memory.layout, len(kv.token_ids), kv.fmt)):
                 raise LayoutMismatch("shape", f"{name} is {list(tensor.shape)}, not {list(expected)}")
             import_kv(engine.cache.storage, blocks, tensor, kv.fmt, layer=layer, first=reservations[0].held_tokens)
-        engine.activate(_REQUEST_ID, [])
+        engine.requests.activate(_REQUEST_ID, [])
     finally:
         engine.abort(_REQUEST_ID)
     size = engine.config.block_size
@@ -134,7 +134,7 @@ def _request(engine: Engine, token_ids: Sequence[int], salt: str) -> SequenceReq
         salt=salt,
         sampling=Sampling(max_tokens=2, temperature=0.0, ignore_eos=True),
     )
-    if (refusal := engine.refusal(request)) is not None:
+    if (refusal := engine.requests.refusal(request)) is not None:
         raise InvalidRequest(refusal[1])
     return request
 

@@ -166,10 +166,10 @@ class EngineThread:
             result.reservations = []  # reported already
             if self._send is not None and result.outputs:
                 self._send(result)
-            result.events = engine.drain_events()
+            result.events = engine.reports.drain_events()
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
-                result.load, reported_s = engine.load(), now_s
+                result.load, reported_s = engine.reports.load(), now_s
             changes = (result.outputs, result.refused, result.returned_to_prefill, result.events, result.load)
             if any(changes):
                 self._call_on_loop(loop, partial(self._on_step, result))
@@ -213,7 +213,7 @@ class EngineProbeBuffers:
     def put_back(self, blocks: Sequence[int]) -> None:
         """These may be re-used."""
         if blocks:
-            self._thread.post(lambda engine: engine.return_probe_blocks(map(BlockId, blocks)))
+            self._thread.post(lambda engine: engine.scheduler.blocks.return_probe_blocks(map(BlockId, blocks)))
 
     def _undo(self, taken: "asyncio.Future[list[BlockId]]") -> None:
         """The borrower has left before it was served."""

@@ -193,7 +193,7 @@ def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(e
 
 def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(engine, monkeypatch):
     """On a clock that a step moves by 1 s and the news that follow it by 0.25 s."""
-    clock, step, drain = SimpleNamespace(now_s=0.0), engine.step, engine.drain_events
+    clock, step, drain = SimpleNamespace(now_s=0.0), engine.step, engine.reports.drain_events
     monkeypatch.setattr(neighbours, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def long_step(*on_reserved):
@@ -204,7 +204,7 @@ def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(en
         clock.now_s += 0.25
         return drain()
 
-    engine.step, engine.drain_events = long_step, long_news
+    engine.step, engine.reports.drain_events = long_step, long_news
     assert neighbours.between_steps_s(engine) == 0.25
     assert engine.step is long_step and not engine.scheduler.has_work
     engine.check()

@@ -265,12 +265,12 @@ def leave(engine: Engine, how: str) -> None:
 def test_blocks_of_who_has_gone_are_nobodys_until_the_step_is_collected(make, how):
     engine = running(make)
     leave(engine, how)
-    assert engine.load().quarantined_blocks
+    assert engine.reports.load().quarantined_blocks
     lent, written = write_into_what_is_free(engine)
     for _ in range(2):
         engine.step()
     assert torch.equal(engine.cache.storage.tensor[:, lent], written)
-    engine.return_probe_blocks(lent)
+    engine.scheduler.blocks.return_probe_blocks(lent)
     drain(engine)
     assert_clean(engine)
 
@@ -402,12 +402,12 @@ def live(engine: Engine, rng: random.Random, expected: dict[str, list[tuple]], n
             written = engine.cache.storage.tensor[:, lent].clone()
         elif event == "take back" and lent:
             assert torch.equal(engine.cache.storage.tensor[:, lent], written), "a late step wrote into lent blocks"
-            engine.return_probe_blocks(lent)
+            engine.scheduler.blocks.return_probe_blocks(lent)
             lent = []
         elif event == "step":
             drain(engine, streams, 1)
         engine.check()
-    engine.return_probe_blocks(lent)
+    engine.scheduler.blocks.return_probe_blocks(lent)
     drain(engine, streams)
     for name, stream in streams.items():
         whole = expected[name]

@@ -91,7 +91,7 @@ def serve(engine: Engine, before_step=None, **sampling) -> list[list[int]]:
 
 
 def ways(engine: Engine) -> dict[str, int]:
-    return engine.load().preempted
+    return engine.reports.load().preempted
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches, mo
     engine = make(blocks=13, mode=mode, caches=caches)
     assert serve(engine, **sampling) == expected
     assert sum(ways(engine).values()) > 0 and (mode == "auto" or set(ways(engine)) == {mode})
-    load = engine.load()
+    load = engine.reports.load()
     assert (load.used_blocks, load.swapped, load.swapped_blocks) == (0, 0, 0)
     assert (load.swap_out_s > 0) == ("swap" in ways(engine))
 
@@ -140,7 +140,7 @@ def test_a_swapped_block_that_rots_is_found_and_computed_anew_but_with_checks_of
 
     got = serve(engine, once_each, temperature=0.0)
     assert rotten
-    assert (engine.load().swap_corrupt_blocks > 0) == (checks == "full")
+    assert (engine.reports.load().swap_corrupt_blocks > 0) == (checks == "full")
     assert (got == expected) == (checks == "full")
 
 
@@ -170,7 +170,7 @@ def test_a_returned_sequence_goes_on_from_another_engine_and_leaves_nothing(make
     tokens = [token for _ in range(5) for output in engine.step().outputs for token in output.token_ids]
     engine.scheduler.preempt_group((engine.scheduler.sequences["a"],))
     assert engine.step().returned_to_prefill == ["a"] and engine.step().returned_to_prefill == []
-    assert engine.load().used_blocks == 0 and engine.load().preempted == {"return-to-prefill": 1}
+    assert engine.reports.load().used_blocks == 0 and engine.reports.load().preempted == {"return-to-prefill": 1}
     rest = SequenceRequest(
         request_id="a~2",
         token_ids=prompt + tokens,
@@ -190,11 +190,11 @@ def test_an_abort_while_swapped_gives_the_host_memory_back(make):
         engine.add(request(str(index), prompt, temperature=0.0))
     while not engine.scheduler.swapped:
         engine.step()
-    assert engine.load().swapped_bytes > 0
+    assert engine.reports.load().swapped_bytes > 0
     for name in list(engine.scheduler.sequences):
         engine.scheduler.finish(engine.scheduler.sequences[name], FinishReason.ABORT)
     engine.check()
-    assert (engine.load().swapped_bytes, engine.load().used_blocks) == (0, 0)
+    assert (engine.reports.load().swapped_bytes, engine.reports.load().used_blocks) == (0, 0)
 
 
 def choices(engine: Engine, before_step=None) -> dict[tuple[str, int], list[int]]:
@@ -219,7 +219,7 @@ def test_a_group_that_is_preempted_comes_back_with_the_same_tokens(make, mode):
     engine = make(blocks=15, mode=mode)
     assert choices(engine) == expected
     assert set(ways(engine)) == {mode} and ways(engine)[mode] >= 3
-    assert (engine.load().used_blocks, engine.load().swapped_blocks) == (0, 0)
+    assert (engine.reports.load().used_blocks, engine.reports.load().swapped_blocks) == (0, 0)
     assert not engine.scheduler.groups
 
 
@@ -233,4 +233,8 @@ def test_a_group_that_is_aborted_while_swapped_leaves_nothing(make):
 
     tokens = choices(engine, abort_once_swapped)
     assert aborted == [1] and len(tokens["old", 0]) == 24
-    assert (engine.load().used_blocks, engine.load().swapped_blocks, engine.scheduler.groups) == (0, 0, {})
+    assert (engine.reports.load().used_blocks, engine.reports.load().swapped_blocks, engine.scheduler.groups) == (
+        0,
+        0,
+        {},
+    )

@@ -65,10 +65,10 @@ def test_the_load_reports_the_queue_and_the_service(folder):
     engine = engine_of(folder, max_running=1, rules=QueueRules(tenant_weights={"gold": 2.0}))
     for number, tenant in enumerate(("gold", "b", "b")):
         engine.add(request(number, tenant=tenant, priority=number // 2))
-    load = engine.load()
+    load = engine.reports.load()
     assert (load.waiting_by_priority, load.waiting_tenants) == ({0: 2, 1: 1}, 2)
     outputs_of(engine)
-    load = engine.load()
+    load = engine.reports.load()
     assert (load.waiting_by_priority, load.waiting_tenants) == ({}, 0)
     assert load.tenant_tokens == {"gold": 22, "b": 44}
 
@@ -89,7 +89,7 @@ async def test_a_stuck_engine_wakes_for_a_deadline_and_refuses(folder):
         async with asyncio.timeout(20):
             request_id, reason, message = await refused.get()
         assert (request_id, reason) == ("r0", "deadline") and "0.05 s" in message
-        await thread.call(lambda engine: engine.return_probe_blocks(blocks))
+        await thread.call(lambda engine: engine.scheduler.blocks.return_probe_blocks(blocks))
         assert await thread.call(lambda engine: (engine.check(), len(engine.scheduler.sequences))) == (None, 0)
     finally:
         await thread.aclose()
@@ -118,7 +118,7 @@ async def test_a_worker_refuses_what_is_overdue_and_goes_on(folder):
         said = [output async for output in cluster.dispatcher.generate(request(2, deadline_s=60.0))]
         assert sum(len(output.token_ids) for output in said) == 3
         thread = cluster.inside[0].thread
-        load = await thread.call(lambda engine: (engine.check(), engine.load())[1])
+        load = await thread.call(lambda engine: (engine.check(), engine.reports.load())[1])
         assert (load.deadline_refusals, load.waiting) == (1, 0)
 
 
@@ -132,5 +132,5 @@ def test_weights_go_by_the_digest_of_the_name_that_clients_send():
                                    {"tenant": "t" * 65}])  # fmt: skip
 def test_the_engine_takes_no_standing_that_makes_no_sense(folder, facts):
     engine = engine_of(folder)
-    assert (engine.refusal(request(0, **facts)) or ("",))[0] == "invalid"
-    assert engine.refusal(request(0, priority=8, deadline_s=1.0, tenant="t" * 64)) is None
+    assert (engine.requests.refusal(request(0, **facts)) or ("",))[0] == "invalid"
+    assert engine.requests.refusal(request(0, priority=8, deadline_s=1.0, tenant="t" * 64)) is None

@@ -150,7 +150,7 @@ def test_tokens_are_those_of_plain_steps(make, draft, name):
     engine = make(draft)
     got, steps = serve(engine, **sampling)
     assert got == expected
-    load = engine.load()
+    load = engine.reports.load()
     assert (load.model_drafted_tokens > 0) == ("repetition_penalty" not in sampling)
     if draft == "itself":  # with the same random numbers nearly all are right, drawn or not
         assert load.model_accepted_tokens == load.model_drafted_tokens and (
@@ -164,7 +164,7 @@ def test_a_vocabulary_that_is_padded_otherwise_does_no_harm(make, draft, tempera
     sampling = {"temperature": temperature, "seed": 5, "logit_bias": {60: -100.0, 7: 1.0}}
     engine = make(draft)
     assert serve(engine, **sampling)[0] == serve(make(), **sampling)[0]
-    assert engine.load().model_drafted_tokens > 0
+    assert engine.reports.load().model_drafted_tokens > 0
 
 
 def test_a_text_with_tokens_that_the_draft_model_lacks_is_left_alone(make):
@@ -173,7 +173,7 @@ def test_a_text_with_tokens_that_the_draft_model_lacks_is_left_alone(make):
     while engine.scheduler.has_work:
         engine.step()
         engine.check()
-    assert engine.load().model_drafted_tokens == 0
+    assert engine.reports.load().model_drafted_tokens == 0
 
 
 def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatch):
@@ -220,7 +220,7 @@ def test_a_preempted_sequence_is_forgotten_and_continues_the_same(make, blocks):
     expected, _ = serve(make(), temperature=0.8, seed=2)
     engine = make("itself", blocks=blocks)
     assert serve(engine, temperature=0.8, seed=2)[0] == expected
-    assert engine.load().preemptions > 0 and engine.load().model_accepted_tokens > 0
+    assert engine.reports.load().preemptions > 0 and engine.reports.load().model_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("draft_blocks", [2, 9])
@@ -229,7 +229,7 @@ def test_a_pool_that_is_too_small_for_all_drafts_for_some(make, draft_blocks):
     engine = make("itself", draft_blocks=draft_blocks)
     assert serve(engine, temperature=0.0)[0] == expected
     assert engine.drafts.model.cache.pool.num_blocks == draft_blocks
-    assert engine.load().model_accepted_tokens > 0
+    assert engine.reports.load().model_accepted_tokens > 0
 
 
 def tokens_of_passes(engine):
@@ -250,7 +250,7 @@ def test_a_text_is_caught_up_on_in_chunks(make):
     most = tokens_of_passes(engine)
     one = request("r", prompts()[3], temperature=0.0)
     assert run(engine, one)[0] == run(make(), one)[0]
-    assert max(most) == 16 and engine.load().model_accepted_tokens > 0
+    assert max(most) == 16 and engine.reports.load().model_accepted_tokens > 0
 
 
 def test_what_begins_alike_is_not_computed_twice(make):

@@ -157,7 +157,7 @@ def test_drafts_never_preempt_and_a_preempted_sequence_continues_the_same(make, 
     assert serve(plain, temperature=0.0)[0] == expected
     engine = make(draft_tokens=6, blocks=blocks)
     assert serve(engine, temperature=0.0)[0] == expected
-    assert engine.load().preemptions <= plain.load().preemptions + 1
+    assert engine.reports.load().preemptions <= plain.reports.load().preemptions + 1
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])

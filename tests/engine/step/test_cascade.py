@@ -80,7 +80,7 @@ def serve(folder, backend, waves, *, cascade):
             streams.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
         engine.check()
     assert engine.pool.counts().used == 0
-    return streams, engine.load().cascade_saved_tokens - before
+    return streams, engine.reports.load().cascade_saved_tokens - before
 
 
 @pytest.mark.parametrize("name", WAVES)

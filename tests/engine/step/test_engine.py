@@ -211,10 +211,10 @@ def test_logprobs_of_output_and_prompt_are_the_models(make, folder):
 
 def test_bad_requests_are_refused_with_a_reason(make):
     engine = make()
-    assert (engine.refusal(request("a", [1, VOCAB])) or ("",))[0] == "invalid"
-    assert (engine.refusal(request("a", [])) or ("",))[0] == "invalid"
-    assert (engine.refusal(request("a", prompt_of(256))) or ("",))[0] == "too_long"
-    assert engine.refusal(request("a", prompt_of(255))) is None
+    assert (engine.requests.refusal(request("a", [1, VOCAB])) or ("",))[0] == "invalid"
+    assert (engine.requests.refusal(request("a", [])) or ("",))[0] == "invalid"
+    assert (engine.requests.refusal(request("a", prompt_of(256))) or ("",))[0] == "too_long"
+    assert engine.requests.refusal(request("a", prompt_of(255))) is None
 
 
 def test_abort_in_every_state_frees_everything(make):
@@ -255,7 +255,7 @@ def test_hashes_finer_than_the_blocks_find_and_name_the_same_blocks(make, oracle
         outputs = drain(engine)[name]
         assert tokens(outputs) == oracle(prompt, 12)
     assert outputs[0].cached_tokens == 48
-    events = engine.drain_events()
+    events = engine.reports.drain_events()
     whole = prompt + oracle(prompt, 12)
     assert set(events.stored) == set(block_hashes(whole[:-1], 2)[3::4])  # the last token has no KV
 
@@ -275,7 +275,7 @@ def test_a_prompt_that_parts_within_a_block_goes_on_in_a_copy_of_it(make, oracle
         [*outputs] = drain(engine)[name]
         assert outputs[0].cached_tokens == (22 if name == "b" else 28)
         assert [token for output in outputs for token in output.token_ids] == oracle(prompt, 12)
-    assert engine.load().prefix_hit_tokens == 50
+    assert engine.reports.load().prefix_hit_tokens == 50
 
 
 def test_the_block_that_was_copied_from_is_as_it_was(make, oracle):
@@ -302,14 +302,18 @@ def test_without_the_copy_the_tokens_are_others(make, oracle, monkeypatch):
 
 def test_the_load_reports_the_last_steps_batch_and_who_is_held(make):
     engine = make()
-    assert (engine.load().steps, engine.load().batch_sequences, engine.load().batch_tokens) == (0, 0, 0)
+    assert (engine.reports.load().steps, engine.reports.load().batch_sequences, engine.reports.load().batch_tokens) == (
+        0,
+        0,
+        0,
+    )
     engine.add(request("a", prompt_of(10), max_tokens=2), hold=True, output_limit=1)
     engine.add(request("b", prompt_of(7), max_tokens=4))
     engine.reserve(request("c", prompt_of(9)))
-    assert (engine.load().waiting, engine.load().reserving) == (3, 1)
+    assert (engine.reports.load().waiting, engine.reports.load().reserving) == (3, 1)
     engine.step()
-    load = engine.load()
+    load = engine.reports.load()
     assert (load.steps, load.batch_sequences, load.batch_tokens, load.held, load.reserving) == (1, 2, 17, 1, 0)
     engine.step()
-    load = engine.load()
+    load = engine.reports.load()
     assert (load.steps, load.batch_sequences, load.batch_tokens) == (2, 1, 1)

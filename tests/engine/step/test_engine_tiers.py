@@ -61,7 +61,7 @@ class Driven:
             block_hashes=list(block_hashes(prompt, BLOCK, fields.get("salt", ""))),
             **fields,
         )
-        assert self.engine.refusal(request) is None
+        assert self.engine.requests.refusal(request) is None
         self.engine.add(request)
         tokens, cached = [], 0
         deadline = time.monotonic() + 30
@@ -116,7 +116,7 @@ def test_a_prompt_found_in_the_host_tier_gives_the_same_tokens(drive, oracle, le
     tokens, cached = it.run(prompt)
     assert tokens == expected
     assert cached == (length - 1) // BLOCK * BLOCK
-    assert it.engine.load().tier_hit_tokens == cached
+    assert it.engine.reports.load().tier_hit_tokens == cached
 
 
 def test_half_in_the_pool_and_half_below(drive, oracle):
@@ -244,7 +244,7 @@ def test_blocks_from_below_are_not_named_before_they_are_known_to_be_whole(drive
     )
     it.engine.reserve(request)
     assert it.engine.step().reservations[0].held_tokens == 64
-    assert it.engine.activate("reserved", [oracle(prompt)[0]])
+    assert it.engine.requests.activate("reserved", [oracle(prompt)[0]])
     assert it.engine.pool.cached_hashes() == []
     tokens = []
     while it.engine.scheduler.has_work:

@@ -262,7 +262,7 @@ def test_what_can_never_run_is_refused(make):
     engine, prompt = make(16, max_running=8), prompt_of(20)
 
     def refusal(group: Group, **options):
-        return (engine.refusal(request("g", prompt, group, **options)) or ("",))[0]
+        return (engine.requests.refusal(request("g", prompt, group, **options)) or ("",))[0]
 
     assert refusal(Group(seeds=SEEDS)) == ""
     assert refusal(Group(seeds=tuple(range(9)))) == "invalid"
@@ -270,4 +270,4 @@ def test_what_can_never_run_is_refused(make):
     assert refusal(Group(beams=Beams(width=4, num_returned=5))) == "invalid"
     assert refusal(Group()) == "invalid"
     continued = msgspec.structs.replace(request("g", prompt, Group(seeds=SEEDS)), num_prompt_tokens=10)
-    assert (engine.refusal(continued) or ("",))[0] == "invalid"
+    assert (engine.requests.refusal(continued) or ("",))[0] == "invalid"

@@ -92,7 +92,7 @@ def test_members_begin_when_what_comes_up_is_there(drive, in_flight, kind):  # n
     expected, (tokens, candidates) = alone(drive, prompt, group), prefilled(drive, prompt, group)
     it = drive()
     reserved(it, prompt, group)
-    assert it.engine.activate("g", tokens, candidates)
+    assert it.engine.requests.activate("g", tokens, candidates)
     assert in_flight == [False], "it was still on its way, and was waited for"
     assert set(it.engine.pool.cached_hashes()) >= set(block_hashes(prompt, BLOCK)), "whole: others may find it"
     got = drained(it)[0]
@@ -113,7 +113,7 @@ def test_members_begin_anew_when_what_comes_up_has_rotted(drive, in_flight, kind
         it.tiers.host.slab.row(it.tiers.host.row(block_hashes(prompt, BLOCK)[2]))[100] ^= 64
 
     reserved(it, prompt, group, rot)
-    assert it.engine.activate("g", tokens, candidates)
+    assert it.engine.requests.activate("g", tokens, candidates)
     assert in_flight == [False]
     assert it.engine.pool.cached_hashes() == [], "nothing of it can be found by others"
     assert drained(it)[0] == expected, "computed here, from the prompt on"
@@ -135,6 +135,6 @@ def test_unnoticed_rot_changes_what_the_members_say(drive, kind):  # noqa: F811
         slot[:] = bytes(len(slot))
     it.engine.reserve(request_of("g", prompt, group))
     it.engine.step()
-    assert it.engine.activate("g", tokens, candidates)
+    assert it.engine.requests.activate("g", tokens, candidates)
     got = drained(it)[0]
     assert any(expected[key] != token for key, token in got.items())

@@ -86,7 +86,7 @@ def drain(engine: Engine) -> dict[str, list]:
 )
 def test_sampling_that_no_kernel_can_carry_out_is_refused_and_never_reaches_the_engine(make, sampling):
     engine = make()
-    refusal = engine.refusal(request("a", prompt_of(20), **sampling))
+    refusal = engine.requests.refusal(request("a", prompt_of(20), **sampling))
     assert refusal is not None and refusal[0] == "invalid" and refusal[1]
 
 
@@ -106,7 +106,7 @@ def test_the_limits_themselves_are_allowed(make):
         max_tokens=2**62,
         seed=-(2**63),
     )
-    assert engine.refusal(widest) is None
+    assert engine.requests.refusal(widest) is None
 
 
 @pytest.mark.parametrize("hashes", [[b"x" * 16] * 9, [b""], [b"x" * 16, b"short"]], ids=["many", "empty", "short"])
@@ -143,10 +143,10 @@ def test_a_sequence_that_ends_with_the_token_it_arrived_with_reports_it(make):
     """A decode worker with a shorter context than the prefill worker: nothing is left to decode."""
     engine = make(max_model_len=33)
     prompt = prompt_of(32)
-    assert engine.refusal(request("a", prompt)) is None
+    assert engine.requests.refusal(request("a", prompt)) is None
     engine.reserve(request("a", prompt))
     assert engine.step().reservations
-    assert engine.activate("a", [7])
+    assert engine.requests.activate("a", [7])
     outputs = drain(engine)["a"]
     assert [(o.position, o.token_ids, o.finish_reason) for o in outputs] == [(1, [], "length")]
     assert engine.pool.counts().used == 0
@@ -158,7 +158,7 @@ def test_every_running_sequence_gets_a_token_in_every_step(make):
     for index in range(40):
         engine.reserve(request(str(index), prompt_of(4, index), max_tokens=40))
     for reservation in engine.step().reservations:
-        engine.activate(reservation.request_id, [7])
+        engine.requests.activate(reservation.request_id, [7])
     seated = list(engine.scheduler.running)
     assert len(seated) > 1
     for _ in range(5):
@@ -204,11 +204,11 @@ async def test_an_engine_that_can_only_wait_sleeps(make, monkeypatch):
 def test_a_prompt_may_fill_the_whole_pool_when_one_token_is_drawn(make):
     engine = make(num_blocks=4)
     full = request("full", prompt_of(64), prompt_logprobs=0, max_tokens=1)
-    assert engine.refusal(full) is None
+    assert engine.requests.refusal(full) is None
     engine.add(full)
     (output,) = drain(engine)["full"]
     assert len(output.prompt_logprobs) == 63 and engine.pool.counts().used == 0
-    assert engine.refusal(request("more", prompt_of(64), max_tokens=2)) is not None
+    assert engine.requests.refusal(request("more", prompt_of(64), max_tokens=2)) is not None
 
 
 async def test_a_reservation_queued_is_granted_when_the_last_running_sequence_ends(make):

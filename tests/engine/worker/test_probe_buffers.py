@@ -50,7 +50,7 @@ class Busy:
 async def probe_blocks(thread):
     def look(engine):
         engine.check()
-        return len(engine.scheduler.blocks.probe_blocks), engine.pool.counts().used, engine.load().probe_blocks
+        return len(engine.scheduler.blocks.probe_blocks), engine.pool.counts().used, engine.reports.load().probe_blocks
 
     return await thread.call(look)
 
