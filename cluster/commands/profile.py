@@ -145,7 +145,8 @@ def _name_ranges(engine: "Engine") -> None:
 
     sampler, runner = engine.executor.sampler, engine.runner
     for owner, names in (
-        (engine, ("step", "advance", "drain_events")),
+        (engine, ("step", "advance")),
+        (engine.reports, ("drain_events",)),
         (engine.scheduler, ("schedule",)),
         (runner, ("run", "batch", "logits")),
         (sampler, ("sample", "draw")),

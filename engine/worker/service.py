@@ -76,9 +76,8 @@ class WorkerService:
         options = self.options
         engine = await self.thread.start()
         self._role = role = await self._start_role(engine)
-        self._reports = EngineReports(
-            self.thread, engine.reports.load(), completed=self._completed, changes=role.changes
-        )
+        load = engine.reports.load()
+        self._reports = EngineReports(self.thread, load, completed=self._completed, changes=role.changes)
         self._server = WorkerServer(self, role, self._reports)
         self.info = await self._server.start(options.host, lambda port: self._describe(engine, role, port))
         logger.info(

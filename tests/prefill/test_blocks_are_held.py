@@ -22,7 +22,7 @@ class Engine:
 
     def __init__(self, target):
         self._target = target
-        self.calls, self.freed_at = [], []
+        self.calls, self.freed_at, self.requests = [], [], self
 
     def refusal(self, request):
         return None

@@ -95,7 +95,7 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
             of_part = slice(0, RANK) if part == "latents" else slice(RANK, WIDTH)
             target.cache.storage.tensor[:, block, ..., of_part] *= -1
     source.abort("a")
-    assert target.activate("a", first.token_ids)
+    assert target.requests.activate("a", first.token_ids)
     stream = first.token_ids + [token for output in drain(target)["a"] for token in output.token_ids]
     assert (stream == oracle(prompt)) is (part == "none")
 

@@ -126,7 +126,7 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
         if corrupt:
             target.cache.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
         source.abort("a")
-        assert target.activate("a", first.token_ids)
+        assert target.requests.activate("a", first.token_ids)
         rest = drain(target)["a"]
         stream = first.token_ids + [token for output in rest for token in output.token_ids]
         assert (stream == oracle(prompt, 12)) is not corrupt
@@ -263,7 +263,7 @@ def test_hashes_finer_than_the_blocks_find_and_name_the_same_blocks(make, oracle
 @pytest.mark.parametrize("step", [16, 3, -8])
 def test_hashes_that_name_no_block_of_this_engine_are_refused(make, step):
     wanted = msgspec.structs.replace(request("a", prompt_of(50)), tokens_per_hash=step)
-    assert make().refusal(wanted) == ("invalid", f"hashes of every {step} tokens name no blocks of 8")
+    assert make().requests.refusal(wanted) == ("invalid", f"hashes of every {step} tokens name no blocks of 8")
 
 
 def test_a_prompt_that_parts_within_a_block_goes_on_in_a_copy_of_it(make, oracle):

@@ -196,7 +196,7 @@ def test_a_group_goes_over_the_hop_as_one_and_a_corrupt_block_changes_it(make, l
         source.check()
         assert source.pool.counts().used == 0 and not source.scheduler.groups
         tokens = [token for output in firsts for token in output.token_ids]
-        assert target.activate("g", tokens, firsts[0].candidates)
+        assert target.requests.activate("g", tokens, firsts[0].candidates)
         ended = {output.choice for output in firsts if output.finish_reason}
         rest = [output for output in drain(target) if output.choice not in ended]
         results.append(streams(firsts + rest))

@@ -111,7 +111,7 @@ def test_the_limits_themselves_are_allowed(make):
 
 @pytest.mark.parametrize("hashes", [[b"x" * 16] * 9, [b""], [b"x" * 16, b"short"]], ids=["many", "empty", "short"])
 def test_hashes_that_cannot_be_of_these_tokens_are_refused(make, hashes):
-    refusal = make().refusal(request("a", prompt_of(40), hashes))
+    refusal = make().requests.refusal(request("a", prompt_of(40), hashes))
     assert refusal is not None and refusal[0] == "invalid"
 
 
