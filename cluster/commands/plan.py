@@ -239,28 +239,21 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
 
 def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: PlanningTarget) -> Workload:
     """The workload of at least one entry, in order of arrival, with a cache of that size."""
+    import numpy as np  # here: `kvrelay plan --help` stays fast
+
     hits = cached_tokens(entries, cache_tokens)
-    inputs = [entry.input_tokens for entry in entries]
-    outputs = [max(entry.output_tokens, 1) for entry in entries]
-    computed = [size - hit for size, hit in zip(inputs, hits, strict=True)]
+    inputs = np.array([entry.input_tokens for entry in entries])
+    outputs = np.array([max(entry.output_tokens, 1) for entry in entries])
+    computed = inputs - hits
     return Workload(
         rate=busy_rate(entries),
-        input_tokens=_mean(inputs),
-        output_tokens=_mean(outputs),
-        cached_share=sum(hits) / sum(inputs),
-        input_cv2=_cv2(computed),
-        output_cv2=_cv2(outputs),
+        input_tokens=float(inputs.mean()),
+        output_tokens=float(outputs.mean()),
+        cached_share=sum(hits) / int(inputs.sum()),
+        input_cv2=float(computed.var() / computed.mean() ** 2),
+        output_cv2=float(outputs.var() / outputs.mean() ** 2),
         burstiness=burstiness(entries, max(target.ttft_s, 1.0)),
     )
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)
-
-
-def _cv2(values: Sequence[int]) -> float:
-    mean = _mean(values)
-    return sum((value - mean) ** 2 for value in values) / len(values) / mean**2
 
 
 def planned(

@@ -143,8 +143,7 @@ class WorkerReplica:
             cluster_store=self._stores,
             num_workers=num_workers,
         )
-        kind = PrefillWorker if self.role == Role.PREFILL else DecodeWorker
-        return kind(options)
+        return PrefillWorker(options) if self.role == Role.PREFILL else DecodeWorker(options)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

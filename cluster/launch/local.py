@@ -51,23 +51,14 @@ def make_worker(
     from kvrelay.decode.worker import DecodeWorker
     from kvrelay.prefill.worker import PrefillWorker
 
-    kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
     clients = None
     if settings.cache.remote == CLUSTER:
         clients = ClusterStores(settings, secret, worker_id=worker_id, host=HOST)
         clients.set_nodes(stores)
     options = WorkerOptions(
-        settings=settings,
-        model_dir=model_dir,
-        model_name=model_dir.name,
-        worker_id=worker_id,
-        node_id="local",
-        secret=secret,
-        host=HOST,
-        cores=cores,
-        cluster_store=clients,
+        settings, model_dir, model_dir.name, worker_id, secret, host=HOST, cores=cores, cluster_store=clients
     )
-    return kind(options)
+    return PrefillWorker(options) if role is Role.PREFILL else DecodeWorker(options)
 
 
 async def start_worker(worker: WorkerService) -> WorkerInfo:

@@ -57,10 +57,7 @@ def poisson_arrivals(rate_per_s: float, *, seed: int) -> Iterator[float]:
     """Exponential gaps with mean 1 / rate."""
     _check(rate_per_s)
     draw = random.Random(f"arrivals:{seed}")
-    now_s = 0.0
-    while True:
-        now_s += draw.expovariate(rate_per_s)
-        yield now_s
+    yield from accumulate(draw.expovariate(rate_per_s) for _ in count())
 
 
 def gamma_arrivals(rate_per_s: float, *, variation: float, seed: int) -> Iterator[float]:
@@ -73,10 +70,7 @@ def gamma_arrivals(rate_per_s: float, *, variation: float, seed: int) -> Iterato
         raise ConfigError("the variation of gaps must be positive")
     shape = variation**-2
     draw = random.Random(f"gamma:{seed}")
-    now_s = 0.0
-    while True:
-        now_s += draw.gammavariate(shape, 1 / (rate_per_s * shape))
-        yield now_s
+    yield from accumulate(draw.gammavariate(shape, 1 / (rate_per_s * shape)) for _ in count())
 
 
 def switching_arrivals(

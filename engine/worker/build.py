@@ -52,10 +52,10 @@ class WorkerOptions:
     model_dir: Path
     model_name: str
     worker_id: str
-    node_id: str
-    secret: bytes
-    host: str
-    cores: tuple[int, ...] | None
+    secret: bytes = b""
+    node_id: str = "local"
+    host: str = "127.0.0.1"
+    cores: tuple[int, ...] | None = None
     num_workers: int | None = None
     cluster_store: ClusterStore | None = None
 

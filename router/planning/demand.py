@@ -253,6 +253,7 @@ class RequestShape:
             self.burstiness = min(max(1.0 + weight * (self.swings / self.counts - 1.0), low), high)
 
     def workload(self, rate: float) -> Workload | None:
+        """Recent requests, at this rate; None before any ended."""
         arrivals, tokens, squares, cached, ended, output = self.stats
         self.is_known = self.is_known or ended >= FEWEST_ENDED
         if not self.is_known or arrivals < 1e-9 or tokens <= 0:
@@ -301,7 +302,3 @@ class Demand:
         ahead += _NORMAL.inv_cdf(share) * self.trend.deviation(self.horizon_s)
         seasonal = self.season.ahead(self.horizon_s, self.period_s) if self.period_s else None
         return max(ahead, seasonal or 0.0)
-
-    def workload(self, rate: float) -> Workload | None:
-        """Recent requests, at this rate; None before any ended."""
-        return self.shape.workload(rate)

@@ -103,7 +103,7 @@ class Planner:
         self.state.demand.observe(seen)
         self._correct("prefill", seen.prefill_slowness)
         self._correct("decode", seen.decode_slowness)
-        load = self.state.demand.workload(self.state.demand.expected(self.target.share))
+        load = self.state.demand.shape.workload(self.state.demand.expected(self.target.share))
         if load is None:
             return ScalingPlan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
         waiting = self._overdue_rate(seen, load)
