@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvrelay.cluster.profiles.profile import ConstantSource, Fit, FitError, SimulatorProfile
+from kvrelay.cluster.profiles.profile import ConstantSource, Fit, FitError, SimulatorProfile, work_of
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import ConfigError
@@ -58,19 +58,6 @@ def add_prompt(engine: Engine, number: int, num_tokens: int, *, max_tokens: int)
         raise ConfigError(f"the engine refuses a prompt of {num_tokens} tokens: {refusal[1]}")
     engine.add(request)
     return request.request_id
-
-
-def work_of(plan: StepPlan) -> StepWork:
-    """What a plan computes. A prompt's last token that is computed alone counts as decoding."""
-    chunks = plan.work[plan.num_single :]
-    return StepWork(
-        prompt_tokens=sum(item.num_tokens for item in chunks),
-        prompt_pairs=sum(
-            item.num_tokens * item.start + item.num_tokens * (item.num_tokens + 1) // 2 for item in chunks
-        ),
-        sequences=plan.num_single,
-        context_tokens=sum(item.start + 1 for item in plan.work[: plan.num_single]),
-    )
 
 
 def step_clock_of(engine: Engine) -> Callable[[], float]:

@@ -7,14 +7,17 @@ NVIDIA's throughput tables; the error is in each file's `fit`. Never imports tor
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.types import SpeedCurve
+from kvrelay.router.planning.types import SpeedCurve, StepWork
 from kvrelay.settings.section import first_problem
 from kvrelay.types import Role
+
+if TYPE_CHECKING:
+    from kvrelay.engine.scheduling.plan import StepPlan
 
 PUBLISHED = Path(__file__).parent / "published"
 Tier = Literal["host", "disk", "remote"]
@@ -139,6 +142,21 @@ class SimulatorProfile(_File):
     def text(self) -> str:
         """As the file has it."""
         return json.dumps(self.model_dump(mode="json", exclude_none=True), indent=1) + "\n"
+
+
+def work_of(plan: "StepPlan", num_others: int = 0, context_tokens: int = 0) -> StepWork:
+    """What a plan computes, beside `num_others` sequences that decode and attend to `context_tokens`.
+
+    A prompt's last token that is computed alone counts as decoding.
+    """
+    prompt_tokens = pairs = 0
+    for item in plan.work[plan.num_single :]:
+        size = item.num_tokens
+        prompt_tokens += size
+        pairs += size * item.start + size * (size + 1) // 2
+    for item in plan.work[: plan.num_single]:
+        context_tokens += item.start + 1
+    return StepWork(prompt_tokens, pairs, num_others + plan.num_single, context_tokens)
 
 
 def parse_profile(text: str, name: str) -> SimulatorProfile:

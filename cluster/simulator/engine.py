@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvrelay import types
-from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.profiles.profile import SimulatorProfile, work_of
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.fast_forward import FairShareWithParked, FastForward, ParkedSequences, RefreshedHeadroom
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, SimulatedSequenceRequest
@@ -30,7 +30,7 @@ from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport
-from kvrelay.router.planning.types import SpeedCurve, StepWork
+from kvrelay.router.planning.types import SpeedCurve
 from kvrelay.types import FinishReason, Role
 
 
@@ -89,7 +89,7 @@ class StepEvents:
 class SimulatedEngine:
     """Called between steps by its worker, which knows when they end.
 
-    Its 18 attributes are the parts of production's engine that exist here too, and its totals.
+    Its 17 attributes are the parts of production's engine that exist here too, and its totals.
     """
 
     def __init__(
@@ -137,7 +137,6 @@ class SimulatedEngine:
         self._load_seq = 0
         self.num_steps = 0
         self.busy_s = 0.0
-        self.output_tokens = 0
 
     # ---- requests
 
@@ -217,13 +216,10 @@ class SimulatedEngine:
                 plan = self._fast_forward.plan()
                 self._fast_forward.advance(plan)
                 self._sample(plan, events)
-                self.output_tokens -= len(plan.work)
             else:
                 self._fast_forward.passed(count)
-            self.output_tokens += size * count
             self._note(size, size, size, stride.seconds(count) / count, count)
             return
-        self.output_tokens += size
         self._fast_forward.advance(plan)
         self._sample(plan, events)
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
@@ -248,7 +244,6 @@ class SimulatedEngine:
         ]
         outputs: list[TokenOutput] = []
         self._output_processor.append_all(seqs, tokens, [None] * len(seqs), outputs)
-        self.output_tokens += len(seqs)
         events.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
         for seq in fresh:
             if seq.plain_until:  # its end, which the output processor does not know, is looked at as well
@@ -305,15 +300,3 @@ class SimulatedEngine:
 def target(seq: Sequence) -> int:
     """Tokens of output after which the model ends it."""
     return cast(SimulatedSequenceRequest, seq.request).output_tokens
-
-
-def work_of(plan: StepPlan, num_others: int = 0, context_tokens: int = 0) -> StepWork:
-    """What a plan computes, beside `num_others` sequences that decode and attend to `context_tokens`."""
-    prompt_tokens = pairs = 0
-    for item in plan.work[plan.num_single :]:
-        size = item.num_tokens
-        prompt_tokens += size
-        pairs += size * item.start + size * (size + 1) // 2
-    for item in plan.work[: plan.num_single]:
-        context_tokens += item.start + 1
-    return StepWork(prompt_tokens, pairs, num_others + plan.num_single, context_tokens)

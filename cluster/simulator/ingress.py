@@ -348,7 +348,7 @@ class WorkerLinks:
         """Begin with an empty Router and connect to every worker again."""
         self.router = self._new_router()
         for worker in self.members.values():
-            worker.unsubscribe(self)
+            worker.reports.unsubscribe(self)
             if worker.is_alive and not worker.is_draining:
                 self.router.worker_up(worker.info)
                 self.send(self._subscribed, worker)
@@ -394,4 +394,4 @@ class WorkerLinks:
 
     def _share_assigned(self) -> None:
         for worker_id, share in self.router.take_assigned():
-            self.send(self.members[worker_id].receive_assigned, self, share)
+            self.send(self.members[worker_id].reports.receive_assigned, self, share)

@@ -242,7 +242,7 @@ class FaultInjector:
             return
         for ingress in self._fleet.ingresses:
             if not ingress.links.is_connected(worker):
-                worker.unsubscribe(ingress.links)
+                worker.reports.unsubscribe(ingress.links)
                 worker.abort_all(ingress.links)
                 ingress.worker_up(worker)
         worker.thaw()

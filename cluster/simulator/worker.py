@@ -18,7 +18,7 @@ from kvrelay.cluster.simulator.steps import Machine, WorkerSteps
 from kvrelay.cluster.simulator.tiers import make_tiers
 from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerReports
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.plane.messages import PREEMPTED, Assigned, TokenOutput
+from kvrelay.plane.messages import PREEMPTED, TokenOutput
 from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.serve.requests.retries import RESERVE_TIMEOUT_S
 from kvrelay.types import Fingerprint, Role
@@ -29,7 +29,7 @@ LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/lau
 class SimulatedWorker:
     """One incarnation of one worker.
 
-    33 methods: one for each message of an ingress, each transition of an attempt and each fault; steps and reports are
+    31 methods: one for each message of an ingress, each transition of an attempt and each fault; steps and reports are
     objects of their own. More than 12 attributes: state, times and totals are plain fields that faults, the fleet and
     the summary read.
     """
@@ -271,12 +271,6 @@ class SimulatedWorker:
         """Send this ingress all updates from now on; returns the present state."""
         self.reports.subscribe(subscriber)
         return self.engine.snapshot(), self.reports.load()
-
-    def unsubscribe(self, subscriber: LoadSubscriber) -> None:
-        self.reports.unsubscribe(subscriber)
-
-    def receive_assigned(self, subscriber: LoadSubscriber, share: Assigned) -> None:
-        self.reports.receive_assigned(subscriber, share)
 
     def _measure(self) -> LoadReport:
         own: dict[str, Any] = {}
