@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
-from kvrelay.cluster.launch.endpoints import auth_headers, probe, request_json, wait_for_workers
+from kvrelay.cluster.launch.endpoints import auth_headers, probe, request_json
 from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.supervisor import StopSignals, report
@@ -175,10 +175,10 @@ def _report_sizes(settings: Settings, console: Console) -> None:
 
 def _probe(settings: Settings, model: str) -> str:
     """Send one request; returns which path it took. Raises ClusterError when the path does not work."""
-    disaggregated = settings.cluster.prefill > 0
-    url = api_url(settings)
-    wait_for_workers(url, prefill=settings.cluster.prefill)
-    explain = probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
+    url, key, disaggregated = api_url(settings), settings.serve.api_key, settings.cluster.prefill > 0
+    if not doctor.settled(url, key, decode=settings.cluster.decode)["decode"]:
+        raise ClusterError("the ingress is not ready: it is connected to no decode worker")
+    explain = probe(url, model, api_key=key, disaggregated=disaggregated)
     path = explain.get("path", "?")
     if disaggregated and path != "disaggregated":
         raise ClusterError(f"the probe took the {path} path, not one through a prefill worker")

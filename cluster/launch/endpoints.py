@@ -7,7 +7,6 @@ Each running `kvrelay serve` has a file with its addresses in the cache folder, 
 import contextlib
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -158,22 +157,6 @@ def request_json(
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def wait_for_workers(api_url: str, *, prefill: int, timeout_s: float = TIMEOUT_S) -> None:
-    """Wait until the ingress is connected to a decode worker and, where `prefill` is above 0, a prefill worker."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            health = request_json("GET", f"{api_url}/health", timeout_s=5.0)
-            if health.get("decode", 0) >= 1 and health.get("prefill", 0) >= min(prefill, 1):
-                return
-            why = f"connected to {health.get('prefill')} prefill and {health.get('decode')} decode workers"
-        except ClusterError as error:
-            why = str(error)
-        if time.monotonic() > deadline_s:
-            raise ClusterError(f"the ingress is not ready: {why}")
-        time.sleep(0.1)
 
 
 def probe(api_url: str, model: str, *, api_key: str | None, disaggregated: bool) -> dict[str, Any]:

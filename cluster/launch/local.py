@@ -56,7 +56,14 @@ def make_worker(
         clients = ClusterStores(settings, secret, worker_id=worker_id, host=HOST)
         clients.set_nodes(stores)
     options = WorkerOptions(
-        settings, model_dir, model_dir.name, worker_id, secret, host=HOST, cores=cores, cluster_store=clients
+        settings=settings,
+        model_dir=model_dir,
+        model_name=model_dir.name,
+        worker_id=worker_id,
+        secret=secret,
+        host=HOST,
+        cores=cores,
+        cluster_store=clients,
     )
     return PrefillWorker(options) if role is Role.PREFILL else DecodeWorker(options)
 

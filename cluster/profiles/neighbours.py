@@ -92,7 +92,7 @@ def profiled_engine(settings: Settings, folder: Path) -> Engine:
     Raises ModelError, BackendUnavailable.
     """
     plain = settings.model_copy(update={"engine": settings.engine.model_copy(update={"speculation": "off"})})
-    options = WorkerOptions(plain, folder, folder.name, "profile")
+    options = WorkerOptions(settings=plain, model_dir=folder, model_name=folder.name, worker_id="profile")
     engine, _ = build_engine(options, Role.DECODE, layer_hook=None, wake=lambda: None)
     return engine
 

@@ -80,7 +80,7 @@ def test_a_busy_cluster_on_one_machine_ends_clean_and_is_never_faster():
     assert crowded.tally.outcomes == free.tally.outcomes == {"done": 60}
     assert sum(crowded.tally.tpot_s) > sum(free.tally.tpot_s)
     everything_is_given_back(crowded)
-    assert not any(machine._computing for machine in crowded._machines.values())
+    assert not any(machine._computing for machine in crowded.fleet._machines.values())
 
 
 def test_faults_leave_the_machine_with_who_computes():
@@ -91,7 +91,7 @@ def test_faults_leave_the_machine_with_who_computes():
     sim = simulate(chats(60), workers=shared(prefill=(1.0, 1.3), decode=(1.0, 1.4)), faults=faults)
     assert sum(sim.tally.outcomes.values()) == 60
     everything_is_given_back(sim)
-    assert not any(machine._computing for machine in sim._machines.values())
+    assert not any(machine._computing for machine in sim.fleet._machines.values())
 
 
 def test_the_file_keeps_it():

@@ -323,7 +323,7 @@ def test_what_requests_are_like_is_learnt():
     demand = Demand(horizon_s=30.0, period_s=0.0)
     for number in range(10):
         demand.observe(seen(number, 4.0, cached_tokens=20_000))
-    load = demand.workload(4.0)
+    load = demand.shape.workload(4.0)
     assert load is not None
     assert (round(load.input_tokens), round(load.output_tokens)) == (2000, 200)
     assert load.input_cv2 == pytest.approx(0.5) and load.cached_share == pytest.approx(0.25)
@@ -337,7 +337,7 @@ def test_bursts_are_told_from_poisson():
         for number in range(300):
             groups = sum(draw.random() < 0.12 / size for _ in range(1000))
             demand.observe(seen(number, groups * size / LOOK_S))
-        load = demand.workload(12.0)
+        load = demand.shape.workload(12.0)
         assert load is not None
         told.append(load.burstiness)
     assert told[0] < 2.0 and 8.0 < told[1] < 20.0
@@ -348,7 +348,7 @@ def test_prompts_in_line_do_not_make_hits_look_rarer():
     for number in range(10):
         demand.observe(seen(number, 4.0, cached_tokens=60_000))
     demand.observe(seen(10, 12.0, cached_tokens=60_000, ended=40, output_tokens=8000))  # 80 of the 120 wait still
-    load = demand.workload(4.0)
+    load = demand.shape.workload(4.0)
     assert load is not None and load.cached_share == pytest.approx(0.75)
 
 
