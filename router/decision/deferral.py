@@ -24,23 +24,15 @@ MAX_DEFERRED = 256
 OLDEST_EVERY = OVERDUE_EVERY
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    request_id: str
-    priority: int
-    tenant: str
-    num_tokens: int
-
-
 class Deferral:
     """Deferred requests, and those that were called and have not come back yet."""
 
     def __init__(self, max_deferred: int | None = None) -> None:
         """`max_deferred`: requests that may wait at a time; None: MAX_DEFERRED."""
         self._max_deferred = MAX_DEFERRED if max_deferred is None else max_deferred
-        self.waiting: dict[str, _Entry] = {}  # in order of arrival
+        self.waiting: dict[str, RouteRequest] = {}  # in order of arrival
         self.called: set[str] = set()  # have neither come back nor ended
-        self._queues: dict[tuple[int, str], dict[str, _Entry]] = {}  # by priority and tenant
+        self._queues: dict[tuple[int, str], dict[str, RouteRequest]] = {}  # by priority and tenant
         self._counters: dict[str, float] = {}  # tokens called, by waiting tenant; a new tenant starts at `_level`
         self._level = 0.0  # the counter of the tenant that was called last
         self._num_calls = 0
@@ -49,10 +41,9 @@ class Deferral:
         """Queue it. False: too many wait."""
         if len(self.waiting) >= self._max_deferred:
             return False
-        entry = _Entry(request.request_id, request.priority, request.tenant, request.num_tokens)
-        self.waiting[entry.request_id] = entry
-        self._queues.setdefault((entry.priority, entry.tenant), {})[entry.request_id] = entry
-        self._counters.setdefault(entry.tenant, self._level)
+        self.waiting[request.request_id] = request
+        self._queues.setdefault((request.priority, request.tenant), {})[request.request_id] = request
+        self._counters.setdefault(request.tenant, self._level)
         return True
 
     def call(self) -> str | None:
@@ -61,7 +52,7 @@ class Deferral:
             return None
         self._num_calls += 1
         if self._num_calls % OLDEST_EVERY:
-            queue = self._queues[min(self._queues, key=self._rank)]
+            queue = self._queues[min(self._queues, key=lambda key: (key[0], self._counters[key[1]]))]
             entry = next(iter(queue.values()))
         else:
             entry = next(iter(self.waiting.values()))
@@ -70,10 +61,6 @@ class Deferral:
         self.remove(entry.request_id)
         self.called.add(entry.request_id)
         return entry.request_id
-
-    def _rank(self, key: tuple[int, str]) -> tuple[int, float]:
-        priority, tenant = key
-        return priority, self._counters[tenant]
 
     def remove(self, request_id: str) -> None:
         """It waits no longer, and is not expected back. Idempotent."""

@@ -101,7 +101,10 @@ class RoutingSnapshot:
             candidates = self.taker.policy.rank(
                 self.context, select_rows(self.prefills, prefills), select_rows(self.decodes, decodes)
             )
-            found += [_renumbered(candidate, prefills, decodes) for candidate in candidates]
+            for one in candidates:
+                prefill = None if one.prefill is None else prefill_rows[one.prefill]
+                decode = None if one.decode is None else decode_rows[one.decode]
+                found.append(one._replace(prefill=prefill, decode=decode))
         return sorted(found, key=lambda candidate: candidate.score)[:MAX_CANDIDATES]
 
     def decision(self, ranking: Ranking, index: int = 0) -> Decision:
@@ -197,12 +200,6 @@ def _cost_terms(cost: CommonCost, candidate: Candidate) -> list[float]:
     else:
         parts = cost.pairs(rows(candidate.prefill), rows(candidate.decode))
     return [float(part) for part in parts[:, 0]]
-
-
-def _renumbered(candidate: Candidate, prefills: Ints, decodes: Ints) -> Candidate:
-    prefill = None if candidate.prefill is None else int(prefills[candidate.prefill])
-    decode = None if candidate.decode is None else int(decodes[candidate.decode])
-    return candidate._replace(prefill=prefill, decode=decode)
 
 
 FADE_S = 10.0

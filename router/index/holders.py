@@ -50,14 +50,10 @@ class HolderSets:
         if source:
             self._counts[source] -= count
             if not self._counts[source]:
-                self._forget(source)
+                del self._numbers[self.masks[source]]
+                self.masks[source] = 0
+                self._free.append(source)
         return set_id
-
-    def _forget(self, set_id: int) -> None:
-        """No block has this set any more."""
-        del self._numbers[self.masks[set_id]]
-        self.masks[set_id] = 0
-        self._free.append(set_id)
 
     def _new(self, mask: int) -> int:
         if self._free:

@@ -219,10 +219,6 @@ class IndexedWorker:
         self.num_blocks -= num_dropped
         return num_dropped == len(hashes)
 
-    def clear(self) -> Sweep:
-        """A sweep that makes it hold nothing, step by step."""
-        return Sweep(self.holders, self.both)
-
     # ---- a snapshot, and the events during its ingest
 
     def begin(self, seq: int) -> None:
@@ -230,7 +226,7 @@ class IndexedWorker:
         if self.state is IndexState.STALE or seq != self.seq:
             self.set_state(IndexState.STALE)
         self._end_ingest()
-        self.ingest = SnapshotIngest(seq, self.max_blocks, self.clear() if self.num_blocks else None)
+        self.ingest = SnapshotIngest(seq, self.max_blocks, Sweep(self.holders, self.both) if self.num_blocks else None)
         self.seq, self.newest_seq, self.num_outdated = seq, seq, 0
 
     def change(self, events: KvEvents) -> None:

@@ -77,7 +77,7 @@ class PrefixIndex:
             return
         self._set_state(member, IndexState.STALE)
         if member.num_blocks:
-            self._deferred.add(partial(self._remove_blocks, member, member.clear()))
+            self._deferred.add(partial(self._remove_blocks, member, Sweep(member.holders, member.both)))
         else:
             self._free_row(member.row)
 

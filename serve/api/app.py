@@ -1,6 +1,5 @@
 """The OpenAI HTTP API as one ASGI app. Its host starts and closes the dispatcher."""
 
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -32,8 +31,6 @@ from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
 
 __all__ = ["ModelCard", "create_app"]
-
-logger = logging.getLogger(__name__)
 
 
 def create_app(

@@ -192,7 +192,7 @@ def describe(error: Exception) -> tuple[int, ErrorReply, float | None]:
 
 
 def json_response(reply: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode_json(reply), status, headers, "application/json")
+    return Response(_encoder.encode(reply), status, headers, "application/json")
 
 
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
@@ -202,11 +202,6 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
     return json_response(reply, status, headers)
-
-
-def encode_json(reply: object) -> bytes:
-    """A reply as JSON."""
-    return _encoder.encode(reply)
 
 
 def encode_event(reply: object) -> bytes:

@@ -143,7 +143,7 @@ class RequestDriver:
         request = self._request if self._num_attempts == 1 else self._continuation()
         observer = self._observer
         observer.placing(self._num_attempts)
-        while isinstance(decision := self._choose(self._query(request)), Deferred):
+        while isinstance(decision := self._retries.choose(self._query(request), self._placer.place), Deferred):
             deferred_s = observer.deferred(decision.predicted_ttft_s)
             await self._turn(request.request_id)
             observer.resumed(deferred_s)
@@ -153,16 +153,11 @@ class RequestDriver:
             observer.judged(decision.verdict)
         if isinstance(decision, RoutingRefusal):
             raise self._retries.error_of(decision)
+        if self._slo is not None and self._slo.priority is not None:  # of the class under which it was admitted
+            request = msgspec.structs.replace(request, priority=self._slo.priority)
         submission = self._links.open(request.request_id)
-        self._attempt = SequenceAttempt(
-            self._with_class_priority(request), decision, submission, self._order, self._placer, observer
-        )
+        self._attempt = SequenceAttempt(request, decision, submission, self._order, self._placer, observer)
         return self._attempt
-
-    def _choose(self, query: RouteRequest) -> Decision | RoutingRefusal | Deferred:
-        if self._num_attempts == 1:
-            return self._placer.place(query)
-        return self._retries.choose(query, self._placer.place)
 
     async def _turn(self, request_id: str) -> None:
         """Wait until a deferred request may be placed. Raises RequestError (504)."""
@@ -193,11 +188,6 @@ class RequestDriver:
             priority=request.priority,
             may_wait=is_first and self._force is None and request.deadline_s is None,
         )
-
-    def _with_class_priority(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
-        """With the queue priority of the class of service under which it was admitted."""
-        priority = self._slo.priority if self._slo is not None else None
-        return request if priority is None else msgspec.structs.replace(request, priority=priority)
 
     # ---- reserve
 

@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.slo.forecast import Forecast
 from kvrelay.router.slo.learning import RATIO_BOUNDS
 from kvrelay.serve.telemetry.observer import ServeStats
@@ -182,13 +181,6 @@ def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
                 table.add("kvrelay_kvtransfer_path_latency_seconds", "Probed latency of one block.", labels, latency_s)
 
 
-def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
-    counts = index.audit_counts(worker_id)
-    results = {"agreed": counts.compared - counts.wrong - counts.missed, "wrong": counts.wrong, "missed": counts.missed}
-    what = "Index entries compared with a worker's cache."
-    table.add_counts("kvrelay_router_audited_hashes_total", what, {"worker": worker_id}, "result", results)
-
-
 class ServeCollector(Collector):
     """Reads the counters where they are kept; holds none of its own."""
 
@@ -213,7 +205,14 @@ class ServeCollector(Collector):
         for info, load in self._workers.live_workers():
             _worker(info, load, table)
             roles[info.role] = roles.get(info.role, 0) + 1
-            _audited(info.worker_id, self._router.index, table)
+            audit = self._router.index.audit_counts(info.worker_id)
+            counts = {
+                "agreed": audit.compared - audit.wrong - audit.missed,
+                "wrong": audit.wrong,
+                "missed": audit.missed,
+            }
+            what, labels = "Index entries compared with a worker's cache.", {"worker": info.worker_id}
+            table.add_counts("kvrelay_router_audited_hashes_total", what, labels, "result", counts)
         table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles)
         _pairs(self._workers.pairs.book.pairs, table)
         yield from table.families.values()
