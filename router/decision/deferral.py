@@ -105,8 +105,6 @@ class OverduePlacement:
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
-        if decision.predicted_ttft_s <= target_s:  # almost always in a cluster that keeps up
-            return False
         compute = self.workers.accounts_of(decision)[0]
         speed = self.workers.prefill_tokens_per_s(compute.info.worker_id)
         overtaken_s = compute.unreported_overdue_tokens / speed

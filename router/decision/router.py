@@ -144,7 +144,12 @@ class Router:
         choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
         if not is_called:
             self._popularity.observe(request.block_hashes, now_s)
-        is_overdue = isinstance(choice, Decision) and self._overdue.is_overdue(request, choice)
+        is_overdue = (  # almost never looked at in a cluster that keeps up
+            isinstance(choice, Decision)
+            and choice.ttft_target_s is not None
+            and (choice.verdict is not None or choice.predicted_ttft_s > choice.ttft_target_s)
+            and self._overdue.is_overdue(request, choice)
+        )
         if is_overdue and isinstance(choice, Decision):
             choice = self._overdue.place(request, choice, now_s, is_called=is_called)
         if isinstance(choice, Decision):

@@ -143,7 +143,8 @@ class RequestDriver:
         request = self._request if self._num_attempts == 1 else self._continuation()
         observer = self._observer
         observer.placing(self._num_attempts)
-        while isinstance(decision := self._retries.choose(self._query(request), self._placer.place), Deferred):
+        query, place, is_first = self._query(request), self._placer.place, self._num_attempts == 1
+        while isinstance(decision := place(query) if is_first else self._retries.choose(query, place), Deferred):
             deferred_s = observer.deferred(decision.predicted_ttft_s)
             await self._turn(request.request_id)
             observer.resumed(deferred_s)
