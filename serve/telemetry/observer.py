@@ -208,6 +208,7 @@ class RequestObserver:
     ) -> None:
         self.now_s, self.started_s = clock, clock()
         self._stats, self._log, self._explain = stats, log, explain or Explain(self.started_s)
+        self._is_explained = explain is not None
         self._num_sequences, self._is_group = request.num_sequences, request.group is not None
         self._record = log.begin(request, self.started_s, arrival)
         # without a traceparent it is not traced: no span is made, not even an empty one
@@ -327,7 +328,8 @@ class RequestObserver:
         record.note("prefill started", prefill_s, worker=worker, queued_s=queue_s, cached_tokens=cached)
         record.note("first token", now_s, worker=worker, compute_s=compute_s, chunks=chunks)
         self._stats.cached_prefix_tokens += cached
-        self._explain.on_first_token(output, now_s)
+        if self._is_explained:
+            self._explain.on_first_token(output, now_s)
         return now_s
 
     def transferred(self, message: wire.Transferred) -> None:
