@@ -101,7 +101,8 @@ class PagedAttention:
         """Add the paged indices of the plan's batch, staged for FlashInfer."""
         batch, shape, n = plan.batch, plan.shape, plan.batch.num_decode
         if shape.latent_dim is not None:
-            plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size)
+            queries = batch.query_starts.to(torch.int32)
+            plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size, queries)
             if is_unpacked(shape):
                 plan.latent, plan.latent_blocks = self._renumbered(plan.latent)
             assert plan.latent is not None
@@ -198,11 +199,11 @@ class PagedAttention:
 
     def _plan_latent(self, wrapper: Any, plan: CudaPlan, index: PagedIndex, scale: float) -> None:
         """All sequences of a step, decode rows and prompt chunks alike; causal, bottom-right."""
-        shape, batch = plan.shape, plan.batch
+        shape = plan.shape
         assert shape.latent_dim is not None
         wrapper.plan(
             metadata=self._flashinfer.mla.MLAPlanMetadata.csr(
-                batch.query_starts.to(torch.int32), index.indptr, index.indices, batch.context_lens.to(torch.int32)
+                index.qo_indptr, index.indptr, index.indices, index.kv_lens
             ),
             num_heads=shape.num_heads,
             head_dim_ckv=shape.latent_dim,

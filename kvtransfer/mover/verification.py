@@ -1,10 +1,9 @@
 """What a read brings, where that lands (cast, where the pools' dtypes differ), and checksums that prove it.
 
 Host memory: xxh3-64 (mover.py). CUDA memory: a position-weighted 64-bit sum computed on the device, so that no KV
-crosses PCIe for it (not verified on hardware yet). Both ends must use the same kind; the kind follows from where the
+crosses PCIe for it (device_checksums.py). Both ends must use the same kind; the kind follows from where the
 pool lies and is compared when they connect. A chunk may lie in several pieces: both ends hash the same bytes in the
-same order. On a GPU a chunk of one piece is summed where it lies; chunks of several pieces are gathered first, a few
-hundred KiB at a time.
+same order.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,32 +29,11 @@ Chosen = NDArray[np.bool_]
 MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
 SAMPLED_SHARE = 0.1  # of the regions that `transfer.checks: sampled` verifies; equal at both ends
 _STAGING_BYTES = 2 << 20
-_BATCH_BYTES = 512 << 10
 _LARGEST = {"float16": 65504.0}  # of dtypes with a smaller range than the others
 _WORDS = {4: "int32", 2: "int16", 1: "uint8"}
-_MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
 
 # ---- checksums
-
-
-def weighted_checksums(words: Any, layers: list[int], blocks: list[int]) -> Checksums:
-    """Position-weighted sum of each region's 64-bit words, wrapping at 2**64.
-
-    Args:
-        words: torch int64 tensor [num_layers, num_blocks, words of a region], any device.
-        layers, blocks: one of each per region.
-
-    Every weight is odd, so a single changed bit always changes the sum.
-    """
-    import torch
-
-    weights = torch.arange(words.shape[2], device=words.device, dtype=torch.int64) * 2 + 1
-    of_layers = torch.tensor(layers, device=words.device, dtype=torch.int64)
-    of_blocks = torch.tensor(blocks, device=words.device, dtype=torch.int64)
-    totals = ((words[of_layers, of_blocks] ^ _MIX) * weights).sum(-1)
-    values: Checksums = totals.cpu().numpy().view(np.uint64)
-    return values
 
 
 def kind_of(memory: KvMemory, checks: str) -> str:
@@ -63,20 +41,6 @@ def kind_of(memory: KvMemory, checks: str) -> str:
     if checks == "off":
         return "off"
     return "sum64" if memory.view is None else "xxh3"
-
-
-def device_checksums(memory: KvMemory, offsets: Offsets) -> Checksums:
-    """One checksum for each region of this CUDA pool that begins at `offsets`, bytes from its base."""
-    import torch
-
-    layout = memory.layout
-    if not isinstance(memory.owner, torch.Tensor):
-        raise TypeError("a CUDA pool's owner must be its tensor")
-    words = memory.owner.reshape(-1).view(torch.int64)
-    layers, rest = np.divmod(offsets, layout.layer_bytes)
-    blocks = rest // layout.region_bytes
-    words = words.view(layout.num_layers, layout.num_blocks, layout.region_bytes // 8)
-    return weighted_checksums(words, layers.tolist(), blocks.tolist())
 
 
 def unpack(data: bytes) -> Checksums:
@@ -92,27 +56,9 @@ def checksums_of(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksu
     """
     if memory.view is not None:
         return xxh3_chunks(memory.view, pieces, piece_bytes)
-    num_chunks, each = pieces.shape
-    if each == 1 and piece_bytes == memory.layout.region_bytes:
-        return device_checksums(memory, pieces[:, 0])
-    step = max(_BATCH_BYTES // (each * piece_bytes), 1)
-    batches = [_device_batch(memory, pieces[first : first + step], piece_bytes) for first in range(0, num_chunks, step)]
-    return np.concatenate(batches) if batches else np.empty(0, dtype=np.uint64)
+    from kvrelay.kvtransfer.mover.device_checksums import device_checksums  # torch, where it is loaded anyway
 
-
-def _device_batch(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:
-    """Unverified on a GPU. Pieces must be whole 32-bit words and chunks whole 64-bit ones, as those of 4 or more
-    numbers are.
-    """
-    import torch
-
-    assert isinstance(memory.owner, torch.Tensor)
-    width = 8 if piece_bytes % 8 == 0 else 4  # a vector with its scale is no whole number of 64-bit words
-    words = memory.owner.reshape(-1).view(torch.int64 if width == 8 else torch.int32)
-    begins = torch.from_numpy(pieces // width).to(words.device)
-    index = begins[:, :, None] + torch.arange(piece_bytes // width, device=words.device)
-    gathered = words[index].reshape(1, len(pieces), -1).view(torch.int64)
-    return weighted_checksums(gathered, [0] * len(pieces), list(range(len(pieces))))
+    return device_checksums(memory.owner, pieces, piece_bytes)
 
 
 class PoolChecksums:

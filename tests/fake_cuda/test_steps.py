@@ -86,15 +86,13 @@ def test_all_work_is_on_the_engines_own_device(folders):
     assert {name: after[name] - before[name] for name in busy} == dict.fromkeys(busy, 0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3-moe", pytest.param("deepseek", marks=pytest.mark.xfail(strict=True, reason="planned anew, no graphs"))],
-)
-def test_experts_and_latent_attention_decode_with_one_wait(folders, name):
+@pytest.mark.parametrize(("name", "num_graphs"), [("qwen3-moe", 1), ("deepseek", 0)])  # latent attention: not captured
+def test_experts_and_latent_attention_decode_with_one_wait(folders, name, num_graphs):
     engine = engines.make(folders[name])
     with engines.decoding(engine, 4) as step:
         for counts in engines.counts_of(step):
-            assert stalls(counts) == {} and counts["event_waits"] == 1 and counts.get("graph_launches") == 1
+            assert stalls(counts) == {} and counts["event_waits"] == 1
+            assert counts.get("graph_launches", 0) == num_graphs
     engine.close()
 
 

@@ -409,9 +409,11 @@ def test_nothing_of_ours_forks():
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 100
     found = {str(path.relative_to(ROOT)): names for path in files if (names := forks(path.read_text()))}
-    assert found == {"cluster/launch/supervisor.py": {"fork"}}, (
-        "that one forks before anything is imported that could have an agent"
+    spawning = "cluster/profiles/neighbours.py"
+    assert found == {"cluster/launch/supervisor.py": {"fork"}, spawning: {"multiprocessing"}}, (
+        "the first forks before anything is imported that could have an agent"
     )
+    assert 'multiprocessing.get_context("spawn")' in (ROOT / spawning).read_text()
 
 
 @pytest.mark.parametrize("source", ["import os\nos.fork()", "import multiprocessing", "from os import fork"])

@@ -1,0 +1,36 @@
+"""Every Triton kernel compiles for the processors that it is for, without spilling registers."""
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvrelay.kernels.cuda import sampling_triton
+from kvrelay.kvtransfer.mover import checksums_triton
+
+ROW = {"temperatures": "*fp32", "weights": "*i64", "totals": "*i64", "tokens": "*i64", "vocab": "i32", "scale": "fp32"}
+KERNELS = {
+    sampling_triton._weigh: ROW | {"logits": "*fp32", "stride": "i32", "top_ks": "*i64"},
+    sampling_triton._choose: ROW | {"top_ps": "*fp32", "min_ps": "*fp32", "uniforms": "*fp64", "num_digits": "i32"},
+    checksums_triton._sum: {
+        "halves": "*i32",
+        "begins": "*i64",
+        "out": "*i64",
+        "each": "i32",
+        "piece_halves": "i32",
+        "mix": "i64",
+    },
+}
+SIZES = {"SMALL": sampling_triton._SMALL, "BLOCK": sampling_triton._BLOCK}
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_it_compiles(kernel, capability):
+    types = KERNELS[kernel]
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    assert types.keys() <= signature.keys()
+    sizes = {name: SIZES[name] for name, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=sizes)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    assert len(built.asm["cubin"]) > 1000 and ".local" not in built.asm["ptx"]
