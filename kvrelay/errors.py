@@ -1,37 +1,4 @@
-"""All errors, in one tree. They cross Ray and the wire, so each survives pickle.
-
-KvrelayError
-├── ConfigError            an invalid setting
-├── RequestError           the client's fault; carries an HTTP status and the field
-│   ├── InvalidRequest     400 / 404 / 413 / 422
-│   └── TryLater           429, with Retry-After
-│       ├── Overloaded
-│       └── DeadlinePassed it was still queued
-├── PlaneError             a fault of the request plane
-│   ├── AuthenticationFailed
-│   ├── ProtocolError
-│   │   └── TlsMismatch
-│   └── ConnectionLost
-├── TransportError         one path or read failed; transfers try the next path
-│   └── CorruptRead
-└── FaultOf                names what is at fault, and why
-    ├── BackendUnavailable an explicitly chosen kernel backend or transport is missing
-    ├── LayoutMismatch     two pools between which no block can travel
-    ├── StoreError         a place for KV blocks (disk, remote) that cannot be used
-    ├── ModelError         a checkpoint that cannot be loaded
-    │   ├── ModelNotFound
-    │   ├── CheckpointCorrupt
-    │   └── UnsupportedModel
-    ├── WorkerError        a fault of a worker
-    │   ├── WorkerLost
-    │   └── EngineFailed
-    └── TransferError      a fault of the KV plane
-        ├── TransferRefused    stale, foreign, used, expired, incompatible: carries the reason
-        ├── TransferTimeout
-        ├── LeaseExpired
-        ├── ChecksumMismatch
-        └── PeerLost
-"""
+"""All errors, in one tree below KvrelayError. They cross Ray and the wire, so each survives pickle."""
 
 
 class KvrelayError(Exception):

@@ -1,10 +1,8 @@
-"""Ray Serve's autoscaling policy: both roles by the planner.
+"""Ray Serve's autoscaling policy: both roles by the planner (`autoscaling_policy` in configs/autoscaling.yaml).
 
-Serve counts requests at its own handles, which kvrelay's requests do not pass; so replicas report what a policy needs
-through Serve's `record_autoscaling_stats`. `PlannerPolicy` is an application's policy (`autoscaling_policy` in
-configs/autoscaling.yaml): Serve makes one instance, in its controller, and calls it for both roles at every tick. The
-registry's actor keeps its state, which Serve does not, across restarts of the controller: it is saved at every
-observation, with Serve's times, seconds since the epoch, and lost only if both restart within one interval.
+Replicas report what it needs through Serve's `record_autoscaling_stats`. Serve makes one instance, in its controller,
+and calls it for both roles at every tick. The registry's actor keeps its state across restarts of the controller: saved
+at every observation, with Serve's times, seconds since the epoch.
 """
 
 import logging

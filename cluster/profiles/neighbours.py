@@ -1,11 +1,5 @@
-"""What a worker's steps cost beside the steps themselves.
-
-The time between two steps: on the engine's thread, with the messages that follow a step encoded and written to a socket
-that another thread reads, as in a worker. Left out: the interpreter time of the event loop for new requests and KV
-reads.
-
-How much longer steps take while other workers of the machine compute: workers share memory bandwidth, caches and clock
-rate, and cores where there are more workers than cores. A neighbour prefills and decodes in turn, without a pause.
+"""What a worker's steps cost beside the steps themselves: the time between two (messages encoded and written to a
+socket that another thread reads), and how much longer steps take while other workers of the machine prefill and decode.
 """
 
 import asyncio

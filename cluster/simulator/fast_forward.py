@@ -1,10 +1,8 @@
 """Decode steps that do not look at every sequence each time, where only their results matter: in the simulator. Pure.
 
-Most sequences of a decode batch just get a token in a step: no block is filled or needed, nothing ends. How long that
-continues is known, so they are parked until then: the scheduler plans and applies a step for the active ones alone, and
-a stretch of steps in which all are parked is passed at once. Parked sequences are brought up to date when something
-reads them (`refresh`) or wakes them. The result is that of single steps of all sequences
-(tests/cluster/simulator/test_fast_forward.py).
+Sequences that just get a token in a step are parked until something else happens to them: the scheduler plans the
+active ones alone, and a stretch of steps in which all are parked is passed at once. The result is that of single steps
+of all sequences (tests/cluster/simulator/test_fast_forward.py).
 """
 
 import heapq

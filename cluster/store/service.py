@@ -1,10 +1,8 @@
-"""A node of the cluster's store: its memory, blocks, server and repair. Must not import Ray.
+"""A node of the cluster's store: its memory, blocks, server and repair, in an actor or a process. Never imports Ray.
 
-Hosted by an actor (actor.py), or by a plain process (process.py). Repair keeps as many copies of each block as
-placement wants when nodes join or leave: after a change every node goes through its blocks; it offers a block to each
-node that should have a copy and has none, and deletes blocks that belong elsewhere once every node that should have
-them does. At a limited rate. An evicted block is not copied back, or full nodes would evict each other's blocks for
-ever.
+Repair keeps as many copies of each block as placement wants when nodes join or leave, at a limited rate: every node
+offers a block to each node that should have a copy, and deletes blocks that belong elsewhere once all of those have
+them. An evicted block is not copied back, or full nodes would evict each other's blocks for ever.
 """
 
 import asyncio

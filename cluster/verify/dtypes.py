@@ -1,16 +1,13 @@
 """Rows about numbers that are not float32: 16-bit models, fp8 KV, and quantised weights.
 
-Tokens then differ from float32's wherever two are close. Of 16-bit models compared are log-probabilities of a fixed
-text, each token given those before it, from the product (`prompt_logprobs`) and from Hugging Face in float32. How far
-off they may be is measured too: it is how far Hugging Face is off with all numbers rounded to the dtype. Controls: the
-rotary base, or one layer's weights, a little wrong. Where a row of a batch gets the same bits whatever else is in it
-(the compiled CPU kernels), log-probabilities of generated tokens must be the same bits on every path. Control: lowest
-bits of KV that change in flight.
+Tokens then differ from float32's wherever two are close. 16-bit models: log-probabilities of a fixed text from the
+product (`prompt_logprobs`) and from Hugging Face in float32; how far off they may be is how far Hugging Face is off
+with all numbers rounded to the dtype. Controls: the rotary base, or one layer's weights, a little wrong. Where a row of
+a batch gets the same bits whatever else is in it, log-probabilities of generated tokens must be the same bits on every
+path. Control: lowest bits of KV that change in flight.
 
-Of fp8 KV and quantised weights compared is how far a token's logit is below the best one's by Hugging Face in float32
-(`logit_gaps`); the tokens must be the same on every path. Controls of fp8 KV: with wrong scales, or one bit of one
-scale's exponent flipped, the same prompt must be further off than the tolerance. That a prefill worker with weights of
-another kind is refused is a matter of fingerprints (tests/engine/models/test_quantized.py).
+fp8 KV and quantised weights: how far a token's logit is below the best one's by Hugging Face in float32
+(`logit_gaps`); the tokens must be the same on every path. Controls: wrong scales, one flipped bit of a scale.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """Admission: whose turn it is, whether there is room for it, and the blocks that it gets. Pure.
 
 A queued sequence is admitted when it is the head of its queue, the running-sequence limit allows it, and the pool has
-its blocks and headroom for what runs already. Neither queue starves the other: room for the other queue's head is
-reserved. A prompt of which this step computes a good part, for another sequence, waits one step and finds it cached.
-
-Source of that: SGLang's in-batch prefix caching defers such a prompt, too, by a fixed 32 tokens (python/sglang/srt/
-managers/schedule_policy.py); vLLM names blocks when they are planned instead, so that a step may read what it writes.
+its blocks and headroom for what runs already. Room for the other queue's head is reserved: neither starves. A prompt of
+which this step computes a good part, for another sequence, waits one step and finds it cached (SGLang's in-batch prefix
+caching, python/sglang/srt/managers/schedule_policy.py, defers by a fixed 32 tokens).
 """
 
 from array import array

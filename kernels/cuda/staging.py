@@ -1,15 +1,10 @@
 """Copies between host and device without waiting: metadata to the device, tokens back. UNVERIFIED ON A GPU.
 
-A copy from pageable memory waits for the device. A copy from pinned memory does not, but the memory must not be written
-before the copy is done. Two kinds of pinned memory are used, each safe for its own reason:
-
-- `put` and `fill` copy from torch's pinned allocator, which records an event with every non-blocking copy and reuses
-the memory after the event.
-- FlashInfer's wrappers keep one pinned buffer each, which `plan` writes and copies from. `planning` waits, before a
-wrapper is planned again, until the copies of its last plan are done. Those run at the start of a step, and before a
-step is planned the one before the last has been collected: the wait is short, and mostly there is none.
-
-Device memory needs no care: all work is on one stream, in order.
+A copy from pageable memory waits for the device; one from pinned memory does not, but the memory must not be written
+before it is done. `put` and `fill` copy from torch's pinned allocator, which reuses memory after the copy's event.
+FlashInfer's wrappers keep one pinned buffer each: `planning` waits, before a wrapper is planned again, until the copies
+of its last plan are done. They run at the start of a step, and the one before the last has been collected: mostly there
+is no wait. Device memory needs no care: all work is on one stream, in order.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
 """The messages between source (prefill) and target (decode): typed msgpack over kvrelay.plane.connection. Pure.
 
-The source connects. `nonce` (of the ticket) names the transfer in every message. Nothing here
-comes from a client. Durations only, never timestamps. A ticket is the decode worker's sealed, single-use permission to
-write KV into blocks that it reserved. The reasons of every refusal are here, so that both sides, the logs and the
-metrics use the same few words.
+The source connects. `nonce` (of the ticket) names the transfer in every message. Nothing here comes from a client.
+Durations only, never timestamps. A ticket is the decode worker's sealed, single-use permission to write KV into blocks
+that it reserved. Both sides, the logs and the metrics use the same few reasons of refusals.
 
     source                          target
     Hello                      ->                 compares fingerprints, ranks the paths, connects the best
@@ -28,7 +27,6 @@ import hmac
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Union
 
 import msgspec
@@ -36,7 +34,7 @@ import msgspec
 from kvrelay.errors import TransferError, TransferRefused
 from kvrelay.kvtransfer.transports.topology import Topology
 from kvrelay.plane.reports import KvPathLoad
-from kvrelay.plane.reports import PairReport as PairReport  # these two cross the request plane as well
+from kvrelay.plane.reports import PairReport as PairReport  # crosses the request plane as well
 from kvrelay.plane.reports import PathReport as PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
@@ -66,16 +64,14 @@ class Reason(enum.StrEnum):
     MALFORMED = "malformed"  # not a message of this protocol
 
 
-REMEDIES: Mapping[Reason, str] = MappingProxyType(
-    {
-        Reason.BAD_MAC: "start every worker of the cluster with the same cluster.secret",
-        Reason.FINGERPRINT: "start both workers with the same model, settings and versions of kvrelay",
-        Reason.CHECKSUM: "set transfer.checks alike on both",
-        Reason.TRANSPORT: "set transfer.transport to one that both have, or to auto",
-        Reason.STALE_EPOCH: "the decode worker has restarted: nothing to do, the new one is paired anew",
-        Reason.MALFORMED: "install the same version of kvrelay for both workers",
-    }
-)
+REMEDIES: Mapping[Reason, str] = {
+    Reason.BAD_MAC: "start every worker of the cluster with the same cluster.secret",
+    Reason.FINGERPRINT: "start both workers with the same model, settings and versions of kvrelay",
+    Reason.CHECKSUM: "set transfer.checks alike on both",
+    Reason.TRANSPORT: "set transfer.transport to one that both have, or to auto",
+    Reason.STALE_EPOCH: "the decode worker has restarted: nothing to do, the new one is paired anew",
+    Reason.MALFORMED: "install the same version of kvrelay for both workers",
+}
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,8 @@
-"""The input of one decision, and what a policy's candidates become: a decision, or the reason why there is none.
+"""The input of one decision, and what a policy's candidates become: a decision, or the reason why there is none. Pure.
 
-Never imports torch, Ray, sockets, a clock or a random source. Rules, whatever the policy:
-- A worker that can never hold the request, is excluded, or whose queue is full, is not shown to the policy.
-- While some pairs of workers are incompatible, the policy ranks one compatible set at a time (see compatibility.py);
-  the lowest scores of all sets win. A worker that is compatible with none is not shown at all.
-- The terms of a decision are those of the common cost, so that decisions of different policies can be compared.
+A worker that can never hold the request, is excluded, or whose queue is full, is not shown to the policy. While some
+pairs are incompatible, the policy ranks one compatible set at a time; the lowest scores of all sets win. The terms of
+a decision are those of the common cost, so that decisions of different policies can be compared.
 """
 
 import math

@@ -1,13 +1,9 @@
 """The loads of one role's workers as columns, and the accounts that write them: a worker's last report, and what this
-router has assigned since.
+router has assigned since. Pure.
 
-Row i is the worker `names[i]`, in the order of their ids. An account that has changed writes its row before the columns
-are read, so that a decision reads all workers in a few numpy calls. A column that never changes and has one value is
-stored once (see `only`), so that arithmetic on it is done once. Rows are laid out anew when a worker comes or goes.
-
-What a report shows beyond our own assignments is other routers' work ("foreign"): own and foreign work are added, so
-nothing counts twice. Where the other routers report their assignments (messages.Assigned), foreign work is what they
-report, without a load report's delay. Never imports torch, Ray, sockets, a clock or a random source.
+Row i is the worker `names[i]`, in the order of their ids; an account that has changed writes its row before the columns
+are read. What a report shows beyond our own assignments is other routers' work ("foreign"), which they report
+themselves (messages.Assigned): own and foreign work are added, so nothing counts twice.
 """
 
 import math

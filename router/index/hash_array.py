@@ -1,16 +1,10 @@
 """Block hashes in an array of numbered positions; hashes that were stored together are adjacent, so that chains are
-contiguous.
+contiguous. Pure.
 
-Owns the array: for each position the block's hash, its holder set (0: the position is free), whether
-the next position is known to follow it in a chain (`chained`), and whether the next position has another holder set
-(`edges`). 23 bytes each, none of which the garbage collector visits. Free positions are used in turn around the array;
-it grows when less than a quarter is free, and never shrinks: it is as long as the most hashes at a time need.
-
-`chained` is learned from lookups, whose hashes are chains, by comparing hashes. The successor of a hash in a chain
-never changes, so `chained` holds for as long as both positions keep their hashes, whatever their holders. The first and
-the last position are sentinels.
-
-Never imports torch, Ray, sockets or a clock.
+For each position: the block's hash, its holder set (0: the position is free), whether the next position is known to
+follow it in a chain (`chained`, learned from lookups; it never changes while both hashes stay), and whether the next
+has another holder set (`edges`). 23 bytes each, none of which the garbage collector visits. Free positions are used in
+turn around the array; it grows when less than a quarter is free, and never shrinks. First and last are sentinels.
 """
 
 from array import array

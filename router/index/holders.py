@@ -1,20 +1,10 @@
 """Which workers hold which block, for workers of one block size; and how deep each holds a chain, by jump search.
 
-A block has a position in a HashArray, and there the number of its holder set. Jump search: hashes are
-chained, so that a match at the end of positions that are known to be a chain is a match of all of them. A lookup finds
-the position of the first hash, compares one hash at the end of the chained positions that follow (and bisects if it
-differs), and goes from edge to edge of holder sets. Whatever the chain's length, it looks up a hash only where the
-positions are no longer contiguous. Positions that are not known to be chained are compared hash by hash once, and are
-known from then on.
-
-Nothing is assumed of workers: a hole in what one holds is a position with another holder set, or none. Scattered blocks
-(stored singly, or out of order) are looked up singly, and moved together on the way.
+A block has a position in a HashArray, and there the number of its holder set. Jumps: docs/design/routing.md. Nothing
+is assumed of workers: a hole in what one holds is a position with another holder set, or none.
 
 Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two
-positions with the same holders. That what is skipped was compared before, and that hashes and holders are kept apart,
-is ours.
-
-Not thread-safe. Never imports torch, Ray, sockets or a clock.
+positions with the same holders. That what is skipped was compared before is ours. Not thread-safe. Pure.
 """
 
 from collections.abc import Callable, Iterable, Sequence

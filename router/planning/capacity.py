@@ -1,18 +1,11 @@
 """How much load a number of workers carries within its targets: queues for prefill, batches for decode. Pure.
 
-Prefill is a queue with several servers (G/G/c): a prompt waits and is then computed in chunks. The probability of
-waiting is Sakasegawa's approximation, the mean wait Allen and Cunneen's (Kingman's for one server), and waits are
-assumed exponential beyond it; service times follow the speed curve over a distribution of prompt lengths.
-
-Decode is a batch: as many sequences as arrive during one's stay (Little), a step time from the curve for that batch,
-and room for the swings of their number: quantile `PlanningTarget.share` of a Poisson number, widened by the arrivals'
-burstiness.
-
-An aggregated worker does both in the same steps: prefill chunks lengthen the steps of decoding sequences, and these
-lengthen the chunks.
-
-Sources: J. F. C. Kingman, "The single server queue in heavy traffic" (1961); A. O. Allen, "Probability, Statistics, and
-Queueing Theory" (1990), for Allen-Cunneen; H. Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)" (1977).
+Prefill is a queue with several servers (G/G/c): the probability of waiting is Sakasegawa's approximation ("An
+approximation formula Lq = a rho^b / (1 - rho)", 1977), the mean wait Allen and Cunneen's (Allen, "Probability,
+Statistics, and Queueing Theory", 1990; Kingman's for one server, 1961), and waits are assumed exponential beyond it.
+Decode is a batch: as many sequences as arrive during one's stay (Little), and room for the swings of their number:
+quantile `PlanningTarget.share` of a Poisson number, widened by the arrivals' burstiness. An aggregated worker does both
+in the same steps, each lengthening the other.
 """
 
 import math

@@ -1,21 +1,6 @@
 """One role's worker count: up at once, down late, and a bound on how often it turns. Pure: the caller passes the time.
 
-Rules. (1) Up: when more workers are needed than there are, to the number that was needed throughout the last `rise_s`:
-where a start takes minutes, a spike of seconds is over before it could be answered. (2) Down: only when fewer would
-have sufficed for `hold_s` without a gap, with the caller's margin on the load (`low`); never within `hold_s` after the
-last up, nor within GAP of it after the last down; to the maximum needed in that time, and by a share of the count at
-most. (3) A down that is reversed (an up within `hold_s` after it) doubles the hold, up to MOST_HOLDS times; a quiet `4
-x hold` halves it again. The multiple is small, because an idle worker that is kept much longer than a start takes costs
-more than the start.
-
-Bound. A turn is a change whose direction differs from that of the change before. Between two turns from up to down lies
-an up, and by (2) the second of them is at least `hold_s` after that up: turns from up to down are at least `hold_s`
-apart, so a span of T seconds has at most floor(T / hold_s) + 1 of them. Turns from down to up alternate with them: at
-most one more. So whatever the needs are, a span of T seconds has at most 2 floor(T / hold_s) + 3 turns.
-
-Constant load. Let the need be u, with the margin d >= u, forever. Above d, rule 2 brings the count to d, never lower;
-below u, rule 1 brings it to u; from u to d nothing changes. So after the last of a run of downs, no count changes any
-more.
+Rules and the proof of the bound: docs/design/planner.md.
 """
 
 import math

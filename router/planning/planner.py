@@ -1,16 +1,9 @@
 """How many prefill and decode workers to run: both roles together, from observed load, with reasons. Pure.
 
 Each interval: the demand is learned and forecast (demand.py), the workers' speed curves are corrected by measured step
-times, the capacity model returns what the load needs (capacity.py), and each role's count is damped (damping.py bounds
-how often it turns). Workers do not change roles: the counts differ in what is started and what is drained.
-
-The planner trusts its model until requests miss their targets although nothing starts or drains: then it plans for more
-load than it forecasts (`strain`), and reduces that only as far as no count changes by it. So a constant load leads to
-constant counts.
-
-For comparison: Dynamo's SLA planner (ai-dynamo, components/planner, v1.2) divides the forecast tokens by a profiled
-throughput and corrects by observed over expected TTFT and ITL, each role for itself, without a queue in its model or a
-bound on its turns.
+times, the capacity model returns what the load needs (capacity.py), and each role's count is damped (damping.py). Until
+requests miss their targets although nothing starts or drains the model is trusted; then more load is planned for
+(`strain`), reduced only as far as no count changes by it. So a constant load leads to constant counts.
 """
 
 import math

@@ -1,17 +1,6 @@
 """The default policy: prefill worker, decode worker, KV source and path are chosen jointly, by predicted seconds. Pure.
 
-The score is the common cost (cost.py) plus four terms:
-- slo_miss: the probability that the request misses its own targets, times the cost of a miss.
-- replica: a discount for a worker that does not hold the prompt's popular prefix while too many prompts come for the
-  workers that do.
-- tenant: harm to others counts several times for a tenant with more than its share of the queued work.
-- spread: a small random amount for each request and worker, as far as other routers' recent assignments are not
-  reported yet.
-
-Rules:
-- A decode worker that lacks at most `local_prefill_tokens` of the prompt computes it itself.
-- Otherwise the lowest score wins, over all pairs of the shortlists and the cheapest local candidates.
-- Equal scores (to a microsecond) go to the least recently chosen worker, then by row.
+The score is the common cost (cost.py) plus slo_miss, replica, tenant and spread: docs/design/routing.md.
 """
 
 from dataclasses import replace

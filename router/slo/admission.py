@@ -1,21 +1,5 @@
 """Admission by service-level objectives: whether a request is admitted, under which target, or refused before it costs
-anything.
-
-Owns the verdict, and which of the ranked candidates a request takes; predictions are forecast.py's. Pure: never imports
-torch, Ray, sockets, a clock or a random source. Rules:
-- Unknown latency is never held against a request: an unmeasured worker refuses none.
-- A request meets a target if predicted TTFT and TPOT, with the margin of past errors, are within it, and if it breaks
-  no target of another request on its decode worker.
-- Otherwise the targets that its class degrades to are tried in turn; then it is queued without a target, or refused.
-- An idle worker of which nothing was learned for a while takes one request in spite of the prediction (a probe): the
-  prediction may be wrong by now, and only an outcome can show it.
-- The cheapest candidate decides which worker computes the prompt; other decode workers for it are tried, cheapest
-  first, `MAX_TRIED` in all. Other prefill workers are not: they cost all requests more, and beyond capacity each
-  request admitted there costs several others (goodput fell by 5 to 7 % on the conversation trace). But where a decode
-  worker was to compute the prompt itself and only its batch misses the target, the next candidate is tried.
-- A decode worker whose batch misses the target with one candidate is not tried again.
-- A request that would be refused is served without a target if that delays no other: another prefill worker stays idle.
-  The KV that it leaves in a cache lets the next prompt of its conversation meet its target.
+anything; and which of the ranked candidates it takes. Rules: docs/design/slo.md. Predictions: forecast.py. Pure.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,9 @@
-"""Predicts the TTFT and TPOT that a request would see on given workers.
+"""Predicts the TTFT and TPOT that a request would see on given workers. Pure: times are arguments, of one clock.
 
 TTFT: the prompts ahead of it at the computing worker, its own, the hand-over and the wait for blocks. TPOT: a step of
 the decode worker with the batch expected there when the prefill ends, not the current one (Mooncake, FAST 2025, section
 7: rejecting by the current load makes load oscillate). Both learn: the workers' speeds from first tokens and load
 reports, a bias per worker and a margin over all workers from predictions against outcomes.
-
-Pure: times are arguments, in seconds of one clock. Holds one record for each request between `assign` and `end`, and
-one for each live worker.
 """
 
 from collections.abc import Iterator

@@ -8,16 +8,16 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 3_450,
-    "kernels": 5_050,
-    "kvcache": 6_750,
-    "engine": 10_400,
-    "kvtransfer": 6_000,
-    "prefill": 1_100,
-    "decode": 1_400,
-    "router": 6_700,
-    "serve": 5_750,
-    "cluster": 14_800,
+    "kvrelay": 3_280,
+    "kernels": 4_990,
+    "kvcache": 6_300,
+    "engine": 10_090,
+    "kvtransfer": 5_560,
+    "prefill": 1_010,
+    "decode": 1_290,
+    "router": 6_030,
+    "serve": 5_520,
+    "cluster": 14_000,
     "bench": 8_500,
 }
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
-from kvrelay.kvcache.eviction.sketch import OfferedBefore
-from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.index.tier_index import OfferedBefore, TierIndex
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.disk.folder import WorkerFolder, claim, unused_folders
 from kvrelay.kvcache.stores.disk.format import FORMAT_VERSION, PAGE_BYTES, Geometry, fit_geometry, pages, smallest_limit

@@ -1,14 +1,10 @@
-"""One NIXL agent for one pool: import shim, creation, progress, reads in flight.
+"""One NIXL agent for one pool: import shim, creation, progress, reads in flight (reads.py).
 
-NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call: the thread that
-holds the agent's turn may touch it. That is a thread of its own, and for a read so small that
-waking the thread would take longer, the event loop's, if the turn happens to be free. The
-agent's own progress thread stays off (it would spin a core): ours polls with back-off while
-reads are in flight or the source has transfers open. After its last transfer a source still
-looks twenty times a second: over TCP a peer's abandoned read ends only if the owner of the
-memory makes progress.
-
-What is posted when, and when a read is over: reads.py.
+NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call: the thread that holds the
+agent's turn may touch it. That is a thread of its own, and for a read so small that waking the thread would take
+longer, the event loop's, if the turn happens to be free. The agent's own progress thread stays off (it would spin a
+core): ours polls with back-off while reads are in flight or the source has transfers open. After its last transfer a
+source still looks twenty times a second: over TCP a peer's abandoned read ends only if the owner makes progress.
 """
 
 import asyncio

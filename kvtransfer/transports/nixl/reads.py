@@ -1,13 +1,11 @@
 """The reads that one NIXL agent has in flight: what is posted when, and when a read is over. No threads here.
 
-A read that was posted cannot be taken back: releasing its handle lets it go on and overwrite
-re-used blocks. So a piece of it ends in two ways only: NIXL says DONE, or NIXL raises because
-the connection broke. In the second case the read is over only after a fence, a while in which
-the agent made progress: a read may use two rails, and the other one learns from the first one's
-failure then. That NIXL does not know the peer (any more) is no end: the bytes still come.
+A read that was posted cannot be taken back: releasing its handle lets it go on and overwrite re-used blocks. So a piece
+of it ends in two ways only: NIXL says DONE, or NIXL raises because the connection broke. In the second case the read is
+over only after a fence, a while in which the agent made progress: a read may use two rails, and the other one learns
+from the first one's failure then. That NIXL does not know the peer (any more) is no end: the bytes still come.
 
-A read goes in pieces, so that what has come is verified while the next one comes, a small read
-waits for one piece at most, and an abandoned one has little left that must still end.
+A read goes in pieces, so that what has come is verified while the next one comes, and an abandoned one ends soon.
 """
 
 import asyncio

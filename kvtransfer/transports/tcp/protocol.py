@@ -4,17 +4,11 @@
     target →   request: number, rows, bytes in all; then each row's offset in the source's pool and length
     ← source   answer: the request's number and bytes in all; then the bytes of its rows, in order
 
-Requests may follow each other before answers came, so that the source never waits for the target's next one; what is
-outstanding is small enough that sending it cannot block (`MAX_ROWS`, `MAX_OUTSTANDING`).
-
-Receiver-owned landing: no address of the target's is ever sent; only its own receive call writes its pool. To stop a
-read is to shut the connection and leave that call: from then on nothing of the read can land, however late it comes.
-
-Why no byte of another sequence can be decoded from, even with checksums off: the source re-uses a block only once
-its transfer has ended at its side, so whatever is sent until then is what was announced. After that nothing confirms
-the
-transfer: the target commits only on Confirmed, which it asks for when it has received every byte, and which the
-source sends only while the transfer is open and every block's generation is that of its announcement.
+Requests may follow each other before answers came; what is outstanding is small enough that sending it cannot block
+(`MAX_ROWS`, `MAX_OUTSTANDING`). No address of the target's is ever sent; only its own receive call writes its pool. To
+stop a read is to shut the connection and leave that call: nothing of it can land later. The source re-uses a block only
+once its transfer has ended at its side, and after that nothing confirms the transfer: so even with checksums off no
+byte of another sequence is decoded from.
 """
 
 import hashlib

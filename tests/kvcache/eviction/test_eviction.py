@@ -14,8 +14,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain
 from kvrelay.kvcache.eviction.policies import POLICIES, Lru, make_policy
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
-from kvrelay.kvcache.eviction.sketch import OfferedBefore
-from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.index.tier_index import OfferedBefore, TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.types import BlockHash

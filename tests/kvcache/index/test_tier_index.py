@@ -7,8 +7,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvrelay.kvcache.eviction.policies import Lru
-from kvrelay.kvcache.eviction.sketch import OfferedBefore
-from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
+from kvrelay.kvcache.index.tier_index import OfferedBefore, TierCounts, TierIndex
 from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.types import BlockHash
 from tests.kvcache.pool import machine_steps
