@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kvtransfer.mover.device_checksums import MIX
-
 _BLOCK = 1024  # words of one pass
 
 
@@ -32,10 +30,10 @@ def _sum(halves, begins, out, each, piece_halves, mix, BLOCK: tl.constexpr):
     tl.store(out + chunk, tl.sum(total))
 
 
-def sums(halves: Tensor, begins: Tensor, piece_halves: int) -> Tensor:
-    """[num_chunks] int64. halves: [n] int32; begins: [num_chunks, pieces_per_chunk] int64 into it."""
+def sums(halves: Tensor, begins: Tensor, piece_halves: int, mix: int) -> Tensor:
+    """[num_chunks] int64. halves: [n] int32; begins: [num_chunks, pieces_per_chunk] int64 into it. mix: of each word."""
     num_chunks, each = begins.shape
     out = torch.empty(num_chunks, dtype=torch.int64, device=halves.device)
     if num_chunks:
-        _sum[(num_chunks,)](halves, begins, out, each, piece_halves, MIX, BLOCK=_BLOCK)
+        _sum[(num_chunks,)](halves, begins, out, each, piece_halves, mix, BLOCK=_BLOCK)
     return out

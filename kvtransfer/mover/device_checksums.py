@@ -15,7 +15,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _GATHERED_BYTES = 512 << 10  # at a time, without triton
 
 
@@ -68,7 +68,7 @@ def _by_torch(halves: Tensor, begins: Tensor, piece_halves: int) -> Tensor:
     totals = []
     for part in begins.split(step):
         words = halves[part[:, :, None] + offsets].reshape(len(part), each * piece_halves).view(torch.int64)
-        totals.append(((words ^ MIX) * weights).sum(-1))
+        totals.append(((words ^ _MIX) * weights).sum(-1))
     return torch.cat(totals)
 
 
@@ -76,7 +76,7 @@ def _by_triton(halves: Tensor, begins: Tensor, piece_halves: int) -> Tensor:
     """As `_by_torch`, in one kernel that writes nothing but the sums."""
     from kvrelay.kvtransfer.mover import checksums_triton
 
-    return checksums_triton.sums(halves, begins, piece_halves)
+    return checksums_triton.sums(halves, begins, piece_halves, _MIX)
 
 
 @lru_cache(maxsize=64)
