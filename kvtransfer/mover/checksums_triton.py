@@ -31,7 +31,7 @@ def _sum(halves, begins, out, each, piece_halves, mix, BLOCK: tl.constexpr):
 
 
 def sums(halves: Tensor, begins: Tensor, piece_halves: int, mix: int) -> Tensor:
-    """[num_chunks] int64. halves: [n] int32; begins: [num_chunks, pieces_per_chunk] int64 into it. mix: of each word."""
+    """[num_chunks] int64. halves: [n] int32; begins: [num_chunks, pieces_per_chunk] int64. mix: of each word."""
     num_chunks, each = begins.shape
     out = torch.empty(num_chunks, dtype=torch.int64, device=halves.device)
     if num_chunks:
