@@ -22,11 +22,12 @@ from kvrelay.kvtransfer.mover.verification import ReceivePlan, kind_of
 from kvrelay.kvtransfer.paths.probes import PathProbe, ProbeBuffers
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, Route, offered
 from kvrelay.kvtransfer.protocol import messages as wire
-from kvrelay.kvtransfer.protocol.messages import PairReport, Reason, TransferResult, TransferStats, reason_of, refusal
+from kvrelay.kvtransfer.protocol.messages import Reason, TransferResult, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.topology import this_machine
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.reports import PairReport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.settings.cache import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory

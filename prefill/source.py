@@ -23,6 +23,7 @@ from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import Reason, Ticket, TransferResult, TransferStats, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.topology import this_machine
+from kvrelay.plane.reports import PairReport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source_link import PAIR_TIMEOUT_S, WINDOW_BYTES, TargetAddress, TargetLink
 from kvrelay.settings.cache import TransferSettings
@@ -341,7 +342,7 @@ class KvSource:
     def _forget(self, address: TargetAddress) -> None:
         self.links.pop(address, None)
 
-    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> wire.PairReport:
+    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> PairReport:
         """Connect to a decode worker, compare fingerprints and probe every path (again, when `is_anew`).
 
         Never raises TransferError.
@@ -376,7 +377,7 @@ class KvSource:
             if self._probe_buffers is not None:
                 self._probe_buffers.put_back(blocks)
 
-    def pairs(self) -> list[wire.PairReport]:
+    def pairs(self) -> list[PairReport]:
         """The decode workers that this one is connected to, with what was probed."""
         return [link.report(self._worker_id) for link in self.links.values()]
 

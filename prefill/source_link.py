@@ -17,9 +17,10 @@ import msgspec
 
 from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError, TransferRefused
 from kvrelay.kvtransfer.protocol import messages as wire
-from kvrelay.kvtransfer.protocol.messages import PairReport, PathReport, Reason, reason_of, refusal
+from kvrelay.kvtransfer.protocol.messages import Reason, reason_of, refusal
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.reports import PairReport, PathReport
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvrelay.errors import BackendUnavailable, TransportError
-from kvrelay.kvtransfer.protocol.messages import Offer, PathReport
+from kvrelay.kvtransfer.protocol.messages import Offer
 from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, SHM
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
 from kvrelay.kvtransfer.transports.topology import Topology, rank_paths, this_machine
+from kvrelay.plane.reports import PathReport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvMemory
 

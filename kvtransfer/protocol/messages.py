@@ -17,8 +17,7 @@ that it reserved. Both sides, the logs and the metrics use the same few reasons 
                                <-   ReadDone
     Confirmed                  ->                 only if the source still holds those very blocks
                                <-   Committed
-    Cancel                     ->   (any time)
-                               <-   Refusal       (any time)
+    Cancel                     ->   (any time)   <- Refusal
 """
 
 import enum
@@ -33,9 +32,7 @@ import msgspec
 
 from kvrelay.errors import TransferError, TransferRefused
 from kvrelay.kvtransfer.transports.topology import Topology
-from kvrelay.plane.reports import KvPathLoad
-from kvrelay.plane.reports import PairReport as PairReport  # crosses the request plane as well
-from kvrelay.plane.reports import PathReport as PathReport
+from kvrelay.plane.reports import KvPathLoad, PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
 TRANSFER_PROTOCOL = 3
