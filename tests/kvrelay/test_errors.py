@@ -59,11 +59,6 @@ def test_an_error_says_something(kind):
     assert (kind.__doc__ or "").strip()
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda c: c.__name__)
-def test_the_tree_in_the_docstring_is_the_tree(kind):
-    assert kind.__name__ in (errors.__doc__ or "")
-
-
 def test_what_the_client_is_told():
     error = RequestError("no such model", "model", 404, "model_not_found")
     assert (str(error), error.param, error.status, error.code) == ("no such model", "model", 404, "model_not_found")

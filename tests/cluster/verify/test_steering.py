@@ -38,6 +38,7 @@ class FakeEngine:
         self.drafts = SimpleNamespace(speculation=speculation, model=None)
         self.model = SimpleNamespace(attention_shape=None)
         self.executor = SimpleNamespace(take_drafted=self.plain)
+        self.reports = SimpleNamespace(load=self.load)
 
     def plain(self, *_):
         """Never called."""
