@@ -1,8 +1,5 @@
-"""The figures that bench/simulator/check.py compares, and its real side: a small cluster of worker processes, a load,
-and what came of every request.
-
-Prefill and decode workers are processes of this machine without Ray; the ingress is the product's dispatcher in this
-process, without HTTP.
+"""The figures that bench/simulator/check.py compares, and its real side: worker processes of this machine without Ray,
+the product's dispatcher in this process without HTTP, a load, and what came of every request.
 """
 
 import asyncio
@@ -11,8 +8,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,11 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.explain import Explain
+from kvrelay.serve.workers.queries import make_router
 
 LATE_S = 60.0  # after the last arrival the run ends
 REPORTED_S = 3.0  # after a run the workers have reported everything
 NUM_PROBES = 12  # single requests on an idle cluster, for the time of a message
-
-
 QUANTILES = (50, 90, 99)
 
 
@@ -58,9 +54,7 @@ class Outcome:
 
     answers: tuple[Answer, ...]
     moved_bytes: float
-    tiers: dict[str, int] = field(
-        default_factory=dict
-    )  # blocks by what became of them below the pools; see Simulation.summary
+    tiers: dict[str, int] = field(default_factory=dict)  # blocks, by what became of them; see Simulation.summary
 
     def done(self) -> list[Answer]:
         return [one for one in self.answers if one.outcome == "done"]
@@ -283,17 +277,29 @@ def real_cluster(
     )
 
 
+@asynccontextmanager
+async def another_ingress(cluster: LocalCluster, settings: Settings) -> AsyncIterator[Dispatcher]:
+    """A second ingress over the same workers, with an empty state, once it has measured every path."""
+    dispatcher, members = Dispatcher(make_router(settings), cluster.secret, settings), cluster.members
+    try:
+        await dispatcher.start()
+        dispatcher.workers.set_members(members)
+        async with asyncio.timeout(60):
+            await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == len(members))
+            await dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
+        yield dispatcher
+    finally:
+        await dispatcher.aclose()
+
+
 async def measure_ways(cluster: LocalCluster, settings: Settings, vocab_size: int) -> Ways:
     """Of an idle cluster that has computed a few prompts before."""
-    size = settings.engine.block_size
-    first = 1 << 40
+    size, first = settings.engine.block_size, 1 << 40
     probes = [
         TraceEntry(0.0, 4 * size + 1, 2, tuple(range(first + 10 * n, first + 10 * n + 5)), size)
         for n in range(NUM_PROBES + 4)
     ]
-    async with cluster.another_ingress(settings) as dispatcher:
-        async with asyncio.timeout(60):
-            await dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
+    async with another_ingress(cluster, settings) as dispatcher:
         player = Player(dispatcher, (), vocab_size)
         for number, probe in enumerate(probes):
             await player._one(number, probe, player._request(number, probe))
@@ -306,9 +312,8 @@ async def measure_ways(cluster: LocalCluster, settings: Settings, vocab_size: in
 
 async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[TraceEntry], vocab_size: int) -> RealRun:
     """From empty caches, through an ingress that knows nothing yet."""
-    async with cluster.another_ingress(settings) as dispatcher:
+    async with another_ingress(cluster, settings) as dispatcher:
         async with asyncio.timeout(60):
-            await dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
             for info, _ in dispatcher.workers.live_workers():
                 await dispatcher.queries.reset_cache(info.worker_id)
             while any(view.indexed_blocks for view in dispatcher.router.workers()):
@@ -321,9 +326,7 @@ async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[Trac
 
 
 def moved_by_tiers(dispatcher: Dispatcher) -> dict[str, int]:
-    """Blocks since the workers' start, by what became of them, as in `Simulation.summary`; nothing without tiers below
-    the pools.
-    """
+    """Blocks since the workers' start, by what became of them; nothing without tiers below the pools."""
     tiers = [tier for _, load in dispatcher.workers.live_workers() for tier in load.tiers]
     hosts, stores = ([tier for tier in tiers if (tier.tier == "host") is is_host] for is_host in (True, False))
     if not hosts:

@@ -56,6 +56,7 @@ def test_a_profile_is_fitted_and_written(capsys, tmp_path):
     assert profile.decode.decode_step_s(1, 100) > 0
 
 
+@pytest.mark.filterwarnings("ignore:resource_tracker")  # other tests end all of this process's children
 def test_how_workers_of_one_machine_slow_each_other_down_is_measured_and_written(capsys, tmp_path):
     folder, file = tiny_checkpoint("llama", tmp_path / "tiny"), tmp_path / "tiny.json"
     code, out, _ = said(
