@@ -1,4 +1,4 @@
-"""What a section of bench/gpu/gpu.py gets, and how its rows reach the driver: JSON lines, each as soon as it is known."""
+"""What a section of bench/gpu/gpu.py gets, and how its rows reach the driver: JSON lines, once they are known."""
 
 import json
 import time
