@@ -1,6 +1,8 @@
 """FlashInfer and what its compiler needs. UNVERIFIED ON A GPU."""
 
 import os
+from contextlib import suppress
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,21 @@ def import_flashinfer() -> Any:
 
     Raises ImportError or OSError: it is not installed, or does not load.
     """
-    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
-    for folder in _headers():
-        _add("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
-    if (stub := _driver_library()) is not None:
-        _add("LIBRARY_PATH", str(stub), os.pathsep)
+    _set_environment()
     import flashinfer
 
     return flashinfer
+
+
+@lru_cache(maxsize=1)
+def _set_environment() -> None:
+    """Once for the process: every choice of a backend asks whether FlashInfer imports."""
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    for folder in _headers():
+        _add("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
+    with suppress(OSError):  # a cache that cannot be written: toolkits bring a stub of libcuda.so, too
+        if (stub := _driver_library()) is not None:
+            _add("LIBRARY_PATH", str(stub), os.pathsep)
 
 
 def _add(variable: str, value: str, separator: str) -> None:

@@ -38,12 +38,9 @@ def device_checksums(memory: object, pieces: NDArray[np.int64], piece_bytes: int
         raise TypeError("a CUDA pool's owner must be its tensor")
     halves = memory.reshape(-1).view(torch.int32)
     if not halves.is_cuda:
-        values: NDArray[np.uint64] = (
-            _by_torch(halves, torch.from_numpy(pieces // 4), piece_bytes // 4).numpy().view(np.uint64)
-        )
-        return values
-    sums = _by_triton if has_triton(halves.device) else _by_torch
+        return _unsigned(_by_torch(halves, torch.from_numpy(pieces // 4), piece_bytes // 4))
     with torch.cuda.device(halves.device), torch.cuda.stream(_stream(halves.device)):
+        sums = _by_triton if has_triton(halves.device) else _by_torch
         begins = torch.from_numpy(pieces // 4).pin_memory().to(halves.device, non_blocking=True)
         found = sums(halves, begins, piece_bytes // 4)
         arrived = torch.empty(found.shape, dtype=torch.int64).pin_memory()
@@ -81,7 +78,10 @@ def _by_triton(halves: Tensor, begins: Tensor, piece_halves: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def has_triton(device: torch.device) -> bool:
-    """Whether the fused kernel builds and computes what torch does; one log line where it does not."""
+    """Whether the fused kernel builds and computes what torch does; one log line where it does not.
+
+    On the current stream of that device.
+    """
     try:
         halves = torch.arange(-512, 512, dtype=torch.int32, device=device)
         for begins, piece_halves in (([[0, 130], [400, 12]], 6), ([[0], [300]], 256), ([[1, 7, 99, 500]], 3)):
