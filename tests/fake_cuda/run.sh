@@ -14,14 +14,20 @@ if [ ! -e "$venv/.installed" ]; then
     touch "$venv/.installed"
 fi
 out=$(realpath "$venv")/fake-cuda
-mkdir -p "$out/lib"
-gcc -w -O1 -shared -fPIC -I"$CUDA_HOME/include" tests/fake_cuda/runtime.c -o "$out/runtime.so" -lpthread
-gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 tests/fake_cuda/driver.c -o "$out/lib/libcuda.so.1" -ldl
-ln -sf libcuda.so.1 "$out/lib/libcuda.so"
+mkdir -p "$out"
+# a folder for each version of the sources, so that checkouts that share $FAKE_GPU_VENV leave each other alone
+lib=$out/lib-$(cat tests/fake_cuda/*.c | sha256sum | head -c 12)
+if [ ! -e "$lib" ]; then
+    new=$(mktemp -d -p "$out")
+    gcc -w -O1 -shared -fPIC -I"$CUDA_HOME/include" tests/fake_cuda/runtime.c -o "$new/runtime.so" -lpthread
+    gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 tests/fake_cuda/driver.c -o "$new/libcuda.so.1" -ldl
+    ln -s libcuda.so.1 "$new/libcuda.so"
+    mv -T "$new" "$lib" || rm -r "$new" # another process was faster
+fi
 make -s links
 export PATH=$(realpath "$venv")/bin:$PATH PYTHONPATH=$PWD/.imports:$PWD PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2
-export FLASHINFER_WORKSPACE_BASE=$out FLASHINFER_CUDA_ARCH_LIST=9.0a TRITON_CACHE_DIR=$out/triton TRITON_LIBCUDA_PATH=$out/lib
-export LD_LIBRARY_PATH=$out/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} LIBRARY_PATH=$out/lib
+export FLASHINFER_WORKSPACE_BASE=$out FLASHINFER_CUDA_ARCH_LIST=9.0a TRITON_CACHE_DIR=$out/triton TRITON_LIBCUDA_PATH=$lib
+export LD_LIBRARY_PATH=$lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} LIBRARY_PATH=$lib
 # kernels never run: device code need not be good
 export NVCC_APPEND_FLAGS="-Xcicc -O0 -Xptxas -O0"
-LD_PRELOAD=$out/runtime.so exec "$venv/bin/python" -m pytest -p no:cacheprovider -W ignore --timeout 900 "$@" tests/fake_cuda tests/kernels/cuda/test_sampling_triton.py tests/kvtransfer/mover/test_device_checksums.py
+LD_PRELOAD=$lib/runtime.so exec "$venv/bin/python" -m pytest -p no:cacheprovider -W ignore --timeout 900 "$@" tests/fake_cuda tests/kernels/cuda/test_sampling_triton.py tests/kvtransfer/mover/test_device_checksums.py

@@ -1,4 +1,7 @@
-"""How many lines each folder may have. A budget is raised in a commit that says why, and lowered when lines go."""
+"""How many lines each folder may have. A budget is raised in a commit that says why, and lowered when lines go.
+
+Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, which need code that was not there.
+"""
 
 from pathlib import Path
 
@@ -8,17 +11,17 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 3_280,
-    "kernels": 4_990,
+    "kvrelay": 3_350,
+    "kernels": 5_500,
     "kvcache": 6_300,
-    "engine": 10_090,
-    "kvtransfer": 5_560,
+    "engine": 10_500,
+    "kvtransfer": 5_950,
     "prefill": 1_010,
     "decode": 1_290,
     "router": 6_030,
     "serve": 5_520,
-    "cluster": 14_000,
-    "bench": 8_500,
+    "cluster": 14_400,
+    "bench": 8_800,
 }
 
 
