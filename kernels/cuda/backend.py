@@ -38,8 +38,8 @@ from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.jit import import_flashinfer
-from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, has_latent_attention
-from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, in_memory_order
+from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention
+from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, has_latent_attention, in_memory_order
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 

@@ -4,8 +4,6 @@ UNVERIFIED ON A GPU. FlashInfer plans attention per (scale, window, softcap), wh
 step's plan keeps the metadata, and each such variant is planned at its first use in the step.
 """
 
-import logging
-import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant, KvOrder
 from kvrelay.kernels.cuda.cascade import CascadeDecode, Levels, make_levels
 from kvrelay.kernels.cuda.plan import (
-    HALF,
+    DECODE_KERNELS,
     PagedIndex,
     has_attention,
     in_memory_order,
@@ -24,19 +22,11 @@ from kvrelay.kernels.cuda.plan import (
     plan_prefill,
     unpacked,
 )
+from kvrelay.kernels.cuda.prefill_kernels import PrefillKernels
 from kvrelay.kernels.cuda.staging import DeviceStaging
 from kvrelay.kernels.oracle.reference import ReferencePlan
 
-logger = logging.getLogger(__name__)
-
-PLAIN, HOPPER = "fa2", "fa3"
-_HOPPER = 9  # compute capability 9.x, the only one with fa3
-_TOKENS = 2048  # of the prompt for timing
-_REPEATS = 3
-_NEAR = 2e-2  # largest difference of two kernels' results, relative to the largest number
-_Key = tuple[torch.dtype, int, bool, bool]
 WORKSPACE_BYTES = 256 << 20
-DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
 
 
 @dataclass(slots=True)
@@ -250,91 +240,3 @@ class PagedAttention:
             self._whole_caches[key] = torch.arange(num_blocks, dtype=torch.int32, device=self._device), indptr, last
         indices, indptr, last = self._whole_caches[key]
         self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, indices, indptr, last, kv_layout)
-
-
-_MOST_HEADS = 128
-
-
-def has_latent_attention(shape: AttentionShape) -> bool:
-    """Whether FlashInfer's fa2 kernel computes latent attention of this shape.
-
-    Latents come in multiples of 128, rotary parts of 64. Its tiles are 64 or, from 65 heads on, 128 rows of heads: if
-    the heads do not divide a tile, it would skip a visible key, and refuses the plan.
-    """
-    if shape.latent_dim is None or shape.dtype not in HALF:
-        return False
-    rope_dim = shape.head_dim - shape.latent_dim
-    return shape.latent_dim % 128 == 0 and rope_dim % 64 == 0 and _MOST_HEADS % shape.num_heads == 0
-
-
-def _key(shape: AttentionShape, variant: AttentionVariant) -> _Key:
-    """The parameters that FlashInfer builds a kernel for."""
-    return shape.dtype, shape.head_dim, variant[1] is not None, variant[2] is not None
-
-
-class PrefillKernels:
-    """The kernels per variant; fa2 for those not tried. Uses the backend's workspace: not while a step is planned."""
-
-    def __init__(self, flashinfer: Any, workspace: Tensor) -> None:
-        self._flashinfer, self._workspace = flashinfer, workspace
-        self._chosen: dict[_Key, str] = {}
-
-    def of(self, shape: AttentionShape, variant: AttentionVariant) -> str:
-        return self._chosen.get(_key(shape, variant), PLAIN)
-
-    def describe(self) -> str:
-        return "/".join(sorted(set(self._chosen.values()))) or PLAIN
-
-    def try_out(self, shape: AttentionShape, variant: AttentionVariant) -> dict[str, float]:
-        """Seconds for a prompt of 2,048 tokens by each kernel that works here; selects the fastest for later steps.
-
-        fa3 may have to be built first, which takes minutes; FlashInfer caches the build.
-        """
-        if torch.cuda.get_device_capability(self._workspace.device)[0] != _HOPPER:
-            return {}
-        logger.info(
-            "trying out prefill kernels for heads of %d; what is not built yet takes minutes, once", shape.head_dim
-        )
-        expected, seconds = self._prompt(PLAIN, shape, variant)
-        found = {PLAIN: seconds}
-        try:
-            out, found[HOPPER] = self._prompt(HOPPER, shape, variant)
-            if not (out - expected).abs().max() <= _NEAR * expected.abs().max():  # also NaN
-                raise RuntimeError("its results differ from fa2's")
-        except Exception as error:  # its compiler and the driver raise errors of many types
-            found.pop(HOPPER, None)
-            logger.warning("prefill takes FlashInfer's fa2 kernels, slower: fa3 does not work here (%s)", error)
-        self._chosen[_key(shape, variant)] = min(found, key=lambda kernels: found[kernels])
-        return found
-
-    def _prompt(self, kernels: str, shape: AttentionShape, variant: AttentionVariant) -> tuple[Tensor, float]:
-        """The output and the shortest time."""
-        device, size = self._workspace.device, shape.block_size
-        num_blocks = -(-_TOKENS // size)
-        generator = torch.Generator().manual_seed(0)
-        q, kv = (
-            (2 * torch.randn(*sizes, generator=generator)).to(
-                device=device, dtype=shape.dtype
-            )  # so that few keys matter to a query
-            for sizes in (
-                (_TOKENS, shape.num_heads, shape.head_dim),
-                (num_blocks, 2, size, shape.num_kv_heads, shape.head_dim),
-            )
-        )
-        if shape.kv_layout == "HND":
-            kv = kv.transpose(2, 3).contiguous().transpose(2, 3)
-        lens = torch.tensor([_TOKENS], dtype=torch.int32)
-        tables, queries = torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0), torch.tensor([0, _TOKENS])
-        index = paged_index(lens, tables, size, queries.to(torch.int32))
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, shape.kv_layout, backend=kernels
-        )
-        plan_prefill(wrapper, index, shape, variant)
-        out, seconds = torch.empty_like(q), float("inf")
-        for _ in range(_REPEATS):
-            torch.cuda.synchronize(device)
-            began_s = time.perf_counter()
-            wrapper.run(q, in_memory_order(kv, shape.kv_layout), out=out)
-            torch.cuda.synchronize(device)
-            seconds = min(seconds, time.perf_counter() - began_s)
-        return out.float(), seconds

@@ -16,7 +16,9 @@ from kvrelay.kernels.cuda.staging import DeviceStaging
 
 HALF = frozenset((torch.float16, torch.bfloat16))
 HEAD_DIMS = frozenset((64, 128, 256))
+DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
 _MAX_THREADS = 1024  # of one CUDA block
+_MOST_HEADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,18 @@ class PagedIndex:
 def has_attention(shape: AttentionShape) -> bool:
     """Whether FlashInfer has attention kernels for this shape; else its steps run in plain torch."""
     return shape.dtype in HALF and shape.head_dim in HEAD_DIMS
+
+
+def has_latent_attention(shape: AttentionShape) -> bool:
+    """Whether FlashInfer's fa2 kernel computes latent attention of this shape.
+
+    Latents come in multiples of 128, rotary parts of 64. Its tiles are 64 or, from 65 heads on, 128 rows of heads: if
+    the heads do not divide a tile, it would skip a visible key, and refuses the plan.
+    """
+    if shape.latent_dim is None or shape.dtype not in HALF:
+        return False
+    rope_dim = shape.head_dim - shape.latent_dim
+    return shape.latent_dim % 128 == 0 and rope_dim % 64 == 0 and _MOST_HEADS % shape.num_heads == 0
 
 
 def is_unpacked(shape: AttentionShape) -> bool:

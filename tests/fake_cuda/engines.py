@@ -9,7 +9,7 @@ from bench.gpu import engines, models, section
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.step.build import make_engine
 from kvrelay.engine.step.config import EngineConfig
-from kvrelay.kernels.cuda.paged_attention import PrefillKernels
+from kvrelay.kernels.cuda.prefill_kernels import PrefillKernels
 from kvrelay.kernels.cuda.staging import PinnedTokens
 from kvrelay.kernels.select import select_backend
 from tests.fake_cuda.counters import counted

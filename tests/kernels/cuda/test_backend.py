@@ -14,8 +14,7 @@ from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, ladder, padded
 from kvrelay.kernels.cuda.graph_pieces import CapturingCudaBackend
-from kvrelay.kernels.cuda.paged_attention import has_latent_attention
-from kvrelay.kernels.cuda.plan import has_append, paged_index
+from kvrelay.kernels.cuda.plan import has_append, has_latent_attention, paged_index
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import why_no_cuda
 from tests.kernels.cuda.fake_gpu import HALF, OnHost, fake_gpu, on_host  # noqa: F401

@@ -5,7 +5,7 @@ import torch
 
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda.graph_pieces import StepPieces
-from kvrelay.kernels.cuda.paged_attention import PrefillKernels
+from kvrelay.kernels.cuda.prefill_kernels import PrefillKernels
 from tests.kernels.cuda.fake_gpu import FakePrefill, fake_gpu  # noqa: F401
 
 # ruff: noqa: F811
@@ -63,14 +63,14 @@ def test_kernels_that_disagree_are_not_taken(fake_gpu, seconds, caplog):
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_both_compute_the_same_prompt(fake_gpu, kv_layout, monkeypatch):
-    monkeypatch.setattr("kvrelay.kernels.cuda.paged_attention._TOKENS", 40)
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill_kernels._TOKENS", 40)
     shape = AttentionShape(2, 1, 64, 16, torch.bfloat16, kv_layout)
     found = fake_gpu.paged.prefill_kernels.try_out(shape, (0.125, 20, 5.0))
     assert set(found) == {"fa2", "fa3"} and all(seconds > 0 for seconds in found.values())
 
 
 def test_a_kernel_that_hides_old_tokens_is_not_taken(fake_gpu, monkeypatch, caplog):
-    monkeypatch.setattr("kvrelay.kernels.cuda.paged_attention._TOKENS", 40)
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill_kernels._TOKENS", 40)
     right = FakePrefill.plan
 
     def plan(self, *args, window_left, **options):
