@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
+from kvrelay.kernels.common.stored_weights import StoredWeight
 
 Activation = Literal["silu", "gelu_tanh"]
 KvOrder = Literal["NHD", "HND"]
@@ -290,9 +291,14 @@ class Backend(Protocol):
         Raises BackendUnavailable unless `quantizes`.
         """
 
+    def pack_stored(self, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> tuple[Linear, WeightError]:
+        """Pack a quantised weight of a checkpoint for products in `dtype`: as it is where there is a product with it,
+        else restored. With its error against `weight.restored()`.
+        """
+
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor, Tensor]],
+        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,
@@ -300,7 +306,7 @@ class Backend(Protocol):
         """Pack experts, in order, each as (gate and up stacked [2 F, H], down [H, F]), for products in `dtype`.
 
         The iterable is consumed one expert at a time, so that only one unpacked expert is in memory. scheme: quantise;
-        None: the weights are of `dtype`. Raises as pack_quantized does.
+        None: tensors are of `dtype`, and quantised weights are packed as by pack_stored. Raises as pack_quantized does.
         """
 
     def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:

@@ -42,10 +42,8 @@ def with_base(total: Tensor, base: Tensor | None, base_logits: Tensor | None) ->
 class ExpertLoop:
     """One expert after another, each over the tokens that chose it. On a GPU it waits for the device once per call."""
 
-    def __init__(self, experts: Iterable[tuple[Linear, Linear]], gate: Gate) -> None:
-        self._experts, self._gate = tuple(experts), gate
-        errors = (getattr(linear, "error", WeightError()) for expert in self._experts for linear in expert)
-        self.error = sum(errors, WeightError())
+    def __init__(self, experts: Iterable[tuple[Linear, Linear]], gate: Gate, error: WeightError | None = None) -> None:
+        self._experts, self._gate, self.error = tuple(experts), gate, error or WeightError()
 
     def __call__(
         self, x: Tensor, weights: Tensor, chosen: Tensor, base: Tensor | None = None, base_logits: Tensor | None = None

@@ -6,14 +6,14 @@ that the whole weight shares. kernels/cpu/native_kernels.py has the compiled for
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay.kernels.backend import Linear
-from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
+from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.stored_weights import QuantizedWeight, error_of
 
 _CHUNK_VALUES = 8 << 20  # quantised in one pass, to bound memory
 _HALF_MOST = 65504.0
@@ -38,28 +38,13 @@ def unit_of(weight: Tensor) -> float:
     return math.ldexp(1.0, max(math.frexp(most)[1], -100) - 15) if most else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """integers [N, groups, group] int8; scales, offsets [N, groups] float32; inputs past `in_features` are padding."""
-
-    integers: Tensor
-    scales: Tensor
-    offsets: Tensor
-    in_features: int
-
-    def restored(self) -> Tensor:
-        """The dequantised weight, [N, in_features] float32."""
-        wide = self.integers.float() * self.scales.unsqueeze(-1) + self.offsets.unsqueeze(-1)
-        return wide.flatten(1)[:, : self.in_features]
-
-
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """Quantise a weight [N, K] of any floating type."""
     unit = unit_of(weight)
     rows = max(1, _CHUNK_VALUES // max(weight.shape[1], 1))
     parts = [_quantize_rows(part.float() / unit, scheme) for part in weight.split(rows)]
     integers, scales, offsets = (torch.cat(column) for column in zip(*parts, strict=True))
-    return QuantizedWeight(integers.to(torch.int8), scales * unit, offsets * unit, weight.shape[1])
+    return QuantizedWeight(integers.to(torch.int8), scales * unit, offsets * unit, weight.shape[1], scheme.bits)
 
 
 def _quantize_rows(rows: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,14 +100,8 @@ class TorchQuantLinear:
         self.out_features = weight.shape[0]
         self._weight = quantize(weight, scheme)
         self._bias = None if bias is None else bias.float()
-        off = self._weight.restored().sub_(weight.float())
-        num_groups = self._weight.scales.numel()
-        self.error = WeightError(
-            float(off.double().square().sum()),
-            float(weight.double().square().sum()),
-            weight.numel(),
-            weight.numel() + 4 * num_groups * (2 if scheme.bits == 4 else 1),
-        )
+        num_bytes = weight.numel() + 4 * self._weight.scales.numel() * (2 if scheme.bits == 4 else 1)
+        self.error = error_of(self._weight.restored(), weight.float(), num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self._weight.restored(), self._bias).to(x.dtype)

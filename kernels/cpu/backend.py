@@ -30,8 +30,9 @@ from kvrelay.kernels.backend import (
     SamplingBatch,
 )
 from kvrelay.kernels.common import sampling_search
-from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 from kvrelay.kernels.common.quantized import HeadByHead
+from kvrelay.kernels.common.stored_weights import StoredWeight
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
 from kvrelay.kernels.cpu.native_kernels import (
     SUPPORTED,
@@ -45,6 +46,7 @@ from kvrelay.kernels.cpu.native_kernels import (
 )
 from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
+from kvrelay.kernels.cpu.stored import scheme_of_pair
 from kvrelay.kernels.oracle.reference import ReferenceBackend, ReferencePlan
 from kvrelay.machine import own_cores
 from kvrelay.native.build import processor
@@ -197,9 +199,16 @@ class CpuBackend(TorchCpuBackend):
             return super().pack_quantized(weight, bias, scheme, dtype)
         return NativeQuantLinear(native, weight, bias, scheme, dtype)
 
+    def pack_stored(self, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> tuple[Linear, WeightError]:
+        native, scheme = self._for(dtype), scheme_of_pair(weight)
+        if native is None or scheme is None:
+            return super().pack_stored(weight, bias, dtype)
+        linear = NativeQuantLinear(native, weight, bias, scheme, dtype)
+        return linear, linear.error
+
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor, Tensor]],
+        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,

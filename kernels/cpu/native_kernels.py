@@ -18,6 +18,8 @@ from torch import Tensor
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import unit_of
+from kvrelay.kernels.common.stored_weights import StoredWeight, dequantised, plain_weight, shape_of
+from kvrelay.kernels.cpu.stored import laid_out, native_form, scheme_of_pair
 from kvrelay.native.build import load_native
 
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
@@ -160,9 +162,9 @@ class _PackedLinear:
     _last: tuple[float, ...] = ()
 
     def __init__(
-        self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, packed: Tensor
+        self, kernels: NativeKernels, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype, packed: Tensor
     ) -> None:
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = shape
         self._kernels, self._dtype, self._packed = kernels, dtype, packed
         self._bias = None if bias is None else bias.float().contiguous()
         self.address, self._bias_address = addresses(packed, self._bias)
@@ -186,7 +188,7 @@ class NativeLinear(_PackedLinear):
     def __init__(self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None, kind: int) -> None:
         panels, source = -(-weight.shape[0] // kernels.panel_width), weight.contiguous()
         packed = torch.empty(panels * kernels.panel_width * weight.shape[1], dtype=weight.dtype)
-        super().__init__(kernels, weight, bias, weight.dtype, packed)
+        super().__init__(kernels, shape_of(weight), bias, weight.dtype, packed)
         self._first = (kind,)
         kernels.lib.kr_pack(kernels.pool, kind, *addresses(source, packed), *weight.shape)
 
@@ -195,26 +197,40 @@ class NativeQuantLinear(_PackedLinear):
     """A quantised weight.
 
     Args:
-        weight: [N, K] of any floating type, quantised from its own values, not rounded to `dtype` first.
+        weight: [N, K] of any floating type, quantised from its own values, not rounded to `dtype` first; or a
+            checkpoint's integers, which are kept if they are of `scheme`.
         dtype: of x and y; one of SUPPORTED.
     """
 
     _kernel = "kr_quant_linear"
 
     def __init__(
-        self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+        self,
+        kernels: NativeKernels,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None,
+        scheme: Scheme,
+        dtype: torch.dtype,
     ) -> None:
         assert dtype in SUPPORTED
-        source, wide = (weight if weight.dtype in SUPPORTED else weight.float()).contiguous(), torch.float32
-        lib, bits, shape = kernels.lib, scheme.bits, (*weight.shape, scheme.group)
-        packed = torch.empty(lib.kr_quantized_bytes(bits, *shape), dtype=torch.uint8)
-        super().__init__(kernels, weight, bias, dtype, packed)
-        self.unit = unit_of(source)
-        self._first, self._last = (bits, dtype == wide), (scheme.group, self.unit)
-        errors = torch.empty(-(-self.out_features // kernels.panel_width), 2, dtype=torch.float64)
-        lib.kr_quantize(kernels.pool, bits, source.dtype == wide, *addresses(source, packed, errors), *shape, self.unit)
-        error, squares = (errors.sum(0) * self.unit**2).tolist()
-        self.error = WeightError(error, squares, weight.numel(), packed.numel())
+        form = native_form(weight)
+        if form is not None and scheme == Scheme(form.bits, form.group):
+            packed, self.unit, self.error = laid_out(form, kernels.panel_width)
+        else:
+            packed, self.unit, self.error = _quantized(kernels, plain_weight(weight), scheme)
+        super().__init__(kernels, shape_of(weight), bias, dtype, packed)
+        self._first, self._last = (scheme.bits, dtype == torch.float32), (scheme.group, self.unit)
+
+
+def _quantized(kernels: NativeKernels, weight: Tensor, scheme: Scheme) -> tuple[Tensor, float, WeightError]:
+    """(panels, unit, error)."""
+    source, wide = (weight if weight.dtype in SUPPORTED else weight.float()).contiguous(), torch.float32
+    lib, bits, shape = kernels.lib, scheme.bits, (*weight.shape, scheme.group)
+    packed, unit = torch.empty(lib.kr_quantized_bytes(bits, *shape), dtype=torch.uint8), unit_of(source)
+    errors = torch.empty(-(-weight.shape[0] // kernels.panel_width), 2, dtype=torch.float64)
+    lib.kr_quantize(kernels.pool, bits, source.dtype == wide, *addresses(source, packed, errors), *shape, unit)
+    error, squares = (errors.sum(0) * unit**2).tolist()
+    return packed, unit, WeightError(error, squares, weight.numel(), packed.numel())
 
 
 class NativeExperts:
@@ -229,35 +245,39 @@ class NativeExperts:
     def __init__(
         self,
         kernels: NativeKernels,
-        experts: Iterable[tuple[Tensor, Tensor]],
+        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
         activation: Activation,
         scheme: Scheme | None,
         dtype: torch.dtype,
     ) -> None:
         self._kernels, self._dtype, self._is_gelu = kernels, dtype, activation == "gelu_tanh"
-        self._scheme, self._kind, self._packed = scheme, 0 if scheme is None else scheme.bits, []
-        for gate_up, down in experts:
-            self._ffn, self._hidden = down.shape[1], down.shape[0]
-            assert gate_up.shape == (2 * self._ffn, self._hidden)
-            self._packed.append((self._pack(gate_up), self._pack(down)))
+        self._kind, self.error = 0, WeightError()
+        self._packed: list[tuple[Any, Any]] = []
+        for pair in experts:
+            if not self._packed:  # one packing for all experts: the first one's, if it has integers
+                scheme = self._scheme = scheme or scheme_of_pair(*pair)
+                self._kind = 0 if scheme is None else scheme.bits
+            self._hidden, self._ffn = shape_of(pair[1])
+            assert shape_of(pair[0]) == (2 * self._ffn, self._hidden)
+            self._packed.append((self._pack(pair[0]), self._pack(pair[1])))
         self._gate_ups = torch.tensor([gate_up.address for gate_up, _ in self._packed])
         self._downs = torch.tensor([down.address for _, down in self._packed])
         self._units: Tensor | None = None
         if scheme is not None:
-            units = [[part.unit for part in pair] for pair in self._packed]  # type: ignore[union-attr]
+            units = [[part.unit for part in pair] for pair in self._packed]
             self._units = torch.tensor(units, dtype=torch.float32).T.contiguous()
 
-    def _pack(self, weight: Tensor) -> NativeLinear | NativeQuantLinear:
+    def _pack(self, weight: Tensor | StoredWeight) -> Any:
         if self._scheme is not None:
-            return NativeQuantLinear(self._kernels, weight, None, self._scheme, self._dtype)
+            quantized = NativeQuantLinear(self._kernels, weight, None, self._scheme, self._dtype)
+            self.error += quantized.error
+            return quantized
+        if not isinstance(weight, Tensor):
+            weight, error = dequantised(weight, self._dtype)
+            self.error += error
         # one packing for both products of all experts
         self._kind = self._kernels.linear_kind(self._dtype, self._hidden | self._ffn)
         return NativeLinear(self._kernels, weight, None, self._kind)
-
-    @property
-    def error(self) -> WeightError:
-        parts = [part for pair in self._packed for part in pair]
-        return sum((part.error for part in parts if isinstance(part, NativeQuantLinear)), WeightError())
 
     def __call__(
         self, x: Tensor, weights: Tensor, chosen: Tensor, base: Tensor | None = None, base_logits: Tensor | None = None

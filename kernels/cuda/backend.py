@@ -36,6 +36,7 @@ from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.logits import packed_log_probabilities
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
+from kvrelay.kernels.common.stored_weights import StoredWeight, plain_weight
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.jit import import_flashinfer
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention
@@ -227,14 +228,15 @@ class CudaBackend(TorchBackend):
 
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor, Tensor]],
+        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,
     ) -> Experts:
         if scheme is not None:
             raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
-        packed = CudaExperts(experts, lambda x: self.gated_activation(x, activation), self.device)
+        plain = ((plain_weight(gate_up, dtype), plain_weight(down, dtype)) for gate_up, down in experts)
+        packed = CudaExperts(plain, lambda x: self.gated_activation(x, activation), self.device)
         if not packed.is_grouped:
             self._warn_once(
                 f"torch has no grouped product for experts in {dtype} here: they run one after the other, slower"

@@ -30,8 +30,9 @@ from kvrelay.kernels.backend import (
     SamplingBatch,
 )
 from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
-from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme
+from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 from kvrelay.kernels.common.quantized import TorchQuantLinear
+from kvrelay.kernels.common.stored_weights import StoredWeight, dequantised, plain_weight
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,10 @@ class TorchBackend:
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         return ReferenceHeadLinears(weight.to(self.device))
 
+    def pack_stored(self, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> tuple[Linear, WeightError]:
+        plain, error = dequantised(weight, dtype)
+        return self.pack_linear(plain, bias), error
+
     def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
         return choose_experts(logits, correction, choice)
 
@@ -186,16 +191,26 @@ class ReferenceBackend(TorchBackend):
 
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor, Tensor]],
+        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,
     ) -> Experts:
-        def pack(weight: Tensor) -> Linear:
-            return self.pack_linear(weight) if scheme is None else self.pack_quantized(weight, None, scheme, dtype)
+        errors: list[WeightError] = []
 
-        pairs = ((pack(gate_up), pack(down)) for gate_up, down in experts)
-        return ExpertLoop(pairs, lambda x: self.gated_activation(x, activation))
+        def pack(weight: Tensor | StoredWeight) -> Linear:
+            if scheme is not None:
+                quantized = self.pack_quantized(plain_weight(weight), None, scheme, dtype)
+                errors.append(quantized.error)
+                return quantized
+            if isinstance(weight, Tensor):
+                return self.pack_linear(weight)
+            linear, error = self.pack_stored(weight, None, dtype)
+            errors.append(error)
+            return linear
+
+        pairs = [(pack(gate_up), pack(down)) for gate_up, down in experts]
+        return ExpertLoop(pairs, lambda x: self.gated_activation(x, activation), sum(errors, WeightError()))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
