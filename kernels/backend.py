@@ -360,14 +360,15 @@ class Backend(Protocol):
         softcap: scores become softcap * tanh(scores / softcap).
         """
 
-    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        """Scatter entries [T, head_dim] into a latent layer's cache at slot_mapping [T] int64, in place."""
+    def store_latent(self, latents: Tensor, keys: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        """Scatter latents [T, latent_dim] beside rotary keys [T, rest of head_dim] into a latent layer's cache at
+        slot_mapping [T] int64, in place.
+        """
 
-    def latent_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, latent_dim: int) -> Tensor:
-        """Causal paged attention of absorbed queries over cache entries, whose first `latent_dim` numbers are the
-        values.
+    def latent_attention(self, q: Tensor, q_rotary: Tensor, kv_layer: Tensor, plan: Any, *, scale: float) -> Tensor:
+        """Causal paged attention of absorbed queries over cache entries, whose latents are the values.
 
-        q: [T, heads, head_dim]: its part for latents, then its rotary part -> [T, heads, latent_dim].
+        q: [T, heads, latent_dim], q_rotary: [T, heads, rest of head_dim] -> [T, heads, latent_dim].
         Source: DeepSeek-V2 (2024), section 2.1, with the up-projections absorbed.
         """
 

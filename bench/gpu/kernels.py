@@ -148,7 +148,7 @@ class Grid:
     ) -> Tensor:
         plan = backend.plan(batch, shape)
         if shape.latent_dim is not None:
-            return backend.latent_attention(q, kv, plan, scale=SCALE, latent_dim=shape.latent_dim)
+            return backend.latent_attention(*q.tensor_split((shape.latent_dim,), dim=-1), kv, plan, scale=SCALE)
         return backend.attention(q, kv, plan, scale=SCALE, window=window, softcap=softcap)
 
     def attention(self) -> None:

@@ -255,9 +255,9 @@ class DecoderModel:
         latent, key = layer.kv_down(x).split((spec.kv_rank, spec.rope_dim), dim=-1)
         latent = backend.rms_norm(latent, layer.kv_norm, LATENT_NORM_EPS)
         turned, key = backend.rope(turned, key.unsqueeze(1), cos_sin, batch.positions)
-        backend.store_latent(torch.cat((latent, key.squeeze(1)), dim=-1), kv_layer, batch.slot_mapping)
-        q, scale = torch.cat((layer.key_up(plain), turned), dim=-1), self.spec.query_scale
-        out = backend.latent_attention(q, kv_layer, plan, scale=scale, latent_dim=spec.kv_rank)
+        backend.store_latent(latent, key.squeeze(1), kv_layer, batch.slot_mapping)
+        q, scale = layer.key_up(plain), self.spec.query_scale
+        out = backend.latent_attention(q, turned, kv_layer, plan, scale=scale)
         return layer.o(layer.value_up(out).flatten(1))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -316,11 +316,12 @@ class CpuBackend(TorchCpuBackend):
         return out
 
     def latent_attention(
-        self, q: Tensor, kv_layer: Tensor, plan: NativePlan | ReferencePlan, *, scale: float, latent_dim: int
+        self, q: Tensor, q_rotary: Tensor, kv_layer: Tensor, plan: NativePlan | ReferencePlan, *, scale: float
     ) -> Tensor:
         if isinstance(plan, NativePlan):
-            return self.attention(q, kv_layer, plan, scale=scale, window=None, softcap=None)[..., :latent_dim]
-        return super().latent_attention(q, kv_layer, plan, scale=scale, latent_dim=latent_dim)
+            whole = torch.cat((q, q_rotary), dim=-1)
+            return self.attention(whole, kv_layer, plan, scale=scale, window=None, softcap=None)[..., : q.shape[-1]]
+        return super().latent_attention(q, q_rotary, kv_layer, plan, scale=scale)
 
     def widened(self, x: Tensor) -> Tensor:
         native = self._native

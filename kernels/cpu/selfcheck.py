@@ -106,7 +106,7 @@ def _fp8_cache(backend: Any, numbers: _Numbers) -> Results:
 def _latent_attention(backend: Any, numbers: _Numbers) -> Results:
     shape = AttentionShape(6, 1, 40, 16, numbers.dtype, latent_dim=30)
     plan, q, kv = backend.plan(_attention_batch(), shape), numbers(21, 6, 40), numbers(48, 1, 16, 1, 40)
-    yield backend.latent_attention(q, kv, plan, scale=0.2, latent_dim=30)
+    yield backend.latent_attention(*q.split((30, 10), -1), kv, plan, scale=0.2)
 
 
 def _sampling(backend: Any, numbers: _Numbers) -> Results:

@@ -39,8 +39,8 @@ from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCac
 from kvrelay.kernels.common.stored_weights import StoredWeight, plain_weight
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.jit import import_flashinfer
-from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention
-from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, has_latent_attention, in_memory_order
+from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, Queries
+from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, has_latent_append, in_memory_order
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 
@@ -78,11 +78,13 @@ class DeviceSampler:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's attention: q, k, v as the graph before it leaves them, padding included."""
+    """One layer's attention: queries, and what it stores, as the graph before it leaves them, padding included.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    stored: keys and values, or latents and rotary keys. Queries of latent attention have two parts.
+    """
+
+    queries: Queries
+    stored: tuple[Tensor, Tensor]
     kv_layer: Tensor
     variant: AttentionVariant
 
@@ -90,8 +92,8 @@ class Call:
 class Recorder:
     """Takes the calls of a backend's attention while a forward pass is captured.
 
-    out: [size, heads, head_dim], the buffer for the result of every attention call. pool: of the graphs' memory; None:
-    a rehearsal captures nothing, to create lazy library handles, which is impossible during capture.
+    out: [size, heads, head_dim or latent_dim], the buffer for the result of every attention call. pool: of the graphs'
+    memory; None: a rehearsal captures nothing, to create lazy library handles, which is impossible during capture.
     """
 
     def __init__(self, out: Tensor, pool: Any) -> None:
@@ -118,12 +120,12 @@ class Recorder:
     def store(self, k: Tensor, v: Tensor) -> None:
         self._stored = k, v
 
-    def attend(self, q: Tensor, kv_layer: Tensor, variant: AttentionVariant) -> Tensor:
-        q = q.contiguous()
+    def attend(self, queries: Queries, kv_layer: Tensor, variant: AttentionVariant) -> Tensor:
         self.end()
         assert self._stored is not None, "keys are stored before they are attended to"
         (k, v), self._stored = self._stored, None
-        self.calls.append(Call(unowned(q), unowned(k), unowned(v), kv_layer, variant))
+        kept = tuple(unowned(q) for q in queries)
+        self.calls.append(Call(kept, (unowned(k), unowned(v)), kv_layer, variant))
         self.begin()
         return self.out
 
@@ -301,11 +303,10 @@ class CudaBackend(TorchBackend):
         slots = self.staging.put(batch.slot_mapping.to(torch.int32))
         positions = self.staging.put(batch.positions)
         self._current = plan = CudaPlan(shape, batch, positions, slots, torch.zeros_like(slots))
-        is_latent = shape.latent_dim is not None
-        if has_latent_attention(shape) if is_latent else has_attention(shape):
+        if has_attention(shape):
             self.paged.fill_plan(plan)
         else:
-            kind = f"latent attention of {shape.num_heads} heads" if is_latent else "attention"
+            kind = "attention" if shape.latent_dim is None else f"latent attention of {shape.num_heads} heads"
             what = f"{kind} with head_dim {shape.head_dim} in {shape.dtype}"
             self._warn_once(f"FlashInfer has no kernel for {what}: torch is used, slower")
             plan.fallback = self._plain.plan(batch, shape)
@@ -316,11 +317,13 @@ class CudaBackend(TorchBackend):
     ) -> Tensor:
         if plan.fallback is not None:
             return self._plain.attention(q, kv_layer, plan.fallback, scale=scale, window=window, softcap=softcap)
+        return self._attend((q.contiguous(),), kv_layer, plan, (scale, window, softcap))
+
+    def _attend(self, queries: Queries, kv_layer: Tensor, plan: CudaPlan, variant: AttentionVariant) -> Tensor:
         if self._recorder is not None:
-            return self._recorder.attend(q, kv_layer, (scale, window, softcap))
-        q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.paged.attend(out, q, kv_layer, plan, (scale, window, softcap))
+            return self._recorder.attend(queries, kv_layer, variant)
+        out = torch.empty(queries[0].shape, dtype=queries[0].dtype, device=self.device)
+        self.paged.attend(out, queries, kv_layer, plan, variant)
         return out
 
     @contextmanager
@@ -332,14 +335,22 @@ class CudaBackend(TorchBackend):
         finally:
             self._recorder = None
 
-    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        self._plain.store_latent(entries, kv_layer, self._slots(slot_mapping)[0])
+    def store_latent(self, latents: Tensor, keys: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.store(latents, keys)
+            return
+        slots, zeros = self._slots(slot_mapping)
+        if has_latent_append(latents, keys, kv_layer):
+            self.paged.append_latent(latents, keys, kv_layer, slots, zeros)
+        else:
+            self._plain.store_latent(latents, keys, kv_layer, slots)
 
-    def latent_attention(self, q: Tensor, kv_layer: Tensor, plan: CudaPlan, *, scale: float, latent_dim: int) -> Tensor:
-        if plan.latent is not None:
-            return self.paged.attend_latent(q, kv_layer, plan, scale, latent_dim)
-        assert plan.fallback is not None
-        return self._plain.latent_attention(q, kv_layer, plan.fallback, scale=scale, latent_dim=latent_dim)
+    def latent_attention(
+        self, q: Tensor, q_rotary: Tensor, kv_layer: Tensor, plan: CudaPlan, *, scale: float
+    ) -> Tensor:
+        if plan.fallback is not None:
+            return self._plain.latent_attention(q, q_rotary, kv_layer, plan.fallback, scale=scale)
+        return self._attend((q.contiguous(), q_rotary), kv_layer, plan, (scale, None, None))
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return self._sampler(logits, batch)

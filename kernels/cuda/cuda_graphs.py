@@ -21,7 +21,7 @@ from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVar
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES
 from kvrelay.kernels.cuda.paged_attention import CudaPlan
-from kvrelay.kernels.cuda.plan import PagedIndex, has_attention, is_unpacked, paged_index, plan_decode
+from kvrelay.kernels.cuda.plan import PagedIndex, has_attention, is_unpacked, paged_index
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Captures:
     @property
     def is_possible(self) -> bool:
         """Whether FlashInfer supports this shape and reads the cache itself."""
-        return self._shape.latent_dim is None and has_attention(self._shape) and not is_unpacked(self._shape)
+        return has_attention(self._shape) and not is_unpacked(self._shape)
 
     def reset(self) -> None:
         """Drop all graphs, after something that they read has moved."""
@@ -135,11 +135,9 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Shared by all sizes: buffers of FlashInfer's indices, int32, for the largest size; the stream of captures."""
+    """Shared by all sizes: device buffers of FlashInfer's indices for the largest size; the stream of captures."""
 
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
+    index: PagedIndex
     stream: Any
 
 
@@ -210,18 +208,11 @@ class CudaGraphs(Captures):
         staging.fill(plan.device_slots, batch.slot_mapping.to(torch.int32))
         index = self._index(batch)
         for variant, (wrapper, _) in plan.wrappers.items():
-            with staging.planning(wrapper):
-                plan_decode(wrapper, index, self._shape, variant)
+            self._paged.plan_graph(wrapper, index, self._shape, variant)
 
     def _index(self, batch: AttentionBatch) -> PagedIndex:
         index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
         return index.staged(self._backend.staging)
-
-    def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
-        """A decode wrapper whose metadata lies in buffers that never move."""
-        return self._paged.graph_wrapper(
-            self._shape.kv_layout, shared.indptr[: batch_size + 1], shared.indices, shared.last_page_len[:batch_size]
-        )
 
     def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> list[AttentionVariant]:
         """The attention variants that the model uses, found by running the step once without a graph."""
@@ -232,12 +223,9 @@ class CudaGraphs(Captures):
 
     def _make_shared(self) -> _Shared:
         most, device = self._sizes[-1], self._backend.device
-        return _Shared(
-            torch.zeros(most + 1, dtype=torch.int32, device=device),
-            torch.zeros(most * self._max_blocks, dtype=torch.int32, device=device),
-            torch.ones(most, dtype=torch.int32, device=device),
-            torch.cuda.Stream(device),
-        )
+        sizes = (most + 1, most * self._max_blocks, most, most, most + 1)
+        buffers = (torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
+        return _Shared(PagedIndex(*buffers), torch.cuda.Stream(device))
 
     def _capture(self, size: int, forward: ModelForward, batch: AttentionBatch) -> _Graph:
         shared = self._shared = self._shared or self._make_shared()
@@ -247,9 +235,8 @@ class CudaGraphs(Captures):
         plan = self._backend.plan(batch, self._shape)
         index = self._index(batch)
         for variant in variants:
-            wrapper = self._wrapper(size, shared)
-            with self._backend.staging.planning(wrapper):
-                plan_decode(wrapper, index, self._shape, variant)
+            wrapper = self._paged.graph_wrapper(self._shape, shared.index.of(size))
+            self._paged.plan_graph(wrapper, index, self._shape, variant)
             plan.wrappers[variant] = (wrapper, None)
         shared.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(shared.stream):  # warm up: lazy library handles cannot be created during capture

@@ -65,7 +65,7 @@ class StepPieces(Captures):
 
     def choose_kernels(self, variants: Collection[AttentionVariant]) -> None:
         """Time the prefill attention kernels for these variants and take the fastest."""
-        if self.is_possible:
+        if self.is_possible and self._shape.latent_dim is None:
             for variant in sorted(variants, key=str):
                 self._backend.paged.prefill_kernels.try_out(self._shape, variant)
 
@@ -96,12 +96,16 @@ class StepPieces(Captures):
     def _attend(self, call: Call, plan: CudaPlan, num_tokens: int) -> None:
         assert self._shared is not None
         own = slice(0, num_tokens)
-        self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.batch.slot_mapping)
-        self._backend.paged.attend(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
+        backend, (first, second) = self._backend, call.stored
+        store = backend.store_kv if self._shape.latent_dim is None else backend.store_latent
+        store(first[own], second[own], call.kv_layer, plan.batch.slot_mapping)
+        queries = tuple(q[own] for q in call.queries)
+        backend.paged.attend(self._shared[1][own], queries, call.kv_layer, plan, call.variant)
 
     def _make_shared(self) -> tuple[Any, Tensor]:
         device, shape = self._backend.device, self._shape
-        out = torch.zeros(self._sizes[-1], shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        head_dim = shape.latent_dim or shape.head_dim
+        out = torch.zeros(self._sizes[-1], shape.num_heads, head_dim, dtype=shape.dtype, device=device)
         return torch.cuda.Stream(device), out
 
     def _capture(self, size: int, forward: ModelForward, batch: AttentionBatch) -> _Pieces:
@@ -131,12 +135,10 @@ class CapturingCudaBackend(CudaBackend):
     """CudaBackend with graphs of decode steps, and of pieces of steps with prompts."""
 
     def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
-        """Not for latent attention, which FlashInfer plans by another wrapper. Unverified on a GPU.
+        """Unverified on a GPU.
 
         Experts are captured where their products are grouped: otherwise their choice waits for the device.
         """
-        if spec.shape.latent_dim is not None:
-            return None
         if spec.expert_sizes is not None and not has_grouped_products(self.device, spec.dtype, *spec.expert_sizes):
             return None
         spec.reserve_positions(spec.max_blocks * spec.shape.block_size)  # all at once, so that no capture is lost

@@ -4,6 +4,7 @@ UNVERIFIED ON A GPU. FlashInfer plans attention per (scale, window, softcap), wh
 step's plan keeps the metadata, and each such variant is planned at its first use in the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvrelay.kernels.cuda.plan import (
     in_memory_order,
     is_unpacked,
     paged_index,
+    plan_decode,
+    plan_latent,
     plan_prefill,
     unpacked,
 )
@@ -27,6 +30,7 @@ from kvrelay.kernels.cuda.staging import DeviceStaging
 from kvrelay.kernels.oracle.reference import ReferencePlan
 
 WORKSPACE_BYTES = 256 << 20
+Queries = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -35,8 +39,8 @@ class CudaPlan:
 
     device_positions: [T] int64, device_slots: [T] int32, device_zeros: [T] int32, on the device. `decode` covers the
     batch's decode rows, `prefill` the rest. decode_blocks, prefill_blocks: [n] int64 on the device, blocks to unpack;
-    the indices of `decode` and `prefill` then count from the first of these. Latent attention handles all sequences in
-    one: `latent` and `latent_blocks`.
+    the indices of `decode` and `prefill` then count from the first of these. Latent attention has one kernel for both:
+    steps with prompts are all `prefill`. num_decode: rows of `decode`.
     """
 
     shape: AttentionShape
@@ -44,13 +48,12 @@ class CudaPlan:
     device_positions: Tensor
     device_slots: Tensor
     device_zeros: Tensor
+    num_decode: int = 0
     decode: PagedIndex | None = None
     prefill: PagedIndex | None = None
     fallback: ReferencePlan | None = None
     decode_blocks: Tensor | None = None
     prefill_blocks: Tensor | None = None
-    latent: PagedIndex | None = None
-    latent_blocks: Tensor | None = None
     levels: Levels | None = None  # of decode rows that share prefixes, for variants without a window
     wrappers: dict[AttentionVariant, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -90,18 +93,12 @@ class PagedAttention:
     def fill_plan(self, plan: CudaPlan) -> None:
         """Add the paged indices of the plan's batch, staged for FlashInfer."""
         batch, shape, n = plan.batch, plan.shape, plan.batch.num_decode
-        if shape.latent_dim is not None:
-            queries = batch.query_starts.to(torch.int32)
-            plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size, queries)
-            if is_unpacked(shape):
-                plan.latent, plan.latent_blocks = self._renumbered(plan.latent)
-            assert plan.latent is not None
-            plan.latent = plan.latent.staged(self._staging)
-            return
+        num_seqs = batch.context_lens.shape[0]
+        plan.num_decode = n = 0 if shape.latent_dim is not None and n < num_seqs else n
         if n:
             plan.levels = self.levels(batch, shape)
             plan.decode = paged_index(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
-        if n < batch.context_lens.shape[0]:
+        if n < num_seqs:
             queries = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)
             plan.prefill = paged_index(batch.context_lens[n:], batch.block_tables[n:], shape.block_size, queries)
         if is_unpacked(shape):
@@ -121,18 +118,46 @@ class PagedAttention:
 
     # ---- wrappers
 
-    def graph_wrapper(self, kv_layout: KvOrder, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> Any:
-        """A decode wrapper for CUDA graphs, whose metadata lies in these device buffers (int32), which never move."""
+    def graph_wrapper(self, shape: AttentionShape, buffers: PagedIndex) -> Any:
+        """A wrapper of decode rows for CUDA graphs, whose metadata lies in these device buffers, which never move."""
+        common = {"use_cuda_graph": True, "backend": DECODE_KERNELS}
+        if shape.latent_dim is not None:
+            return self._flashinfer.mla.BatchMLAPagedAttentionWrapper(
+                self._workspace,
+                qo_indptr=buffers.qo_indptr,
+                kv_indptr=buffers.indptr,
+                kv_indices=buffers.indices,
+                kv_len_arr=buffers.kv_lens,
+                **common,
+            )
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
-            kv_layout,
-            use_cuda_graph=True,
+            shape.kv_layout,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=last_page_len,
-            backend=DECODE_KERNELS,
+            paged_kv_indptr_buffer=buffers.indptr,
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_len,
+            **common,
         )
+
+    def plan_graph(self, wrapper: Any, index: PagedIndex, shape: AttentionShape, variant: AttentionVariant) -> None:
+        """Write a step of decode rows into the buffers of a graph's wrapper."""
+        self._plan(plan_decode, wrapper, index, shape, variant)
+
+    def _plan(
+        self,
+        heads: Callable[..., None],
+        wrapper: Any,
+        index: PagedIndex,
+        shape: AttentionShape,
+        variant: AttentionVariant,
+    ) -> None:
+        """heads: plans wrappers of attention with keys and values per head."""
+        with self._staging.planning(wrapper):
+            if shape.latent_dim is None:
+                heads(wrapper, index, shape, variant)
+            else:
+                plan_latent(self._flashinfer, wrapper, index, shape, variant)
 
     def _wrapper(self, rows: str, shape: AttentionShape, variant: AttentionVariant, kernels: str) -> Any:
         """The wrapper of a step's decode rows, or of its chunks; planned anew every step.
@@ -140,9 +165,12 @@ class PagedAttention:
         FlashInfer's decode wrapper would run the same kernel, and copy row numbers from pageable memory.
         """
         key = (f"{rows} {kernels}", shape.kv_layout, variant)
-        if key not in self._wrappers:
+        if key not in self._wrappers and shape.latent_dim is None:
             make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers[key] = make(self._workspace, shape.kv_layout, backend=kernels)
+        elif key not in self._wrappers:
+            make = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
+            self._wrappers[key] = make(self._workspace, backend=kernels)
         return self._wrappers[key]
 
     def _planned(self, plan: CudaPlan, variant: AttentionVariant) -> tuple[Any, Any]:
@@ -153,14 +181,9 @@ class PagedAttention:
             if plan.levels is not None and variant[1] is None:
                 decode = self._cascade(plan, plan.levels, variant)
             elif plan.decode is not None:
-                decode = self._wrapper("decode", plan.shape, variant, DECODE_KERNELS)
-                with self._staging.planning(decode):
-                    plan_prefill(decode, plan.decode, plan.shape, variant)
+                decode = self._ready("decode", plan.decode, plan.shape, variant)
             if plan.prefill is not None:
-                kernels = self.prefill_kernels.of(plan.shape, variant)
-                prefill = self._wrapper("prefill", plan.shape, variant, kernels)
-                with self._staging.planning(prefill):
-                    plan_prefill(prefill, plan.prefill, plan.shape, variant)
+                prefill = self._ready("prefill", plan.prefill, plan.shape, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
 
@@ -175,55 +198,35 @@ class PagedAttention:
         self.saved_tokens += levels.spared_tokens
         return cascade
 
-    def _latent_wrapper(self, plan: CudaPlan, index: PagedIndex, variant: AttentionVariant) -> Any:
-        if variant not in plan.wrappers:
-            key = ("latent", plan.shape.kv_layout, variant)
-            if key not in self._wrappers:
-                make = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
-                self._wrappers[key] = make(self._workspace, backend=DECODE_KERNELS)
-            wrapper = self._wrappers[key]
-            with self._staging.planning(wrapper):
-                self._plan_latent(wrapper, plan, index, variant[0])
-            plan.wrappers[variant] = (wrapper, None)
-        return plan.wrappers[variant][0]
-
-    def _plan_latent(self, wrapper: Any, plan: CudaPlan, index: PagedIndex, scale: float) -> None:
-        """All sequences of a step, decode rows and prompt chunks alike; causal, bottom-right."""
-        shape = plan.shape
-        assert shape.latent_dim is not None
-        wrapper.plan(
-            metadata=self._flashinfer.mla.MLAPlanMetadata.csr(
-                index.qo_indptr, index.indptr, index.indices, index.kv_lens
-            ),
-            num_heads=shape.num_heads,
-            head_dim_ckv=shape.latent_dim,
-            head_dim_kpe=shape.head_dim - shape.latent_dim,
-            page_size=shape.block_size,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-        )
+    def _ready(self, rows: str, index: PagedIndex, shape: AttentionShape, variant: AttentionVariant) -> Any:
+        """The wrapper of a step's decode rows, or of its chunks, planned for this step."""
+        is_chosen = rows == "prefill" and shape.latent_dim is None
+        kernels = self.prefill_kernels.of(shape, variant) if is_chosen else DECODE_KERNELS
+        wrapper = self._wrapper(rows, shape, variant, kernels)
+        self._plan(plan_prefill, wrapper, index, shape, variant)
+        return wrapper
 
     # ---- kernels
 
-    def attend(self, out: Tensor, q: Tensor, kv_layer: Tensor, plan: CudaPlan, variant: AttentionVariant) -> None:
-        """Attention of q [T, heads, head_dim] into `out`, both contiguous; see Backend.attention."""
-        decode, prefill = self._planned(plan, variant)
-        n, kv_cache = plan.batch.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
-        if decode is not None:
-            decode.run(q[:n], unpacked(kv_cache, plan.decode_blocks, q.dtype), out=out[:n])
-        if prefill is not None:
-            prefill.run(q[n:], unpacked(kv_cache, plan.prefill_blocks, q.dtype), out=out[n:])
+    def attend(
+        self, out: Tensor, queries: Queries, kv_layer: Tensor, plan: CudaPlan, variant: AttentionVariant
+    ) -> None:
+        """Attention of queries [T, heads, head_dim] into `out`, both contiguous; see Backend.attention.
 
-    def attend_latent(self, q: Tensor, kv_layer: Tensor, plan: CudaPlan, scale: float, latent_dim: int) -> Tensor:
-        """See Backend.latent_attention."""
-        assert plan.latent is not None
-        wrapper = self._latent_wrapper(plan, plan.latent, (scale, None, None))
-        out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
-        cache = unpacked(kv_layer, plan.latent_blocks, q.dtype)[:, 0, :, 0]
-        wrapper.run(query=q.contiguous(), kv_cache=cache, out=out)
-        return out
+        Of latent attention: (q, q_rotary), see Backend.latent_attention.
+        """
+        decode, prefill = self._planned(plan, variant)
+        n, is_latent = plan.num_decode, plan.shape.latent_dim is not None
+        kv_cache = kv_layer[:, 0, :, 0] if is_latent else in_memory_order(kv_layer, plan.shape.kv_layout)
+        own, rest = slice(0, n), slice(n, None)
+        for wrapper, rows, blocks in ((decode, own, plan.decode_blocks), (prefill, rest, plan.prefill_blocks)):
+            if wrapper is None:
+                continue
+            q, cache = tuple(x[rows] for x in queries), unpacked(kv_cache, blocks, out.dtype)
+            if is_latent:
+                wrapper.run(query=q, kv_cache=cache, out=out[rows])
+            else:
+                wrapper.run(*q, cache, out=out[rows])
 
     def append(self, k: Tensor, v: Tensor, kv_cache: Tensor, kv_layout: KvOrder, slots: Tensor, zeros: Tensor) -> None:
         """Scatter k, v [T, kv_heads, head_dim] into a cache given as it lies in memory. slots, zeros: [T] int32.
@@ -232,11 +235,21 @@ class PagedAttention:
         the append needs no block tables.
         """
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        num_blocks, block_size = kv_cache.shape[0], kv_cache.shape[3 if kv_layout == "HND" else 2]
+        whole = self._whole_cache(kv_cache.shape[0], kv_cache.shape[3 if kv_layout == "HND" else 2])
+        self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, *whole, kv_layout)
+
+    def append_latent(self, latents: Tensor, keys: Tensor, kv_layer: Tensor, slots: Tensor, zeros: Tensor) -> None:
+        """The same for latents [T, latent_dim] and keys [T, rope_dim] of a latent layer."""
+        latents, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (latents, keys))
+        cache = kv_layer[:, 0, :, 0].tensor_split((latents.shape[1],), dim=-1)
+        whole = self._whole_cache(kv_layer.shape[0], kv_layer.shape[2])
+        self._flashinfer.append_paged_mla_kv_cache(latents, keys, zeros, slots, *cache, *whole)
+
+    def _whole_cache(self, num_blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Block ids, where they start and the last block's tokens, of a cache that is one sequence."""
         key = (num_blocks, block_size)
         if key not in self._whole_caches:
             numbers = ([0, num_blocks], [block_size])
             indptr, last = (torch.tensor(row, dtype=torch.int32, device=self._device) for row in numbers)
             self._whole_caches[key] = torch.arange(num_blocks, dtype=torch.int32, device=self._device), indptr, last
-        indices, indptr, last = self._whole_caches[key]
-        self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, indices, indptr, last, kv_layout)
+        return self._whole_caches[key]

@@ -17,6 +17,7 @@ from kvrelay.kernels.cuda.staging import DeviceStaging
 HALF = frozenset((torch.float16, torch.bfloat16))
 HEAD_DIMS = frozenset((64, 128, 256))
 DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
+_LATENT_APPEND = (512, 64)  # latent and rotary numbers, the only ones that FlashInfer's append knows
 _MAX_THREADS = 1024  # of one CUDA block
 _MOST_HEADS = 128
 
@@ -35,6 +36,13 @@ class PagedIndex:
     kv_lens: Tensor
     qo_indptr: Tensor
 
+    def of(self, num_seqs: int) -> "PagedIndex":
+        """The beginnings of these buffers, for so many sequences."""
+        n = num_seqs
+        return PagedIndex(
+            self.indptr[: n + 1], self.indices, self.last_page_len[:n], self.kv_lens[:n], self.qo_indptr[: n + 1]
+        )
+
     def staged(self, staging: DeviceStaging) -> "PagedIndex":
         """With its block ids on the device and the rest in pinned memory, so that planning does not wait."""
         pinned = (x.pin_memory() for x in (self.last_page_len, self.kv_lens, self.qo_indptr))
@@ -42,18 +50,13 @@ class PagedIndex:
 
 
 def has_attention(shape: AttentionShape) -> bool:
-    """Whether FlashInfer has attention kernels for this shape; else its steps run in plain torch."""
-    return shape.dtype in HALF and shape.head_dim in HEAD_DIMS
-
-
-def has_latent_attention(shape: AttentionShape) -> bool:
-    """Whether FlashInfer's fa2 kernel computes latent attention of this shape.
+    """Whether FlashInfer has attention kernels for this shape; else its steps run in plain torch.
 
     Latents come in multiples of 128, rotary parts of 64. Its tiles are 64 or, from 65 heads on, 128 rows of heads: if
     the heads do not divide a tile, it would skip a visible key, and refuses the plan.
     """
-    if shape.latent_dim is None or shape.dtype not in HALF:
-        return False
+    if shape.dtype not in HALF or shape.latent_dim is None:
+        return shape.dtype in HALF and shape.head_dim in HEAD_DIMS
     rope_dim = shape.head_dim - shape.latent_dim
     return shape.latent_dim % 128 == 0 and rope_dim % 64 == 0 and _MOST_HEADS % shape.num_heads == 0
 
@@ -77,6 +80,12 @@ def has_append(k: Tensor, kv_cache: Tensor) -> bool:
     if k.dtype not in HALF or k.dtype != kv_cache.dtype or head_dim not in HEAD_DIMS or not kv_cache.is_contiguous():
         return False
     return num_heads * head_dim // max(8, head_dim // 32) <= _MAX_THREADS
+
+
+def has_latent_append(latents: Tensor, keys: Tensor, kv_layer: Tensor) -> bool:
+    """Whether FlashInfer can append latents [T, latent_dim] and keys [T, rope_dim] to this cache."""
+    sizes = (latents.shape[1], keys.shape[1])
+    return sizes == _LATENT_APPEND and latents.dtype in HALF and latents.dtype == kv_layer.dtype
 
 
 def paged_index(
@@ -127,6 +136,25 @@ def plan_decode(wrapper: Any, index: PagedIndex, shape: AttentionShape, variant:
     """Plan a BatchDecodeWithPagedKVCacheWrapper for one-token sequences."""
     arguments, options = _arguments(index, shape, variant)
     wrapper.plan(*arguments, **options)
+
+
+def plan_latent(
+    flashinfer: Any, wrapper: Any, index: PagedIndex, shape: AttentionShape, variant: AttentionVariant
+) -> None:
+    """Plan a BatchMLAPagedAttentionWrapper for decode rows and prompt chunks alike; causal, bottom-right."""
+    assert shape.latent_dim is not None
+    wrapper.plan(
+        metadata=flashinfer.mla.MLAPlanMetadata.csr(index.qo_indptr, index.indptr, index.indices, index.kv_lens),
+        num_heads=shape.num_heads,
+        head_dim_ckv=shape.latent_dim,
+        head_dim_kpe=shape.head_dim - shape.latent_dim,
+        page_size=shape.block_size,
+        causal=True,
+        sm_scale=variant[0],
+        q_data_type=shape.dtype,
+        kv_data_type=shape.dtype,
+        query_layout="split",
+    )
 
 
 def plan_prefill(

@@ -177,7 +177,7 @@ def cache_writes(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
         latents = torch.full((num_blocks, 1, size, 1, row), 7, dtype=kind, device=backend.device)
         due = latents.clone()
         due[at // size, 0, at % size, 0] = fp8.stored(fused[:, :dim], kind)
-        backend.store_latent(fused[:, :dim], latents, slots)
+        backend.store_latent(fused[:, : dim - 5], fused[:, dim - 5 : dim], latents, slots)
         yield _compare(f"latents, {where}", latents, exact.unrounded(due))
 
 
@@ -239,7 +239,8 @@ def attend(backend: Backend, step: KernelStep, scale: float) -> Tensor:
     case = step.case
     plan = backend.plan(step.batch, case.shape)
     if case.latent_dim is not None:
-        return backend.latent_attention(step.q, step.kv_layer, plan, scale=scale, latent_dim=case.latent_dim)
+        q, rotary = step.q.tensor_split((case.latent_dim,), dim=-1)
+        return backend.latent_attention(q, rotary, step.kv_layer, plan, scale=scale)
     return backend.attention(step.q, step.kv_layer, plan, scale=scale, window=case.window, softcap=case.softcap)
 
 

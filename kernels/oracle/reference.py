@@ -55,7 +55,9 @@ class ReferenceHeadLinears:
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
+        out = torch.empty((*x.shape[:2], self.weight.shape[1]), dtype=x.dtype, device=x.device)
+        torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +272,15 @@ class ReferenceBackend(TorchBackend):
         """One sequence's attention, in any float dtype."""
         return attend(q, k, v, mask, scale=scale, softcap=softcap)
 
-    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        block_size = kv_layer.shape[2]
+    def store_latent(self, latents: Tensor, keys: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        block_size, entries = kv_layer.shape[2], torch.cat((latents, keys), dim=-1)
         slots = slot_mapping.to(kv_layer.device)
         kv_layer[slots // block_size, 0, slots % block_size, 0] = fp8.stored(entries, kv_layer.dtype)
 
     def latent_attention(
-        self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, latent_dim: int
+        self, q: Tensor, q_rotary: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float
     ) -> Tensor:
-        out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
+        out, q = torch.empty_like(q), torch.cat((q, q_rotary), dim=-1)
         for sequence in plan.sequences:
             rows = slice(sequence.start, sequence.end)
             mask = causal_mask(sequence.end - sequence.start, sequence.context_len, None, q.device).unsqueeze(1)
@@ -286,7 +288,7 @@ class ReferenceBackend(TorchBackend):
             entries = fp8.loaded(entries).float()
             scores = q[rows].float() @ entries.T * scale  # [Q, heads, context]
             probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-            out[rows] = (probs @ entries[:, :latent_dim]).to(q.dtype)
+            out[rows] = (probs @ entries[:, : out.shape[-1]]).to(q.dtype)
         return out
 
 

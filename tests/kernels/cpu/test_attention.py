@@ -143,11 +143,11 @@ def test_attention_over_latents_of_fp8_is_that_over_their_numbers(cpu, dtype):
     step = make_step(case)
     cache = torch.zeros((*step.kv_layer.shape[:-1], 52), dtype=torch.uint8)
     slots = torch.arange(step.kv_layer.shape[0] * case.block_size)
-    cpu.store_latent(step.kv_layer.nan_to_num(0).reshape(-1, 48), cache, slots)
+    cpu.store_latent(*step.kv_layer.nan_to_num(0).reshape(-1, 48).split((32, 16), -1), cache, slots)
     numbers = fp8.decoded(cache)
     assert torch.equal(cache, fp8.encoded(step.kv_layer.nan_to_num(0)))
     plan = cpu.plan(step.batch, dataclasses.replace(case.shape, kv_dtype=torch.float8_e4m3fn))
-    found = cpu.latent_attention(step.q, cache, plan, scale=0.125, latent_dim=32)
+    found = cpu.latent_attention(*step.q.split((32, 16), -1), cache, plan, scale=0.125)
     expected = written_out(dataclasses.replace(step, kv_layer=numbers), 0.125)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
@@ -157,7 +157,7 @@ def test_attention_over_latents_of_fp8_is_that_over_their_numbers(cpu, dtype):
 def test_latent_entries_are_stored_at_their_slots_alone(cpu, dtype):
     cache = torch.full((5, 1, 4, 1, 12), 7.0, dtype=dtype)
     entries, slots = torch.randn(3, 12).to(dtype), torch.tensor([9, 2, 19])
-    cpu.store_latent(entries, cache, slots)
+    cpu.store_latent(entries[:, :8], entries[:, 8:], cache, slots)
     flat = cache.view(20, 12)
     assert torch.equal(flat[slots], entries)
     assert (flat[[at for at in range(20) if at not in slots.tolist()]] == 7).all()

@@ -141,6 +141,22 @@ class FakeGpu:
 
         self.kernel(run)
 
+    def append_paged_mla_kv_cache(
+        self, ckv, kpe, batch_indices, positions, ckv_cache, kpe_cache, indices, indptr, last_page_len
+    ):
+        """As AppendPagedKVMlaCacheKernel in FlashInfer 0.7.2's page.cuh, which knows these sizes only."""
+        assert ckv.shape[1] == ckv_cache.shape[2] == 512 and kpe.shape[1] == kpe_cache.shape[2] == 64
+        assert ckv.dtype == kpe.dtype == ckv_cache.dtype in HALF and len(last_page_len) == len(indptr) - 1
+        self.appended.append("latent")
+
+        def run():
+            size = ckv_cache.shape[1]
+            at = indptr[batch_indices] * size + positions
+            pages, entries = indices[at // size], at % size
+            ckv_cache[pages, entries], kpe_cache[pages, entries] = ckv, kpe
+
+        self.kernel(run)
+
     def kernel(self, run: Callable[[], object]) -> None:
         """One opaque kernel: it reads its buffers when it runs."""
         with _disable_current_modes():
@@ -247,25 +263,38 @@ class FakePrefill(FakeDecode):
 
 
 class FakeMla:
-    """BatchMLAPagedAttentionWrapper with packed queries and caches, as FlashInfer 0.7.2's fa2 kernel takes them."""
+    """BatchMLAPagedAttentionWrapper with split queries and packed caches, as FlashInfer 0.7.2's fa2 kernel takes them;
+    one for graphs keeps its four buffers.
+    """
 
-    def __init__(self, gpu, workspace, *, backend):
+    def __init__(self, gpu, workspace, *, backend, use_cuda_graph=False, **buffers):
         assert backend == "fa2" and not workspace.any()
-        self._gpu = gpu
+        self._gpu, self._fixed = gpu, buffers if use_cuda_graph else None
+        assert list(buffers) == (["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"] if use_cuda_graph else [])
 
-    def plan(self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, **dtypes):
-        assert causal and self._gpu.calls is None and set(dtypes.values()) <= set(HALF)
-        assert all(t.dtype == torch.int32 for t in metadata.values())
+    def plan(self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, **options):
+        assert causal and self._gpu.calls is None and options.pop("query_layout") == "split"
+        assert set(options.values()) <= set(HALF) and all(t.dtype == torch.int32 for t in metadata.values())
         assert head_dim_ckv % 128 == head_dim_kpe % 64 == 0 and 128 % num_heads == 0
-        self._index = {name: t.tolist() for name, t in metadata.items()}
+        if self._fixed is None:
+            self._index = {name: t.clone() for name, t in metadata.items()}
+        else:
+            self._index = self._fixed
+            for name, own in self._fixed.items():
+                assert len(own) == len(metadata[name]) or (name == "kv_indices" and len(own) > len(metadata[name]))
+                own[: len(metadata[name])].copy_(metadata[name])
         self._sizes, self._scale = (num_heads, head_dim_ckv, head_dim_kpe, page_size), sm_scale
         self._gpu.latent_plans += 1
 
     def run(self, *, query, kv_cache, out):
         heads, ckv, kpe, size = self._sizes
-        assert query.is_contiguous() and kv_cache.is_contiguous() and out.shape == (len(query), heads, ckv)
-        assert query.shape[1:] == (heads, ckv + kpe) and kv_cache.shape[1:] == (size, ckv + kpe)
-        starts, indptr, pages, lengths = self._index.values()
+        assert [x.shape[1:] for x in query] == [(heads, ckv), (heads, kpe)] and out.shape == (len(query[0]), heads, ckv)
+        assert kv_cache.shape[1:] == (size, ckv + kpe) and all(x.stride(-1) == 1 for x in (*query, kv_cache))
+        self._gpu.kernel(lambda: self._run(torch.cat(query, dim=-1), kv_cache, out))
+
+    def _run(self, query, kv_cache, out):
+        ckv = self._sizes[1]
+        starts, indptr, pages, lengths = (t.tolist() for t in self._index.values())
         for s, context in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
             entries = kv_cache[pages[indptr[s] : indptr[s + 1]]].flatten(0, 1)[:context].unsqueeze(1)

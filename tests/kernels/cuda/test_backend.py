@@ -14,7 +14,7 @@ from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, ladder, padded
 from kvrelay.kernels.cuda.graph_pieces import CapturingCudaBackend
-from kvrelay.kernels.cuda.plan import has_append, has_latent_attention, paged_index
+from kvrelay.kernels.cuda.plan import has_append, has_attention, paged_index
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import why_no_cuda
 from tests.kernels.cuda.fake_gpu import HALF, OnHost, fake_gpu, on_host  # noqa: F401
@@ -296,6 +296,37 @@ def test_a_step_with_latent_attention_equals_the_reference_on_a_fake_gpu(fake_gp
     assert fake_gpu.gpu.latent_plans == 1  # a step, not a layer; none in float32
 
 
+@pytest.fixture(params=[128, 512])
+def dense_latent_folder(request, tmp_path, monkeypatch):
+    """All of its layers are dense: experts that rounding decides would hide differences. FlashInfer appends latents of
+    512.
+    """
+    sizes = LATENT_SIZES | {"kv_lora_rank": request.param, "first_k_dense_replace": 4}
+    monkeypatch.setitem(TINY_CONFIGS, "deepseek_v3", TINY_CONFIGS["deepseek_v3"] | sizes)
+    return tiny_checkpoint("deepseek_v3", tmp_path)
+
+
+def test_a_replayed_step_with_latent_attention_equals_the_step_on_a_fake_gpu(fake_gpu, dense_latent_folder):
+    decoder = Decoder(fake_gpu, dense_latent_folder)
+    assert_graphs_equal_steps(decoder, on_host)
+    assert fake_gpu.gpu.num_captures == 2  # one for each size
+    assert set(fake_gpu.gpu.appended) == ({"latent"} if decoder.shape.latent_dim == 512 else set())
+
+
+def test_a_graph_of_latent_attention_that_is_not_planned_anew_is_seen(fake_gpu, dense_latent_folder, monkeypatch):
+    """The control: buffers that keep the captured step's blocks."""
+    decoder = Decoder(fake_gpu, dense_latent_folder)
+    monkeypatch.setattr(CudaGraphs, "_refill", lambda self, captured, batch: None)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_graphs_equal_steps(decoder, on_host)
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_with_latent_attention_equals_the_step(cuda, dense_latent_folder):
+    with torch.inference_mode():
+        assert_graphs_equal_steps(Decoder(cuda, dense_latent_folder))
+
+
 @pytest.mark.gpu
 def test_a_step_with_latent_attention_equals_the_reference(cuda, reference, latent_folder):
     with torch.inference_mode():
@@ -308,8 +339,8 @@ def test_a_step_with_latent_attention_equals_the_reference(cuda, reference, late
      (16, 500, 64, torch.bfloat16, False), (16, 512, 32, torch.bfloat16, False), (16, 512, 64, torch.float32, False)],
 )  # fmt: skip
 def test_flashinfer_attends_over_latents_of_its_sizes(heads, latent, rope, dtype, fits):
-    assert has_latent_attention(AttentionShape(heads, 1, latent + rope, 16, dtype, latent_dim=latent)) is fits
-    assert not has_latent_attention(AttentionShape(heads, 1, latent + rope, 16, dtype))
+    assert has_attention(AttentionShape(heads, 1, latent + rope, 16, dtype, latent_dim=latent)) is fits
+    assert not has_attention(AttentionShape(heads, 1, latent + rope, 16, dtype))
 
 
 class Handed(ReferenceBackend):

@@ -11,7 +11,7 @@ from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda.backend import alias_of, unowned
 from kvrelay.kernels.cuda.graph_pieces import StepPieces
 from tests.kernels.cuda.fake_gpu import OnHost, on_host
-from tests.kernels.cuda.test_backend import Decoder, cuda, fake_gpu, folder  # noqa: F401
+from tests.kernels.cuda.test_backend import Decoder, cuda, dense_latent_folder, fake_gpu, folder  # noqa: F401
 
 # ruff: noqa: F811
 
@@ -52,6 +52,12 @@ def assert_pieces_equal_steps(decoder, pieces, wrap=lambda batch: batch):
 
 def test_a_step_in_pieces_equals_the_step_on_a_fake_gpu(fake_gpu, folder, request):
     decoder = Decoder(fake_gpu, folder, kv_layout="HND" if "qwen3" in request.node.name else "NHD")
+    assert_pieces_equal_steps(decoder, StepPieces(fake_gpu, decoder.shape, sizes=(8, 32)), on_host)
+    assert fake_gpu.gpu.num_captures == 2 * (decoder.model.spec.num_layers + 1)
+
+
+def test_a_step_with_latent_attention_in_pieces_equals_the_step_on_a_fake_gpu(fake_gpu, dense_latent_folder):
+    decoder = Decoder(fake_gpu, dense_latent_folder)
     assert_pieces_equal_steps(decoder, StepPieces(fake_gpu, decoder.shape, sizes=(8, 32)), on_host)
     assert fake_gpu.gpu.num_captures == 2 * (decoder.model.spec.num_layers + 1)
 
@@ -110,7 +116,7 @@ def test_only_steps_that_flashinfer_attends_to_are_taken_to_pieces(fake_gpu, fol
 
     assert fits() and fits(kv_dtype=torch.bfloat16)
     assert not fits(dtype=torch.float32) and not fits(head_dim=32) and not fits(kv_dtype=torch.float8_e4m3fn)
-    assert not fits(latent_dim=32)
+    assert fits(num_heads=8, head_dim=576, latent_dim=512) and not fits(latent_dim=32)
     assert not StepPieces(fake_gpu, decoder.shape, sizes=(4,)).fits(batch)
 
 
