@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvrelay.types import KvMemory
 
 DTYPES = ("float32", "bfloat16", "float16")
-TRANSPORTS = ("shm", "tcp", "nixl")
+TRANSPORTS = ("shm", "tcp", "cuda_ipc", "nixl")
 LATENT_FAMILY = "deepseek_v3"
 QUICK = ("1 token", "one block", "block + 1", "several chunks", "shared prefix 0", "shared prefix 1", "Chinese")
 

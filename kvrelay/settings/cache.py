@@ -71,7 +71,9 @@ class TransferSettings(Section):
     """How KV travels from prefill to decode workers."""
 
     transport: TransportName = setting(
-        "auto", "How decode workers read KV; auto: shared memory on one host, nixl for CUDA, else tcp."
+        "auto",
+        "How decode workers read KV; auto: shared memory on one host, between GPUs cuda_ipc on one host and nixl, "
+        "else tcp.",
     )
     checks: ChecksMode = setting(
         "full", "Checksums of KV regions, verified before commit: of all, of a random sample, or of none."

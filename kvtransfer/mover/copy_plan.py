@@ -58,6 +58,14 @@ class CopyList:
         target = (self.target_offset + steps * self.target_stride).ravel()
         return source, target, np.tile(self.num_bytes, self.repeats)
 
+    def tiles(self, tile_bytes: int) -> tuple[Offsets, Offsets, Offsets]:
+        """`expanded`, in pieces of at most so many bytes; none is empty."""
+        source, target, sizes = self.expanded()
+        counts = -(-sizes // tile_bytes)
+        row = np.repeat(np.arange(len(sizes)), counts)
+        place = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * tile_bytes
+        return source[row] + place, target[row] + place, np.minimum(sizes[row] - place, tile_bytes)
+
     def check_bounds(self, source_bytes: int, target_bytes: int) -> None:
         """Raises TransportError unless every copy lies inside both pools (a stray write would corrupt others)."""
         if not len(self.num_bytes):

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.protocol.messages import Offer
 from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport
+from kvrelay.kvtransfer.transports.cuda_ipc import CUDA_IPC
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, SHM
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
@@ -20,7 +21,8 @@ from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, NIXL, tcp())})
+TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, CUDA_IPC, NIXL, tcp())})
+_ON_GPU = {"cuda_ipc", "nixl"}  # that "auto" takes for a pool in CUDA memory
 
 
 def transports_for(tls: ClusterTls | None) -> Mapping[str, Transport]:
@@ -41,12 +43,13 @@ def offered(setting: str, memory: KvMemory, transports: Mapping[str, Transport])
             raise BackendUnavailable(setting, why)
         return [setting]
     is_on_gpu = memory.device.startswith("cuda")
-    wanted = [name for name in transports if (name == "nixl") == is_on_gpu]
-    names = [name for name in wanted if transports[name].why_not(memory) is None]
-    if not names:
-        reasons = "; ".join(f"{name}: {transports[name].why_not(memory)}" for name in wanted)
-        raise BackendUnavailable("KV transport", reasons)
-    return names
+    wanted = [name for name in transports if (name in _ON_GPU) == is_on_gpu]
+    problems = {name: why for name in wanted if (why := transports[name].why_not(memory)) is not None}
+    if len(problems) == len(wanted):
+        raise BackendUnavailable("KV transport", "; ".join(f"{name}: {why}" for name, why in problems.items()))
+    for name, why in problems.items():
+        logger.warning("KV transport %s is left out: %s", name, why)
+    return [name for name in wanted if name not in problems]
 
 
 class PoolExports:

@@ -242,8 +242,7 @@ def rank_paths(
     is_same_host = bool(source.host) and source.host == target.host
     if is_same_host:
         whys = {**dict.fromkeys(offers, "same host"), "nixl": "same host, through UCX", "loopback": "same process"}
-        if source.process != target.process:
-            del whys["loopback"]
+        whys.pop("cuda_ipc" if source.process == target.process else "loopback", None)
     elif (ours := rdma_nics(source, source_device)) and (theirs := rdma_nics(target, target_device)):
         whys = {"nixl": f"RDMA {_named(ours[0])}, to {_named(theirs[0])}"}
     else:

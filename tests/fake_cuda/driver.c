@@ -38,9 +38,27 @@ int cuLaunchKernelEx(const Config *config, void *f, void **args, void **extra) {
 int cuLaunchCooperativeKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream, void **args) {
     return launch(stream);
 }
+/* CUDA IPC is the runtime's: a process that does not run over it has none. A handle of 64 bytes comes by value. */
+typedef struct { char reserved[64]; } Handle;
+#define FORWARDS(name, to, parameters, arguments) \
+    int name parameters { int (*call) parameters = dlsym(RTLD_DEFAULT, #to); return call ? call arguments : 801; }
+FORWARDS(cuIpcGetMemHandle, cudaIpcGetMemHandle, (Handle *out, void *p), (out, p))
+FORWARDS(cuIpcOpenMemHandle_v2, cudaIpcOpenMemHandle, (void **out, Handle handle, unsigned flags), (out, handle, flags))
+FORWARDS(cuIpcCloseMemHandle, cudaIpcCloseMemHandle, (void *p), (p))
+FORWARDS(cuPointerGetAttribute, fake_attribute, (void *value, int what, void *p), (value, what, p))
+int cuGetErrorName(int error, const char **name) {
+    switch (error) {
+    case 1: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+    case 201: *name = "CUDA_ERROR_INVALID_CONTEXT"; break;
+    case 205: *name = "CUDA_ERROR_MAP_FAILED"; break;
+    case 217: *name = "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"; break;
+    default: *name = "CUDA_ERROR_UNKNOWN";
+    }
+    return 0;
+}
 #define IGNORES(name) int name() { return 0; }
 IGNORES(cuCtxPopCurrent_v2) IGNORES(cuCtxPushCurrent_v2) IGNORES(cuCtxSetCurrent) IGNORES(cuCtxSetLimit) IGNORES(cuDevicePrimaryCtxGetState)
 IGNORES(cuDevicePrimaryCtxRetain) IGNORES(cuFuncSetAttribute) IGNORES(cuFuncSetCacheConfig) IGNORES(cuGetErrorString) IGNORES(cuLinkAddData_v2)
 IGNORES(cuLinkComplete) IGNORES(cuLinkCreate_v2) IGNORES(cuModuleLoad) IGNORES(cuModuleLoadDataEx) IGNORES(cuModuleUnload)
-IGNORES(cuOccupancyMaxActiveBlocksPerMultiprocessor) IGNORES(cuOccupancyMaxActiveClusters) IGNORES(cuPointerGetAttribute)
+IGNORES(cuOccupancyMaxActiveBlocksPerMultiprocessor) IGNORES(cuOccupancyMaxActiveClusters)
 IGNORES(cuTensorMapEncodeIm2col) IGNORES(cuTensorMapEncodeTiled)

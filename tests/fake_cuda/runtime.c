@@ -13,6 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <fcntl.h>
+#include <unistd.h>
 #undef cudaGetDeviceProperties
 #undef cudaStreamGetCaptureInfo
 #undef cudaGetDriverEntryPointByVersion
@@ -26,12 +29,13 @@
 
 enum {
     DEVICE_WAITS, STREAM_WAITS, EVENT_WAITS, SYNC_COPIES, PAGEABLE_TO_DEVICE, PAGEABLE_TO_HOST, PINNED_TO_DEVICE,
-    PINNED_TO_HOST, ON_DEVICE, KERNELS, SIDE_KERNELS, GRAPH_LAUNCHES, CAPTURES, EVENTS, ALLOCATIONS, ILLEGAL, NUM_COUNTERS
+    PINNED_TO_HOST, ON_DEVICE, KERNELS, SIDE_KERNELS, GRAPH_LAUNCHES, CAPTURES, EVENTS, ALLOCATIONS, IPC_EXPORTS, IPC_OPENS,
+    IPC_CLOSES, ILLEGAL, NUM_COUNTERS
 };
 const char *fake_names[NUM_COUNTERS + 1] = {
     "device_waits", "stream_waits", "event_waits", "sync_copies", "pageable_to_device", "pageable_to_host",
     "pinned_to_device", "pinned_to_host", "on_device", "kernels", "side_kernels", "graph_launches", "captures", "events",
-    "allocations", "illegal", NULL};
+    "allocations", "ipc_exports", "ipc_opens", "ipc_closes", "illegal", NULL};
 long fake_counts[DEVICES][NUM_COUNTERS];
 int fake_trace; /* 1: says every wait and copy on stderr; 2: kernels, too */
 
@@ -51,27 +55,29 @@ static cudaError_t illegal(const char *what, cudaError_t error) {
 
 /* ---- memory: which addresses are a device's, which are pinned */
 
-typedef struct { char *begin; size_t size; int kind, device; } Range;
+typedef struct { char *begin; size_t size; int kind, device, fd, opened; } Range; /* fd: it is shared; opened: so often, from another process */
 enum { PAGEABLE, DEVICE, PINNED };
 static Range *ranges;
 static int num_ranges, room;
 static size_t used[DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void remember(void *begin, size_t size, int kind) {
+static void add(Range range) {
     pthread_mutex_lock(&lock);
     if (num_ranges == room) ranges = realloc(ranges, (room = room ? 2 * room : 1024) * sizeof(Range));
-    ranges[num_ranges++] = (Range){begin, size, kind, device};
-    if (kind == DEVICE) used[device] += size;
+    ranges[num_ranges++] = range;
+    if (range.kind == DEVICE && !range.opened) used[range.device] += range.size;
     pthread_mutex_unlock(&lock);
 }
+static void remember(void *begin, size_t size, int kind) { add((Range){begin, size, kind, device, -1, 0}); }
 static size_t forget(void *begin) {
     size_t size = 0;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < num_ranges; i++)
         if (ranges[i].begin == (char *)begin) {
             size = ranges[i].size;
-            if (ranges[i].kind == DEVICE) used[ranges[i].device] -= size;
+            if (ranges[i].kind == DEVICE && !ranges[i].opened) used[ranges[i].device] -= size;
+            if (ranges[i].fd >= 0) close(ranges[i].fd);
             ranges[i] = ranges[--num_ranges];
             break;
         }
@@ -79,7 +85,7 @@ static size_t forget(void *begin) {
     return size;
 }
 static Range range_of(const void *p) {
-    Range found = {NULL, 0, PAGEABLE, 0};
+    Range found = {NULL, 0, PAGEABLE, 0, -1, 0};
     pthread_mutex_lock(&lock);
     for (int i = 0; i < num_ranges; i++)
         if ((char *)p >= ranges[i].begin && (char *)p < ranges[i].begin + ranges[i].size) { found = ranges[i]; break; }
@@ -116,6 +122,86 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
     out->device = found.kind == DEVICE ? found.device : -2;
     out->devicePointer = found.kind ? (void *)p : NULL;
     out->hostPointer = found.kind == PINNED ? (void *)p : NULL;
+    return 0;
+}
+
+/* ---- memory of other processes: an exported allocation becomes a memfd, which goes with its last user */
+
+typedef struct { int pid, fd, device; unsigned long long inode; size_t size; } Shared; /* what a handle holds */
+int fake_peers = 1; /* the devices reach each other's memory */
+
+static int share(Range *range) { /* its bytes move into a memfd, at the same address */
+    int fd = memfd_create("fake-device-memory", MFD_CLOEXEC);
+    static char zeros[4096];
+    if (fd < 0 || ftruncate(fd, range->size)) return -1;
+    for (size_t at = 0; at < range->size; at += sizeof zeros)
+        if (memcmp(range->begin + at, zeros, sizeof zeros) && pwrite(fd, range->begin + at, sizeof zeros, at) < 0) return -1;
+    if (mmap(range->begin, range->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0) == MAP_FAILED) return -1;
+    return range->fd = fd;
+}
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *p) {
+    struct stat stat;
+    Shared shared = {getpid(), -1};
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < num_ranges; i++)
+        if (ranges[i].begin == (char *)p && ranges[i].kind == DEVICE && !ranges[i].opened) {
+            shared.fd = ranges[i].fd >= 0 ? ranges[i].fd : share(&ranges[i]);
+            shared.size = ranges[i].size, shared.device = ranges[i].device;
+        }
+    pthread_mutex_unlock(&lock);
+    if (shared.fd < 0 || fstat(shared.fd, &stat)) return fail(cudaErrorInvalidValue);
+    shared.inode = stat.st_ino;
+    memset(out, 0, sizeof *out);
+    memcpy(out, &shared, sizeof shared);
+    count(shared.device, IPC_EXPORTS, "");
+    return 0;
+}
+cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned flags) {
+    Shared shared;
+    struct stat stat;
+    char path[64];
+    memcpy(&shared, &handle, sizeof shared);
+    if (shared.pid == getpid()) return fail(cudaErrorDeviceUninitialized);
+    if (shared.device != device && !fake_peers) return fail(cudaErrorPeerAccessUnsupported);
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", shared.pid, shared.fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC); /* not once its process has gone */
+    if (fd < 0) return fail(cudaErrorMapBufferObjectFailed);
+    pthread_mutex_lock(&lock);
+    Range *known = NULL;
+    for (int i = 0; i < num_ranges && !known; i++)
+        if (ranges[i].opened && !fstat(ranges[i].fd, &stat) && stat.st_ino == shared.inode) known = &ranges[i];
+    if (known) known->opened++, *out = known->begin;
+    pthread_mutex_unlock(&lock);
+    if (!known) {
+        if (fstat(fd, &stat) || stat.st_ino != shared.inode ||
+            (*out = mmap(NULL, shared.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0)) == MAP_FAILED) {
+            close(fd);
+            return fail(cudaErrorMapBufferObjectFailed);
+        }
+        add((Range){*out, shared.size, DEVICE, shared.device, fd, 1});
+    } else close(fd);
+    count(device, IPC_OPENS, "");
+    return 0;
+}
+cudaError_t cudaIpcCloseMemHandle(void *p) {
+    Range found = range_of(p);
+    if (!found.opened || found.begin != (char *)p) return illegal("the end of no map", cudaErrorInvalidValue);
+    count(device, IPC_CLOSES, "");
+    if (found.opened == 1) return give(p);
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < num_ranges; i++)
+        if (ranges[i].begin == (char *)p) ranges[i].opened--;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+/* cuPointerGetAttribute (driver.c): what CUDA IPC asks about an address. Returns 0 for other questions. */
+int fake_attribute(unsigned long long *value, int what, const void *p) {
+    Range found = range_of(p);
+    if (what == 10) *(int *)value = found.kind == DEVICE && !found.opened;
+    else if (what == 11 || what == 12) {
+        if (!found.kind) return cudaErrorInvalidValue;
+        *value = what == 11 ? (unsigned long long)found.begin : found.size;
+    }
     return 0;
 }
 
@@ -298,7 +384,8 @@ cudaError_t cudaGetDevice(int *out) { *out = device; return 0; }
 cudaError_t cudaSetDevice(int n) { return n >= DEVICES ? fail(cudaErrorInvalidDevice) : (device = n < 0 ? 0 : n, 0); }
 cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
 cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }
-cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return 0; }
+cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = fake_peers && a != b; return 0; }
+cudaError_t cudaDeviceEnablePeerAccess(int n, unsigned flags) { return fake_peers ? 0 : fail(cudaErrorPeerAccessUnsupported); }
 cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int n) { snprintf(out, size, "0000:0%d:00.0", n + 1); return 0; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return 0; }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *out, int n) { *out = (cudaMemPool_t)8; return 0; }

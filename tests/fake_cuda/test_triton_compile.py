@@ -1,5 +1,7 @@
 """Every Triton kernel compiles for the processors that it is for, without spilling registers."""
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -9,6 +11,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from kvrelay.kernels.cuda import sampling_triton  # noqa: E402
 from kvrelay.kvtransfer.mover import checksums_triton  # noqa: E402
+from kvrelay.kvtransfer.transports import cuda_ipc_triton  # noqa: E402
 
 ROW = {"temperatures": "*fp32", "weights": "*i64", "totals": "*i64", "tokens": "*i64", "vocab": "i32", "scale": "fp32"}
 KERNELS = {
@@ -36,3 +39,15 @@ def test_it_compiles(kernel, capability):
     source = ASTSource(fn=kernel, signature=signature, constexprs=sizes)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     assert len(built.asm["cubin"]) > 1000 and ".local" not in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("alignment", "access"), [(16, "v4.b32"), (4, "b32"), (1, "b8")])
+def test_a_copy_over_cuda_ipc_takes_the_widest_words_that_are_aligned(alignment, access, capability):
+    signature = {"table": "*i64", "ALIGNMENT": "constexpr", "BLOCK": "constexpr"}
+    constants = {"ALIGNMENT": alignment, "BLOCK": cuda_ipc_triton._BLOCK}
+    source = ASTSource(fn=cuda_ipc_triton._copy, signature=signature, constexprs=constants)
+    options = {"num_warps": cuda_ipc_triton._NUM_WARPS}
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    words = set(re.findall(r"(?:ld|st)\.global\.(\S+)", ptx)) - {"b64"}  # of the table
+    assert words == {access} and ".local" not in ptx

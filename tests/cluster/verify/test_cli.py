@@ -3,6 +3,7 @@
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.errors import BackendUnavailable, ChecksumMismatch, ModelNotFound
 from kvrelay.kernels.select import why_no_cuda
+from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS as ALL_TRANSPORTS
 from kvrelay.settings.engine import ModelSettings
 from kvrelay.types import KvMemory
@@ -29,6 +31,7 @@ from tests.kvtransfer.peer_process import ALL_LAYERS, LAYOUT, SourceSide, Target
 
 # shown by test_latent.py, or by a family that is served like them and takes the CI's time already
 OTHERWISE = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "mixtral")
+ON_HOST = [name for name in TRANSPORTS if name != "cuda_ipc"]
 ON_CUDA = KvMemory(LAYOUT, 0, "cuda:0", None, None, None)
 
 
@@ -56,9 +59,9 @@ async def test_every_transport_carries_the_same_blocks_of_the_real_model():
         folder = prepare_checkpoint(ModelSettings())
     except ModelNotFound as error:
         pytest.skip(str(error))
-    report = await verify(folder, TRANSPORTS)
+    report = await verify(folder, ON_HOST)
     assert failures(report) == []
-    assert len(report.rows) == 5 + 3 * len(TRANSPORTS)
+    assert len(report.rows) == 5 + 3 * len(ON_HOST)
 
 
 @pytest.mark.slow
@@ -82,14 +85,16 @@ async def test_every_way_of_serving_between_gpu_pools_is_the_same(tmp_path):
 
 
 @pytest.fixture
-def needs_nixl():
+def needs_nixl(monkeypatch):
     if why := ALL_TRANSPORTS["nixl"].why_not(ON_CUDA):
         pytest.skip(why)
+    ipc = replace(ALL_TRANSPORTS["cuda_ipc"], why_not=lambda memory: None if memory is ON_CUDA else "not CUDA memory")
+    monkeypatch.setattr(selection, "TRANSPORTS", {**ALL_TRANSPORTS, "cuda_ipc": ipc})
 
 
-def test_a_pool_on_a_gpu_is_verified_over_nixl_alone(needs_nixl):
+def test_a_pool_on_a_gpu_is_verified_over_cuda_ipc_and_nixl(needs_nixl):
     chosen, left_out = usable_transports(None, ON_CUDA)
-    assert chosen == ["nixl"]
+    assert chosen == ["cuda_ipc", "nixl"]
     assert left_out == {
         "shm": "the pool is not a shared mapping in host memory",
         "tcp": "the pool is not in host memory",
@@ -97,7 +102,7 @@ def test_a_pool_on_a_gpu_is_verified_over_nixl_alone(needs_nixl):
 
 
 def test_a_pool_in_host_memory_is_verified_over_all(needs_nixl):
-    assert usable_transports(None, pool_memory("cpu")) == (list(TRANSPORTS), {})
+    assert usable_transports(None, pool_memory("cpu")) == (ON_HOST, {"cuda_ipc": "not CUDA memory"})
 
 
 def test_a_transport_asked_for_by_name_must_work(needs_nixl):

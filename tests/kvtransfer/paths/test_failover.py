@@ -1,13 +1,18 @@
 """Several paths between two workers: a read that fails over one goes on over the next (fake and real transports)."""
 
 import asyncio
+import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvrelay.errors import ChecksumMismatch, PeerLost, TransferTimeout, TransportError
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, Route, offered
+from kvrelay.kvtransfer.protocol.messages import Offer
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
+from kvrelay.kvtransfer.transports.topology import this_machine
 
 BLOCKS = [5, 2, 9, 63, 0, 31, 30, 29]
 
@@ -146,3 +151,34 @@ async def test_shared_memory_that_breaks_is_replaced_by_a_socket_in_mid_transfer
     assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
     moved = {name: sums.num_bytes for name, sums in target.stats().paths.items() if sums.num_bytes}
     assert len(moved) == 2 and moved["shm"] == sum(moved.values()) // 2
+
+
+# ---- between GPUs of one host
+
+
+class Opens:
+    async def connect(self, descriptor):
+        pass
+
+    async def aclose(self):
+        pass
+
+
+class Refuses(Opens):
+    async def connect(self, descriptor):
+        raise TransportError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT")
+
+
+@pytest.mark.parametrize(("ipc", "taken"), [(Opens, "cuda_ipc"), (Refuses, "nixl")])
+async def test_gpus_of_one_host_take_cuda_ipc_and_nixl_where_it_cannot_be_opened(kv, ipc, taken):
+    readers = {"nixl": Opens, "cuda_ipc": ipc}
+    table = {name: Transport(name, None, kind, lambda memory: None) for name, kind in readers.items()}
+    pool = dataclasses.replace(kv.lib.allocate(), device="cuda:0", memfd=None, view=None)
+    usable = offered("auto", pool, TRANSPORTS | table)
+    assert usable == ["cuda_ipc", "nixl"]
+    there = msgspec.structs.replace(this_machine(), process="another")
+    offers = [Offer(name, b"") for name in readers]
+    route = Route.between(there, "cuda:1", offers, "cuda:0", usable, lambda name: readers[name]())
+    assert (await route.open()).name == taken
+    assert ("CUDA_ERROR_INVALID_CONTEXT" in route.problems()) == (taken == "nixl")
+    await route.aclose()

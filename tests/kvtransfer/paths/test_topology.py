@@ -270,6 +270,18 @@ def test_gpus_of_one_host_go_through_ucx(tmp_path):
     assert ranked(machine, machine, "cuda:0", "cuda:3", ["nixl"]) == {"nixl": "same host, through UCX"}
 
 
+def test_gpus_of_one_host_go_over_cuda_ipc_and_then_through_ucx(tmp_path):
+    source, offers = dgx(tmp_path), ["cuda_ipc", "nixl"]
+    target = msgspec.structs.replace(source, process="q")
+    assert rank_paths(source, target, "cuda:0", "cuda:3", offers) == [
+        ("cuda_ipc", "same host"),
+        ("nixl", "same host, through UCX"),
+    ]
+    assert list(ranked(source, source, offers=offers)) == ["nixl"]  # a process cannot open its own handle
+    elsewhere = msgspec.structs.replace(target, host="dgx-2")
+    assert list(ranked(source, elsewhere, "cuda:0", "cuda:3", offers)) == ["nixl"]
+
+
 def test_a_gpu_that_is_not_known_is_ranked_by_the_rest(tmp_path):
     source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
     assert "RDMA mlx5_9, 400 Gb/s, to mlx5_0" in ranked(source, target, "cuda:9", "cuda:0", ["nixl"])["nixl"]
