@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
-from kvrelay.kernels.common.stored_weights import StoredWeight
+from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight
 
 Activation = Literal["silu", "gelu_tanh"]
 KvOrder = Literal["NHD", "HND"]
@@ -298,7 +298,7 @@ class Backend(Protocol):
 
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
+        experts: Iterable[tuple[AnyWeight, AnyWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.engine.checkpoints.files import check_folder, model_digest
-from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.environment import cache_dir, hub_offline
 from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound
 from kvrelay.settings.engine import DEFAULT_MODEL, ModelSettings
@@ -72,17 +71,6 @@ def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None
             source, f"no such folder or file; give a folder, a .gguf file, a hub id (org/name) or {DEFAULT_MODEL}"
         )
     return _from_hub(match["repo"], match["file"], source, report)
-
-
-def model_spec(settings: ModelSettings) -> ModelSpec:
-    """The model's spec, without its weights where config.json has it: of a folder, or a hub id. Raises ModelError."""
-    path = Path(settings.source).expanduser()
-    if (path / "config.json").exists():
-        return ModelSpec.from_folder(path)
-    match = _HUB_ID.fullmatch(settings.source)
-    if path.exists() or _looks_like_path(settings.source) or match is None or match["file"] is not None:
-        return ModelSpec.from_folder(prepare_checkpoint(settings))
-    return ModelSpec.from_folder(_fetched(match["repo"], "config.json", settings.source).parent)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -194,25 +182,16 @@ def _sha256(path: Path) -> str:
 
 def _from_hub(repo: str, file: str | None, source: str, report: Progress) -> Path:
     """Through the normal Hugging Face cache, honouring its own switches."""
-    report(f"fetching {repo} from the Hugging Face hub", 0.0)
-    path = _fetched(repo, file, source)
-    report(f"fetched {repo}", 1.0)
-    if file is not None:
-        return _from_gguf(path, source, report)
-    check_folder(path)
-    return _with_tokenizer_json(path, source, report)
-
-
-def _fetched(repo: str, file: str | None, source: str) -> Path:
-    """A file of the repository, or (None) the folder with all that a model needs. Raises ModelNotFound."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
+    report(f"fetching {repo} from the Hugging Face hub", 0.0)
     offline = hub_offline()
     try:
         if file is not None:
-            return Path(hf_hub_download(repo, file, local_files_only=offline))
-        patterns = {"allow_patterns": _HUB_FILES, "ignore_patterns": _HUB_DOUBLES}
-        return Path(snapshot_download(repo, **patterns, local_files_only=offline))
+            path = Path(hf_hub_download(repo, file, local_files_only=offline))
+        else:
+            patterns = {"allow_patterns": _HUB_FILES, "ignore_patterns": _HUB_DOUBLES}
+            path = Path(snapshot_download(repo, **patterns, local_files_only=offline))
     except Exception as error:  # the hub client's errors vary by version; all mean that the model is not available
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = (
@@ -223,6 +202,11 @@ def _fetched(repo: str, file: str | None, source: str) -> Path:
             f"{why}; check the name, the network and (for gated models) your Hugging Face login, "
             "or give --model a local folder or a .gguf file",
         ) from error
+    report(f"fetched {repo}", 1.0)
+    if file is not None:
+        return _from_gguf(path, source, report)
+    check_folder(path)
+    return _with_tokenizer_json(path, source, report)
 
 
 # ---- the cache of converted checkpoints: built once, under a lock, then reused; listed and cleared

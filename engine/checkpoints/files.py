@@ -10,11 +10,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.checkpoints.stored_tensors import ITEMSIZES, KV_SCALES, PARTS, PLAIN, StoredTensor, check_parts
+from kvrelay.engine.models.quantization import WeightFormat
 from kvrelay.engine.models.spec import ModelSpec, read_json
 from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound
@@ -24,24 +25,11 @@ _IGNORED = re.compile(
     r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower)\.|rotary_emb\.inv_freq$"
 )
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # supported weight types
 _INDEX = "model.safetensors.index.json"
 _DIGEST_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 Shapes = dict[str, tuple[int, ...]]  # by tensor, under Hugging Face's name without prefix
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor's file, name and bytes (`begin` to `end`) there. dtype: safetensors' name."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -84,10 +72,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The location of each expected tensor.
+    """The location of each expected tensor; of a quantised weight, of its parts ("layers.0.mlp.up_proj.weight_scale").
 
     Raises:
-        CheckpointCorrupt: a tensor is missing, unknown, doubled, or of the wrong shape; a file is damaged.
+        CheckpointCorrupt: a tensor is missing, unknown, doubled, or of the wrong dtype or shape; a file is damaged.
         ModelNotFound: no weight files.
     """
     shapes = expected_shapes(spec)
@@ -96,9 +84,27 @@ def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
         for stored, entry in read_header(path).items():
             for name, shape, begin, end in _contents(stored, entry, shapes):
                 _place(found, shapes, name, StoredTensor(path, stored, entry["dtype"], shape, begin, end), spec)
-    if missing := shapes.keys() - found.keys():
+    quantised = _check_quantised(str(folder), spec, shapes, found)
+    if missing := shapes.keys() - found.keys() - quantised:
         raise CheckpointCorrupt(str(folder), f"tensor {min(missing)} is missing ({len(missing)} in all)")
     return found
+
+
+def _check_quantised(folder: str, spec: ModelSpec, shapes: Shapes, found: Mapping[str, StoredTensor]) -> set[str]:
+    """The quantised weights among `shapes`. Raises CheckpointCorrupt."""
+    names = {name.rpartition(".") for name, tensor in found.items() if tensor.dtype not in PLAIN or name not in shapes}
+    modules = {module for module, _, part in names}
+    for module in modules:
+        parts = {part: found[at] for part in ("weight", *PARTS) if (at := f"{module}.{part}") in found}
+        check_parts(folder, module, format_of(spec, module), shapes[f"{module}.weight"], parts)
+    return {f"{module}.weight" for module in modules}
+
+
+def format_of(spec: ModelSpec, module: str) -> WeightFormat | None:
+    """The format of the decoder's linear module by the checkpoint's quantization_config; None: plain."""
+    stored = stored_name(f"{module}.weight", spec.architecture).removesuffix(".weight")
+    names = (stored, *(prefix + module for prefix in _PREFIXES))
+    return None if spec.quantization is None else spec.quantization.format_of(*names)
 
 
 def _contents(
@@ -109,7 +115,8 @@ def _contents(
     begin, end = entry["data_offsets"]
     size = (end - begin) // len(parts)
     for index, (name, shape) in enumerate(parts):
-        yield _plain_name(name, shapes), shape, begin + index * size, begin + (index + 1) * size
+        ours = _plain_name(name, shapes) or _plain_part(name, shapes)
+        yield ours, shape, begin + index * size, begin + (index + 1) * size
 
 
 def _place(
@@ -121,18 +128,21 @@ def _place(
         if not _is_passed_over(stored, spec):
             raise CheckpointCorrupt(path, f"tensor {stored} has no place in a {spec.architecture} model")
         return
-    if tensor.dtype not in ITEMSIZES:
+    is_linear = name != "embed_tokens.weight" and name.endswith(".weight") and len(tensor.shape) == 2
+    if name in shapes and tensor.dtype not in PLAIN and not is_linear:
         raise CheckpointCorrupt(path, f"tensor {stored} is {tensor.dtype}: not plain floating point")
     if name in found:
         raise CheckpointCorrupt(path, f"tensor {stored} is also in {found[name].path.name}")
-    if tensor.shape != shapes[name]:
+    if name in shapes and tensor.shape != shapes[name]:
         raise CheckpointCorrupt(path, f"tensor {stored} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
     found[name] = tensor
 
 
 def _is_passed_over(name: str, spec: ModelSpec) -> bool:
     """Whether an unused tensor is allowed: other modalities, duplicates, multi-token prediction layers."""
-    if _IGNORED.search(name) or (spec.is_tied and name.endswith("lm_head.weight")):
+    if _IGNORED.search(name) or (spec.is_tied and name.rpartition(".")[0].endswith("lm_head")):
+        return True
+    if spec.quantization is not None and KV_SCALES.search(name):
         return True
     layer = _LAYER.search(name) if spec.architecture == "deepseek_v3" else None
     return layer is not None and int(layer[1]) >= spec.num_layers
@@ -144,6 +154,13 @@ def _plain_name(name: str, shapes: Shapes) -> str | None:
         if name.startswith(prefix) and name.removeprefix(prefix) in shapes:
             return name.removeprefix(prefix)
     return None
+
+
+def _plain_part(name: str, shapes: Shapes) -> str | None:
+    """The name, without its prefix, of a part of a quantised weight that the decoder has."""
+    module, _, part = name.rpartition(".")
+    weight = _plain_name(f"{module}.weight", shapes) if part in PARTS else None
+    return None if weight is None or len(shapes[weight]) != 2 else weight.removesuffix("weight") + part
 
 
 def check_folder(folder: Path) -> None:

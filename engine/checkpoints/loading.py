@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.checkpoints.files import locate_tensors, shared_name
+from kvrelay.engine.checkpoints.files import expected_shapes, format_of, locate_tensors, shared_name
+from kvrelay.engine.checkpoints.stored_tensors import PLAIN
+from kvrelay.engine.checkpoints.unpacking import unpacked
 from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, LatentAttention, Layer, Mlp
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec
@@ -19,11 +21,16 @@ from kvrelay.errors import CheckpointCorrupt
 from kvrelay.kernels.backend import Backend, HeadLinears, KvOrder, Linear
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import HeadByHead
+from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, plain_weight, shape_of, stacked
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0  # while weights are loaded
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "I32": torch.int32,
+    "I64": torch.int64,
+}  # fmt: skip
 
 
 class WeightReader(contextlib.ExitStack):
@@ -36,11 +43,25 @@ class WeightReader(contextlib.ExitStack):
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         super().__init__()
-        self._where = locate_tensors(folder, spec)
+        self._spec, self._shapes, self._where = spec, expected_shapes(spec), locate_tensors(folder, spec)
         self._files: dict[Path, BufferedReader] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def weight(self, name: str, dtype: torch.dtype | None, device: torch.device) -> AnyWeight:
+        """A linear layer's weight; not restored if it is quantised."""
+        stored, module = self._where.get(name), name.removesuffix(".weight")
+        form = None if stored is not None and stored.dtype in PLAIN else format_of(self._spec, module)
+        if form is None:
+            return self.read(name, dtype, device)
+
+        def part(part: str) -> Tensor | None:
+            at = f"{module}.{part}"
+            return self.read(at, None, device) if at in self._where else None
+
+        shape = self._shapes[name]
+        return unpacked(form, module, (shape[0], shape[1]), part)
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """A copy of one tensor, in its stored dtype if `dtype` is None. Read, not mapped: mapped files count as
@@ -66,10 +87,6 @@ class WeightReader(contextlib.ExitStack):
         return self._files[path]
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 class Packer:
     """The parts of one checkpoint, for one backend."""
 
@@ -77,7 +94,8 @@ class Packer:
         self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype, scheme: Scheme | None = None
     ) -> None:
         self._reader, self._spec, self._backend, self._dtype, self._scheme = reader, spec, backend, dtype, scheme
-        self.error = WeightError()  # of all weights quantised so far
+        self._plain_dtype = dtype if scheme is None else torch.float32
+        self.error = WeightError()  # of all quantised weights so far
 
     def tensor(self, name: str) -> Tensor:
         return self._reader.read(name, self._dtype, self._backend.device)
@@ -90,9 +108,9 @@ class Packer:
 
     def linear(self, *names: str) -> Linear:
         """One packed product of several matrices stacked by rows, with their biases."""
-        weight = _stacked([self._weight(f"{name}.weight") for name in names])
+        weight = stacked([self._weight(f"{name}.weight") for name in names], self._plain_dtype)
         has_bias = f"{names[0]}.bias" in self._reader
-        return self._pack(weight, _stacked([self.tensor(f"{name}.bias") for name in names]) if has_bias else None)
+        return self._pack(weight, torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None)
 
     def head(self, embedding: Tensor) -> Linear:
         """The LM head; some models share its weights with `embedding`."""
@@ -100,16 +118,30 @@ class Packer:
             return self.linear("lm_head")
         return self._pack(embedding if self._scheme is None else self._weight("embed_tokens.weight"), None)
 
-    def _weight(self, name: str) -> Tensor:
+    def _weight(self, name: str) -> AnyWeight:
         """A linear weight; not rounded to the model's dtype if it will be quantised."""
-        return self._reader.read(name, self._dtype if self._scheme is None else None, self._backend.device)
+        return self._reader.weight(name, self._dtype if self._scheme is None else None, self._backend.device)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self._scheme is None:
+    def _pack(self, weight: AnyWeight, bias: Tensor | None) -> Linear:
+        """A packed product; a quantised weight is quantised anew only where the settings ask for it."""
+        if self._scheme is not None:
+            quantized = self._backend.pack_quantized(plain_weight(weight), bias, self._scheme, self._dtype)
+            self.error += quantized.error
+            return quantized
+        if isinstance(weight, Tensor):
             return self._backend.pack_linear(weight, bias)
-        linear = self._backend.pack_quantized(weight, bias, self._scheme, self._dtype)
-        self.error += linear.error
+        linear, error = self._backend.pack_stored(weight, bias, self._dtype)
+        self.error += error
         return linear
+
+    def _restored(self, weight: AnyWeight) -> Tensor:
+        """A weight whose rows no stored form can be taken from."""
+        if isinstance(weight, Tensor):
+            return weight
+        plain, error = dequantised(weight, self._plain_dtype)
+        if self._scheme is None:  # else the error of quantising it counts
+            self.error += error
+        return plain
 
     def _pack_heads(self, weight: Tensor) -> HeadLinears:
         if self._scheme is None:
@@ -169,21 +201,22 @@ class Packer:
             self._wide_linear(f"{at}.shared_expert_gate") if spec.has_shared_gate else None,
         )
 
-    def _expert_weights(self, at: str, spec: ExpertSpec) -> Iterator[tuple[Tensor, Tensor]]:
+    def _expert_weights(self, at: str, spec: ExpertSpec) -> Iterator[tuple[AnyWeight, AnyWeight]]:
         """(gate and up, down) of each expert, read lazily."""
         for index in range(spec.choice.num_experts):
             gate, up, down = (
                 self._weight(f"{at}.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")
             )
-            yield torch.cat((gate, up)), down
+            yield stacked((gate, up), self._plain_dtype), down
 
     def _wide_linear(self, name: str) -> Linear:
         """A linear layer in float32 for any model dtype: routing must not depend on rounding."""
-        return self._backend.pack_linear(self._reader.read(f"{name}.weight", torch.float32, self._backend.device))
+        weight = self._reader.weight(f"{name}.weight", torch.float32, self._backend.device)
+        return self._backend.pack_linear(plain_weight(weight))
 
     def _latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
         has_down = spec.query_rank is not None
-        heads, kv_up = self._spec.num_heads, self._weight(f"{at}.kv_b_proj.weight")
+        heads, kv_up = self._spec.num_heads, self._restored(self._weight(f"{at}.kv_b_proj.weight"))
         keys, values = kv_up.unflatten(0, (heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
         return LatentAttention(
             query_down=self.linear(f"{at}.q_a_proj") if has_down else None,
@@ -198,18 +231,20 @@ class Packer:
 
     def _rotary_linear(self, name: str, spec: LatentSpec, heads: int) -> Linear:
         """A linear layer whose outputs end, head by head, in a rotary part."""
-        weight = self._in_halves(self._weight(f"{name}.weight"), spec, heads)
-        bias = self.tensor(f"{name}.bias")[:, None] if f"{name}.bias" in self._reader else None
-        return self._pack(weight, None if bias is None else self._in_halves(bias, spec, heads)[:, 0])
+        weight = self._weight(f"{name}.weight")
+        bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self._reader else None
+        if not spec.is_interleaved:
+            return self._pack(weight, bias)
+        index = self._in_halves(torch.arange(shape_of(weight)[0], device=self._backend.device), spec, heads)
+        rows = None if isinstance(weight, Tensor) else weight.rows(index)
+        return self._pack(rows or self._restored(weight)[index], None if bias is None else bias[index])
 
     @staticmethod
     def _in_halves(rows: Tensor, spec: LatentSpec, heads: int) -> Tensor:
-        """Pairs of each head's last `rope_dim` rows separated into two halves.
+        """Pairs of each head's last `rope_dim` rows [N] separated into two halves.
 
         Our kernels rotate halves; the scores are the same when queries and keys are permuted alike.
         """
-        if not spec.is_interleaved:
-            return rows
         plain, turned = rows.unflatten(0, (heads, -1)).split((rows.shape[0] // heads - spec.rope_dim, spec.rope_dim), 1)
         return torch.cat((plain, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
 
@@ -247,11 +282,13 @@ def load_model(
             kv_layout=kv_layout,
             kv_dtype=kv_dtype,
         )
-    if quantization is not None:
+    if spec.quantization is not None and spec.quantization.has_kv_scheme:
+        logger.info("kv_cache_scheme of the checkpoint is ignored: an fp8 cache has a scale for each vector here")
+    if packer.error.num_weights:
         model.weight_error = packer.error
         logger.info(
             "weights are %s: relative RMS error %.3f%%, %.0f MiB instead of %.0f; took %.1f s",
-            quantization,
+            quantization or spec.quantization,
             100 * packer.error.relative,
             packer.error.num_bytes / 2**20,
             packer.error.num_weights * dtype.itemsize / 2**20,

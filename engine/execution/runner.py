@@ -318,7 +318,7 @@ def _graph_spec(model: DecoderModel, *, max_blocks: int, max_running: int, max_t
     return GraphSpec(
         shape=model.attention_shape,
         dtype=model.dtype,
-        variants=model.kernel_needs.variants,
+        variants={(spec.query_scale, window, spec.attention_softcap) for window in spec.layer_windows},
         num_full_layers=sum(window is None for window in spec.layer_windows),
         expert_sizes=None if spec.experts is None else (spec.hidden_size, spec.experts.ffn_size),
         max_blocks=max_blocks,

@@ -25,7 +25,6 @@ from kvrelay.kernels.backend import (
     KvOrder,
     Linear,
 )
-from kvrelay.kernels.common.kernel_needs import KernelNeeds
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, WeightError
 
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
@@ -113,29 +112,6 @@ class Layer:
     post_mlp_norm: Tensor | None
 
 
-def kernel_needs(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    block_size: int = 16,
-    kv_layout: KvOrder = "NHD",
-    kv_dtype: torch.dtype | None = None,
-) -> KernelNeeds:
-    """What decides which kernels this model runs. block_size, kv_layout, kv_dtype (None: `dtype`): the KV cache's."""
-    shape = AttentionShape(
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        block_size,
-        dtype,
-        kv_layout,
-        kv_dtype or dtype,
-        latent_dim=None if spec.latent is None else spec.latent.kv_rank,
-    )
-    variants = {(spec.query_scale, window, spec.attention_softcap) for window in spec.layer_windows}
-    return KernelNeeds(shape, variants, spec.rotary_dim, spec.activation)
-
-
 class DecoderModel:
     """A decoder-only transformer over a paged KV cache. Stateless between calls but for its rotary tables."""
 
@@ -154,8 +130,16 @@ class DecoderModel:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.dtype = spec, dtype
-        self.kernel_needs = kernel_needs(spec, dtype, block_size=block_size, kv_layout=kv_layout, kv_dtype=kv_dtype)
-        self.attention_shape = self.kernel_needs.shape
+        self.attention_shape = AttentionShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            block_size,
+            dtype,
+            kv_layout,
+            kv_dtype or dtype,
+            latent_dim=None if spec.latent is None else spec.latent.kv_rank,
+        )
         self._backend, self._embedding, self.layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies

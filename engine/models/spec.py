@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvrelay.engine.models.families import ALIASES, ARCHITECTURES, FAMILIES, ConfigText, Family, Json
+from kvrelay.engine.models.quantization import Quantization, quantization_of
 from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec, expert_spec, latent_query_scale, latent_spec
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
 
@@ -57,6 +58,7 @@ class ModelSpec:
     sandwich_norms: norms after attention and after the MLP, before each residual add.
     latent: attention is over latents (MLA): num_kv_heads is 1 then, head_dim the width of a token's cache entry.
     experts: some layers choose among experts (MoE).
+    quantization: how the checkpoint stores linear weights; None: as they are.
     """
 
     architecture: str
@@ -88,6 +90,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
+    quantization: Quantization | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -104,11 +107,9 @@ class ModelSpec:
         """
         raw: Json = config if isinstance(config, Mapping) else config.to_dict()
         family = _family_of(raw)
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
-            raise UnsupportedModel(family.name, f"quantised weights ({method}) are not supported; use a GGUF file")
         text = _text_config(raw, family)
         spec = _build(family, text, _eos_ids(text, generation), _bos_id(text, generation))
+        spec = replace(spec, quantization=quantization_of(raw, family.name))
         _check(spec)
         return spec
 

@@ -171,7 +171,8 @@ class WorkerService:
         if engine is not None and isinstance(draft := engine.drafts.model, DraftModel):
             facts["draft model"] = draft.describe()
         if engine is not None and (error := engine.model.weight_error) is not None:
-            facts["weights"] = f"{engine.config.quantization}, relative RMS error {error.relative:.2%}"
+            weights = engine.config.quantization or engine.model.spec.quantization
+            facts["weights"] = f"{weights}, relative RMS error {error.relative:.2%}"
         return facts
 
     def _describe(self, engine: Engine, role: WorkerRole, port: int) -> WorkerInfo:

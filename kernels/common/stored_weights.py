@@ -133,10 +133,10 @@ class Mxfp4Weight:
 
 
 StoredWeight = Fp8Weight | QuantizedWeight | Mxfp4Weight
-STORED_WEIGHTS = (Fp8Weight, QuantizedWeight, Mxfp4Weight)  # for isinstance
+AnyWeight = Tensor | StoredWeight
 
 
-def stacked(parts: Sequence[Tensor | StoredWeight], dtype: torch.dtype) -> Tensor | StoredWeight:
+def stacked(parts: Sequence[AnyWeight], dtype: torch.dtype) -> AnyWeight:
     """One weight of several with the same inputs, one below the other.
 
     Tiles of fp8 become as small as keeps them apart: scales of whole tensors become scales of outputs. The largest
@@ -181,12 +181,12 @@ def error_of(held: Tensor, exact: Tensor, num_bytes: int) -> WeightError:
     return WeightError(off, size, exact.numel(), num_bytes)
 
 
-def plain_weight(weight: Tensor | StoredWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+def plain_weight(weight: AnyWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor as it is, a quantised weight restored to `dtype`."""
     return weight if isinstance(weight, Tensor) else weight.restored().to(dtype)
 
 
-def shape_of(weight: Tensor | StoredWeight) -> tuple[int, int]:
+def shape_of(weight: AnyWeight) -> tuple[int, int]:
     """(outputs, inputs)."""
     if isinstance(weight, Tensor):
         return weight.shape[0], weight.shape[1]

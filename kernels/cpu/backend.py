@@ -32,7 +32,7 @@ from kvrelay.kernels.backend import (
 from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 from kvrelay.kernels.common.quantized import HeadByHead
-from kvrelay.kernels.common.stored_weights import StoredWeight
+from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
 from kvrelay.kernels.cpu.native_kernels import (
     SUPPORTED,
@@ -208,7 +208,7 @@ class CpuBackend(TorchCpuBackend):
 
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
+        experts: Iterable[tuple[AnyWeight, AnyWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,

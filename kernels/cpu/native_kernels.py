@@ -18,7 +18,7 @@ from torch import Tensor
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import unit_of
-from kvrelay.kernels.common.stored_weights import StoredWeight, dequantised, plain_weight, shape_of
+from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, plain_weight, shape_of
 from kvrelay.kernels.cpu.stored import laid_out, native_form, scheme_of_pair
 from kvrelay.native.build import load_native
 
@@ -205,12 +205,7 @@ class NativeQuantLinear(_PackedLinear):
     _kernel = "kr_quant_linear"
 
     def __init__(
-        self,
-        kernels: NativeKernels,
-        weight: Tensor | StoredWeight,
-        bias: Tensor | None,
-        scheme: Scheme,
-        dtype: torch.dtype,
+        self, kernels: NativeKernels, weight: AnyWeight, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> None:
         assert dtype in SUPPORTED
         form = native_form(weight)
@@ -245,7 +240,7 @@ class NativeExperts:
     def __init__(
         self,
         kernels: NativeKernels,
-        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
+        experts: Iterable[tuple[AnyWeight, AnyWeight]],
         activation: Activation,
         scheme: Scheme | None,
         dtype: torch.dtype,
@@ -267,7 +262,7 @@ class NativeExperts:
             units = [[part.unit for part in pair] for pair in self._packed]
             self._units = torch.tensor(units, dtype=torch.float32).T.contiguous()
 
-    def _pack(self, weight: Tensor | StoredWeight) -> Any:
+    def _pack(self, weight: AnyWeight) -> Any:
         if self._scheme is not None:
             quantized = NativeQuantLinear(self._kernels, weight, None, self._scheme, self._dtype)
             self.error += quantized.error

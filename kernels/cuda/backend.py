@@ -36,7 +36,7 @@ from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.logits import packed_log_probabilities
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
-from kvrelay.kernels.common.stored_weights import StoredWeight, plain_weight
+from kvrelay.kernels.common.stored_weights import AnyWeight, plain_weight
 from kvrelay.kernels.cuda.experts import CudaExperts
 from kvrelay.kernels.cuda.jit import import_flashinfer
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, Queries
@@ -230,7 +230,7 @@ class CudaBackend(TorchBackend):
 
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
+        experts: Iterable[tuple[AnyWeight, AnyWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,

@@ -1,16 +1,11 @@
 """FlashInfer and what its compiler needs. UNVERIFIED ON A GPU."""
 
 import os
-import shutil
-import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvrelay.environment import cache_dir
 
@@ -21,7 +16,6 @@ def import_flashinfer() -> Any:
     - Its norms are those in CUDA, also where nvidia-cutlass-dsl is installed: what is tested is what users run.
     - They include cublasLt.h: torch's CUDA wheels bring it, toolkits without cuBLAS do not.
     - Modules are linked with libcuda.so, of which a machine may have the driver's libcuda.so.1 only.
-    - It runs ninja, also if the modules are compiled: it is found beside this interpreter, too.
 
     Raises ImportError or OSError: it is not installed, or does not load.
     """
@@ -35,29 +29,14 @@ def import_flashinfer() -> Any:
 def _set_environment() -> None:
     """Once for the process: every choice of a backend asks whether FlashInfer imports."""
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
-    scripts = Path(sys.executable).parent
-    if shutil.which("ninja") is None and (scripts / "ninja").exists():  # an environment that is not activated
-        add_to("PATH", str(scripts), os.pathsep)
     for folder in _headers():
-        add_to("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
+        _add("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
     with suppress(OSError):  # a cache that cannot be written: toolkits bring a stub of libcuda.so, too
         if (stub := _driver_library()) is not None:
-            add_to("LIBRARY_PATH", str(stub), os.pathsep)
+            _add("LIBRARY_PATH", str(stub), os.pathsep)
 
 
-def compile_for(archs: Sequence[str]) -> None:
-    """Compile for these processors ("9.0a", "10.0"), whatever GPUs there are; before the first import of FlashInfer."""
-    if archs:
-        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(archs)
-
-
-def has_processor() -> bool:
-    """Whether it is known what to compile for: named, or there is a GPU."""
-    return "FLASHINFER_CUDA_ARCH_LIST" in os.environ or torch.cuda.is_available()
-
-
-def add_to(variable: str, value: str, separator: str) -> None:
-    """Append to an environment variable."""
+def _add(variable: str, value: str, separator: str) -> None:
     known = os.environ.get(variable, "")
     if value not in known:
         os.environ[variable] = f"{known}{separator}{value}" if known else value

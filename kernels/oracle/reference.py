@@ -32,7 +32,7 @@ from kvrelay.kernels.backend import (
 from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 from kvrelay.kernels.common.quantized import TorchQuantLinear
-from kvrelay.kernels.common.stored_weights import StoredWeight, dequantised, plain_weight
+from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight, dequantised, plain_weight
 
 logger = logging.getLogger(__name__)
 
@@ -193,14 +193,14 @@ class ReferenceBackend(TorchBackend):
 
     def pack_experts(
         self,
-        experts: Iterable[tuple[Tensor | StoredWeight, Tensor | StoredWeight]],
+        experts: Iterable[tuple[AnyWeight, AnyWeight]],
         activation: Activation,
         dtype: torch.dtype,
         scheme: Scheme | None = None,
     ) -> Experts:
         errors: list[WeightError] = []
 
-        def pack(weight: Tensor | StoredWeight) -> Linear:
+        def pack(weight: AnyWeight) -> Linear:
             if scheme is not None:
                 quantized = self.pack_quantized(plain_weight(weight), None, scheme, dtype)
                 errors.append(quantized.error)

@@ -401,8 +401,8 @@ def test_unknown_parts_are_refused_by_name() -> None:
         ModelSpec.from_config(good | {"rope_parameters": {"rope_type": "longrope"}})
     with pytest.raises(UnsupportedModel, match="activation 'relu'"):
         ModelSpec.from_config(good | {"hidden_act": "relu"})
-    with pytest.raises(UnsupportedModel, match="gptq"):
-        ModelSpec.from_config(good | {"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(UnsupportedModel, match="bitsandbytes"):
+        ModelSpec.from_config(good | {"quantization_config": {"quant_method": "bitsandbytes"}})
     with pytest.raises(CheckpointCorrupt, match="hidden_size"):
         ModelSpec.from_config(good | {"hidden_size": "big"})
 

@@ -400,7 +400,7 @@ def test_a_config_without_architectures_is_judged_by_its_type() -> None:
         ModelSpec.from_config({key: value for key, value in REFUSED["SmolLM3-3B"].items() if key != "architectures"})
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["quark", "hqq", "torchao", "bitsandbytes"])
 def test_quantised_folders_are_refused_with_a_way_out(method: str) -> None:
     config = CONFIGS["Qwen2.5-7B-Instruct"] | {"quantization_config": {"quant_method": method}}
     with pytest.raises(UnsupportedModel, match=f"{method}.*GGUF"):

@@ -154,7 +154,7 @@ V2, V3 = TINY_CONFIGS["deepseek_v2"], TINY_CONFIGS["deepseek_v3"]
         (V3 | {"topk_group": 5}, CheckpointCorrupt, "5 of them chosen"),
         (V3 | {"n_group": 8}, CheckpointCorrupt, "two best"),
         (V3 | {"num_experts_per_tok": 5}, CheckpointCorrupt, "cannot choose 5"),
-        (V3 | {"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "fp8"),
+        (V3 | {"quantization_config": {"quant_method": "quark"}}, UnsupportedModel, "quark"),
         (V2 | {"topk_method": "noaux_tc"}, UnsupportedModel, "topk_method 'noaux_tc'"),
         (V2 | {"norm_topk_prob": True}, UnsupportedModel, "norm_topk_prob"),
         (V2 | {"num_experts_per_tok": None}, CheckpointCorrupt, "num_experts_per_tok"),
