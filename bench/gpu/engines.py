@@ -49,12 +49,12 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
     return engine
 
 
-def free_bytes(context: Context) -> int:
-    """Memory that a KV pool may take once the weights are loaded; on the CPU a little."""
+def free_bytes(context: Context, weights: int) -> int:
+    """Memory that a KV pool may take beside so many bytes of weights; on the CPU a little."""
     if not context.is_cuda:
         return 32 << 20
     free, _ = torch.cuda.mem_get_info()
-    return free - (6 << 30)  # activations, workspaces, graphs
+    return free - weights - (6 << 30) if not context.rehearse else 5 << 30  # activations, workspaces, graphs
 
 
 def request(index: int, prompt: list[int], output_tokens: int, **sampling: Any) -> SequenceRequest:

@@ -21,9 +21,8 @@ _TOLERANCE = 2e-2  # bf16: a graph is padded to another batch size, for which th
 
 def run(context: Context) -> None:
     folder = folder_of(context, "llama-8b, 2 layers")
-    engine = build(
-        context, folder, kv_bytes=(32 << 20) if context.tiny else (4 << 30), token_budget=64 if context.tiny else 8192
-    )
+    kv_bytes, token_budget = (32 << 20, 64) if context.tiny else (context.room(4 << 30), 8192)
+    engine = build(context, folder, kv_bytes=kv_bytes, token_budget=token_budget)
     if engine.runner._graphs is None:
         context.add(check="graphs", ok=False, note="this backend captures no graphs")
         return

@@ -195,10 +195,11 @@ class Grid:
 
     def control(self) -> None:
         """A changed key must show: the comparison can fail."""
-        shape = AttentionShape(4, 2, 64, 16, torch.bfloat16)
+        dim = 64 if self.context.tiny else 128
+        shape = AttentionShape(4, 2, dim, 16, torch.bfloat16)
         batch, num_blocks = batch_of(KernelStep("control", ((1, 40),)), 16, self.generator)
-        kv = self.random(num_blocks, 2, 16, 2, 64, dtype=shape.dtype)
-        q = self.random(1, 4, 64, dtype=shape.dtype)
+        kv = self.random(num_blocks, 2, 16, 2, dim, dtype=shape.dtype)
+        q = self.random(1, 4, dim, dtype=shape.dtype)
         expected = self.attend(self.reference, shape, batch, q, kv, None, None)
         kv[int(batch.block_tables[0, 1]), 1] += 1.0
         tally = Tally("control")

@@ -16,7 +16,7 @@ TINY_SHAPES = ((128, 64, 128),)
 def run(context: Context) -> None:
     """Rows of name and value; the driver hands them to the other sections as `Context.limits`."""
     context.add(name="device", text=device_name(context), what=versions())
-    size = (16 << 20) if context.tiny else (4 << 30)
+    size = (16 << 20) if context.tiny else context.room(4 << 30)
     memory(context, size)
     host(context, size // 2)
     rates = [product(context, *shape) for shape in (TINY_SHAPES if context.tiny else SHAPES)]

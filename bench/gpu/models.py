@@ -57,6 +57,12 @@ TINY_QWEN3_MOE = QWEN3_MOE | {
     "max_position_embeddings": 2048,
 }
 
+# for a rehearsal: what decides which kernels run stays (heads and their sizes, experts for a token)
+_NARROW = {
+    "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2,
+    "vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> (the real shape, the tiny one)
     "llama-8b": (LLAMA_8B, TINY_CONFIGS["llama"]),
     "llama-8b, 2 layers": (LLAMA_8B | {"num_hidden_layers": 2}, TINY_CONFIGS["llama"]),
@@ -67,7 +73,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> (the re
 
 def config_of(context: Context, name: str) -> dict[str, Any]:
     real, tiny = CONFIGS[name]
-    return tiny if context.tiny else real
+    narrow = {key: min(size, real[key]) for key, size in _NARROW.items() if key in real} if context.rehearse else {}
+    return tiny if context.tiny else real | narrow
 
 
 def step_parameters(spec: ModelSpec) -> int:

@@ -42,7 +42,7 @@ def run(context: Context) -> None:
 
 
 def settings_of(context: Context, folder: Path) -> Settings:
-    kv_memory = (8 << 20) if context.tiny else (6 << 30)
+    kv_memory = (8 << 20) if context.tiny else context.room(6 << 30)
     return Settings(
         model=ModelSettings(source=str(folder), dtype="bfloat16"),
         engine=EngineSettings.model_validate(
@@ -55,7 +55,9 @@ def settings_of(context: Context, folder: Path) -> Settings:
                 "num_threads": None if context.is_cuda else 1,
             }
         ),
-        transfer=TransferSettings.model_validate({"transport": "nixl" if context.is_cuda else "auto"}),
+        transfer=TransferSettings.model_validate(
+            {"transport": "nixl" if context.is_cuda and not context.rehearse else "auto"}
+        ),
         router=RouterSettings(local_prefill_tokens=0),
     )
 

@@ -19,8 +19,8 @@ class LeftOut(Exception):
 class Context:
     """One section's order. Sizes are the real ones, or with `tiny` such as a CPU does in seconds.
 
-    limit_s: what the driver grants it. limits: what section "limits" measured, by name. model: folder of a real
-    checkpoint, or None.
+    rehearse: the device computes nothing and its memory is the host's; models are narrow. limit_s: what the driver
+    grants it. limits: what section "limits" measured, by name. model: folder of a real checkpoint, or None.
     """
 
     device: str  # "cuda" | "cpu"
@@ -30,6 +30,7 @@ class Context:
     limits: dict[str, float] = field(default_factory=dict)
     model: str | None = None
     limit_s: float = 60.0
+    rehearse: bool = False
     began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -59,6 +60,10 @@ class Context:
         """`rate` as a share of a measured limit in the same unit; None when that was not measured."""
         known = self.limits.get(limit)
         return rate / known if known else None
+
+    def room(self, size: int) -> int:
+        """Bytes of device memory to take where `size` is wanted."""
+        return min(size, 1 << 30) if self.rehearse else size
 
     def synchronize(self) -> None:
         """Wait until the device has finished all launched work."""

@@ -14,13 +14,14 @@ from kvrelay.engine.step.engine import Engine
 DECODE_SHARE = 0.85  # of the memory's limit
 TARGET_OVERHEAD_S = 100e-6  # at batch 64
 PREFILL_SHARE = 0.60  # of the measured peak of dense products
+_WEIGHTS = 17 << 30  # a Llama-8B's bytes in bf16
 _WARM_UP, _STEPS, _PROFILED = 4, 16, 6
 _ROOM = _WARM_UP + _STEPS + _PROFILED + 8  # tokens that each sequence grows by
 
 
 def run_decode(context: Context) -> None:
     folder = folder_of(context, "llama-8b")
-    engine = build(context, folder, kv_bytes=free_bytes(context) - 2 * (8 << 30) if context.is_cuda else 32 << 20)
+    engine = build(context, folder, kv_bytes=free_bytes(context, _WEIGHTS))
     batches, lengths = ((1, 3), (16, 64)) if context.tiny else ((1, 16, 64, 256), (1024, 2048, 4096, 8192))
     for batch in batches:
         for length in lengths:
@@ -64,7 +65,7 @@ def measure(context: Context, engine: Engine, batch: int, length: int) -> None:
 def run_prefill(context: Context) -> None:
     """Chunks of 8k tokens."""
     folder = folder_of(context, "llama-8b")
-    kv_bytes = min(free_bytes(context) // 2, 12 << 30) if context.is_cuda else 32 << 20
+    kv_bytes = min(free_bytes(context, _WEIGHTS), 12 << 30)
     engine = build(context, folder, kv_bytes=kv_bytes, token_budget=64 if context.tiny else 8192, max_running=4)
     lengths = (32, 100) if context.tiny else (2048, 4096, 8192, 16384, 32768)
     prompt_s(context, engine, lengths[0], 10_000)  # kernels are compiled and chosen at first use

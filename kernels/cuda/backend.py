@@ -135,6 +135,11 @@ def unowned(x: Tensor) -> Tensor:
     return alias_of(x) if x.device.type == "cuda" else x
 
 
+def _is_launched(x: Tensor) -> bool:
+    """Whether FlashInfer's kernels take it: they have no float32, and a launch for no rows is an error of CUDA."""
+    return x.dtype in HALF and x.numel() > 0
+
+
 def alias_of(x: Tensor) -> Tensor:
     """A tensor with the same memory, shape and strides that does not own the memory: the caller ensures that it
     stays.
@@ -246,14 +251,14 @@ class CudaBackend(TorchBackend):
         return packed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not self._has_norms or x.dtype not in HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
+        if not self._has_norms or not _is_launched(x) or weight.dtype != x.dtype or x.dim() not in (2, 3):
             return self._plain.rms_norm(x, weight, eps)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._flashinfer.rmsnorm(x, weight, eps, out=out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not self._has_norms or x.dtype not in HALF or weight.dtype != x.dtype or x.dim() != 2:
+        if not self._has_norms or not _is_launched(x) or weight.dtype != x.dtype or x.dim() != 2:
             return self._plain.add_rms_norm(x, residual, weight, eps)
         self._flashinfer.fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
@@ -265,14 +270,14 @@ class CudaBackend(TorchBackend):
         else:  # no planned step, as in tests
             positions = positions.to(self.device)
         head_dim = q.shape[-1]
-        if q.dtype not in HALF or head_dim not in HEAD_DIMS or cos_sin.shape[1] % 16 or not cos_sin.is_contiguous():
+        if not _is_launched(q) or head_dim not in HEAD_DIMS or cos_sin.shape[1] % 16 or not cos_sin.is_contiguous():
             return self._plain.rope(q, k, cos_sin, positions)
         q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
         self._flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, cos_sin, is_neox=True)
         return q, k
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        if gate_up.dtype not in HALF or gate_up.shape[-1] % 16:
+        if not _is_launched(gate_up) or gate_up.shape[-1] % 16:
             return self._plain.gated_activation(gate_up, kind)
         fused: Callable[[Tensor], Tensor] = (
             self._flashinfer.silu_and_mul if kind == "silu" else self._flashinfer.gelu_tanh_and_mul

@@ -7,11 +7,13 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from bench.gpu import gpu
+from bench.gpu import gpu, report
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 
@@ -34,7 +36,7 @@ def rows_of(name, scratch, tmp_path):
     section = next(one for one in gpu.SECTIONS if one.name == name)
     context = Context("cpu", True, scratch, tmp_path / "rows", LIMITS)
     getattr(importlib.import_module(f"bench.gpu.{section.module}"), section.function)(context)
-    return gpu.rows_of(context.rows_file)
+    return report.rows_of(context.rows_file)
 
 
 @pytest.mark.parametrize("name", ["limits", "compile", "kernels", "choices", "graphs", "experts", "decode", "prefill"])
@@ -52,7 +54,7 @@ def test_a_kernel_that_is_wrong_fails_its_row_alone(scratch, tmp_path, monkeypat
     from bench.gpu.section import Context
 
     Grid(Context("cpu", True, scratch, tmp_path / "rows")).elementwise()
-    rows = gpu.rows_of(tmp_path / "rows")
+    rows = report.rows_of(tmp_path / "rows")
     assert [row["kernel"] for row in rows if not row["ok"]] == ["gated activation"] and len(rows) == 2
 
 
@@ -85,12 +87,45 @@ def test_weights_that_do_not_fit_the_disk_are_left_out(scratch, tmp_path):
 
 
 def driver(tmp_path, **changes):
-    options = {"device": "cpu", "tiny": True, "model": None, "budget": 100.0, "patience": 1.0}
-    return gpu.Driver(argparse.Namespace(**{**options, **changes}), tmp_path)
+    options = {
+        "device": "cpu", "tiny": True, "model": None, "budget": 100.0, "patience": 1.0, "rehearse": False,
+        "out": tmp_path / "out", "call": None,
+    }  # fmt: skip
+    return gpu.Driver(argparse.Namespace(**{**options, **changes}), tmp_path, report.Report("tiny"))
+
+
+def test_the_calls_fit_their_commands_and_all_of_them_the_half_hour():
+    """With the machine's start, the wheels' installation and each call's files; the limits' section once more, where a
+    call has to begin on another machine.
+    """
+    assert gpu.SECTIONS[0].name == "limits" and [one.call for one in gpu.SECTIONS] == sorted(
+        one.call for one in gpu.SECTIONS
+    )
+    seconds = {call: gpu.seconds_of_call(call) for call in gpu.CALLS}
+    again = gpu.SECTIONS[0].limit_s + gpu.INSTALL_S
+    assert all(taken + (again if call > 1 else 0) <= gpu.CALL_S for call, taken in seconds.items())
+    assert gpu.START_S + sum(seconds.values()) <= gpu.HELD_S
+
+
+def test_the_documents_table_of_sections_is_the_scripts():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    table = text.split("| section | call | what | its control |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
+    assert rows == [[section.name, str(section.call)] for section in gpu.SECTIONS]
+
+
+def test_a_call_is_its_sections_and_what_the_machine_can_do_where_it_is_not_known():
+    def names(*order, **known):
+        return [section.name for section in gpu.wanted_sections(*order, **known)]
+
+    assert names(None, None, knows_limits=False) == list(gpu.NAMES)
+    assert [name for call in gpu.CALLS for name in names(call, None, knows_limits=True)] == list(gpu.NAMES)
+    assert names(3, None, knows_limits=False) == ["limits", *names(3, None, knows_limits=True)]
+    assert names(None, ["graphs"], knows_limits=False) == ["limits", "graphs"]
 
 
 def test_a_child_that_fails_is_told_with_its_last_words(tmp_path):
-    outcome = driver(tmp_path).run(gpu.Section("absent", "", "", 60.0, ""))
+    outcome = driver(tmp_path).run(gpu.Section("absent", 1, "", "", 60.0, ""))
     assert outcome.status == "FAILED" and "there is no section absent" in outcome.note and outcome.is_failure
 
 
@@ -103,46 +138,79 @@ def test_a_child_that_takes_too_long_is_ended_and_without_time_none_begins(tmp_p
     assert outcome.status == "left out" and "no time left" in outcome.note
 
 
-def test_the_whole_writes_json_and_prints_markdown(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "bench.gpu.gpu",
-            "--device",
-            "cpu",
-            "--tiny",
-            "--only",
-            "limits",
-            "--out",
-            str(tmp_path / "out"),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+def command(tmp_path, *words):
+    words = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "out"), *words]
+    return [sys.executable, "-m", "bench.gpu.gpu", *words]
+
+
+def test_two_calls_make_one_report_and_the_second_knows_the_limits(tmp_path):
+    files = []
+    for name in ("limits", "experts"):
+        words = ["--only", name, "--scratch", str(tmp_path / "scratch")]
+        done = subprocess.run(command(tmp_path, *words), capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stderr
+        files.append(next((tmp_path / "out").glob("*-tiny.json")).read_text())
+    found = json.loads(files[-1])
+    assert [(one["name"], one["status"]) for one in found["sections"]] == [("limits", "ok"), ("experts", "ok")]
+    assert found["sections"][0] == json.loads(files[0])["sections"][0]  # not measured again
+    assert all(row["share_of_memory_limit"] > 0 for row in found["sections"][1]["rows"])
+    (markdown,) = (tmp_path / "out").glob("*-tiny.md")
+    assert "| read_gb_s |" in done.stdout and markdown.read_text() in done.stdout
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_a_driver_that_is_killed_leaves_what_is_done_and_the_next_takes_it_in(tmp_path):
+    """The machine's end of a command takes the driver without a word, in the middle of a section."""
+    words = ["--only", "limits", "graphs", "--scratch", str(tmp_path / "scratch")]
+    with subprocess.Popen(command(tmp_path, *words), stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert any(line.startswith("graphs …") for line in process.stderr)
+        time.sleep(1.0)
+        process.kill()
+        process.wait()
+        for child in psutil.process_iter(["cmdline"]):
+            if str(tmp_path) in " ".join(child.info["cmdline"] or ()):
+                child.kill()
     (file,) = (tmp_path / "out").glob("*-tiny.json")
-    report = json.loads(file.read_text())
-    assert [(one["name"], one["status"]) for one in report["sections"]] == [("limits", "ok")]
-    assert "| read_gb_s |" in done.stdout and "## What the device can do" in done.stdout
+    assert [one["status"] for one in json.loads(file.read_text())["sections"]] == ["ok", "running"]
+    again = report.Report("tiny")
+    again.read(tmp_path / "scratch" / "report.json")
+    assert [one.status for one in again.outcomes.values()] == ["ok", report.CUT_OFF]
+    assert again.outcomes["graphs"].is_failure and not again.outcomes["limits"].is_failure
+
+
+def test_a_report_from_elsewhere_is_taken_in_and_what_is_none_is_refused(tmp_path):
+    earlier = report.Report("tiny")
+    earlier.outcomes["pair"] = report.Outcome("pair", "A pair", "ok", 1.0, rows=[{"model": "m", "ok": True}])
+    file = earlier.write(tmp_path, gpu.NAMES)
+    merged = report.Report("tiny")
+    merged.read(file)
+    assert merged.outcomes == earlier.outcomes
+    (tmp_path / "other.json").write_text('{"sections": [{"title": 1}]}')
+    with pytest.raises(ValueError, match="is no report"):
+        merged.read(tmp_path / "other.json")
 
 
 def test_a_row_that_does_not_hold_fails_the_section_and_a_slow_one_is_only_told(tmp_path):
     log, section = tmp_path / "log", gpu.SECTIONS[0]
     log.write_text("last words")
+
+    def judged(rows, status=0, **options):
+        outcome = report.Outcome(section.name, section.title, rows=rows)
+        driver(tmp_path, **options).judge(outcome, status, log, 1.0)
+        return outcome
+
     for rows, status, note in (
         ([{"ok": True, "meets": False}], "ok", "1 figures below"),
         ([{"ok": False}, {"ok": True}], "FAILED", "1 of 2"),
         ([], "FAILED", "0 of 0"),
     ):
-        outcome = gpu.Outcome(section, "ok", rows=rows)
-        driver(tmp_path).judge(outcome, 0, log, 1.0)
+        outcome = judged(rows)
         assert outcome.status == status and outcome.note.startswith(note)
-    outcome = gpu.Outcome(section, "ok", rows=[{"ok": True}])
-    driver(tmp_path).judge(outcome, 3, log, 1.0)
+    outcome = judged([{"ok": True}], 3)
     assert (outcome.status, outcome.note) == ("left out", "last words")
+    rehearsed = judged([{"ok": False}, {"ok": True}], rehearse=True)
+    assert (rehearsed.status, rehearsed.note) == ("rehearsed", "1 of 2 checks do not hold")
+    assert judged([], rehearse=True).is_failure and judged([{"ok": True}], 1, rehearse=True).is_failure
 
 
 def test_real_shapes_on_a_cpu_are_refused_at_once():

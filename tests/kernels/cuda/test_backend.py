@@ -120,6 +120,16 @@ def test_elementwise_kernels_equal_the_reference(cuda, reference, dtype):
         torch.testing.assert_close(a.cpu(), b, **near)
 
 
+def test_no_rows_launch_nothing(fake_gpu):
+    """The fake refuses them, as CUDA does: FlashInfer launches a block for each row."""
+    x, weight = torch.empty(0, 128, dtype=torch.bfloat16), torch.ones(128, dtype=torch.bfloat16)
+    heads, table = x.view(0, 2, 64), torch.rand(8, 64)
+    assert fake_gpu.rms_norm(x, weight, 1e-5).shape == (0, 128)
+    assert [one.shape for one in fake_gpu.add_rms_norm(x, x.clone(), weight, 1e-5)] == [(0, 128)] * 2
+    assert fake_gpu.gated_activation(x, "silu").shape == fake_gpu.gated_activation(x, "gelu_tanh").shape == (0, 64)
+    assert [one.shape for one in fake_gpu.rope(heads, heads.clone(), table, torch.empty(0).long())] == [(0, 2, 64)] * 2
+
+
 def check_store_kv(backend, planned, dtype, wrap=lambda batch: batch, kv_layout="NHD"):
     step = make_step(KernelCase(((1, 33), (9, 20)), dtype=dtype))
     fused, device = random(10, 6, 64, dtype=dtype), backend.device
