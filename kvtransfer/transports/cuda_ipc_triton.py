@@ -82,12 +82,13 @@ def _problem(device: torch.device) -> str | None:
     try:
         source, wrong = torch.from_numpy(rows).to(device), []
         for step in (16, 4, 1):  # the alignments that the kernel knows
-            sizes = np.array([step, 70_000, 0])
-            copies = CopyList(np.array([16 + step, 512, 0]), np.array([80_000, 64, 0]), sizes, 2, 3 * step, 100_000)
+            begins, lands, sizes = (np.array(row) for row in ([16 + step, 512, 0], [80_000, 64, 0], [step, 70_000, 0]))
             found, expected = torch.zeros(200_000, dtype=torch.uint8).to(device), np.zeros(200_000, dtype=np.uint8)
-            if (event := launch(copies, source.data_ptr(), found.data_ptr(), device)) is not None:
+            if (
+                event := launch(CopyList(begins, lands, sizes), source.data_ptr(), found.data_ptr(), device)
+            ) is not None:
                 event.synchronize()
-            for begin, at, size in zip(*copies.expanded(), strict=True):
+            for begin, at, size in zip(begins, lands, sizes, strict=True):
                 expected[at : at + size] = rows[begin : begin + size]
             if not np.array_equal(found.cpu().numpy(), expected):
                 wrong.append(step)

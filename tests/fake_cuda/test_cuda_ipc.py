@@ -28,7 +28,7 @@ from tests.fake_cuda.counters import counted, is_loaded, read
 from tests.kvtransfer.peer_process import LAYOUT, SECRET
 
 SCRIPT = Path(ipc_peer.__file__)
-COPIES = CopyList(np.array([4096, 0]), np.array([0, 65536]), np.array([4096, 8192]), 4, *[LAYOUT.layer_bytes] * 2)
+COPIES = CopyList(np.array([4096, 0]), np.array([0, 65536]), np.array([4096, 8192]))
 STALLS = {"device_waits", "stream_waits", "sync_copies", "pageable_to_device", "pageable_to_host", "kernels"}
 TWO = 2  # reads
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvrelay.errors import BackendUnavailable
+from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES
 from kvrelay.kvtransfer.transports.nixl import ucx
 from kvrelay.kvtransfer.transports.nixl.reads import NixlOwner, NixlRead, Reads
@@ -219,6 +219,8 @@ class NixlAgent:
             except Exception as error:  # raised to the waiter of the read
                 read.error = error
             self._is_checking_free = time.perf_counter() - began < _FREE_S
+        if read.is_abandoned and read.error is None:  # not all of it came, and nothing was verified
+            read.error = TransportError("abandoned")
         if is_last and threading.get_ident() == read.thread_id:
             _settle(read)
         elif is_last:

@@ -31,10 +31,10 @@ NUM_BYTES = 240_000
 def test_the_tiles_are_the_copies(data, tile_bytes):
     row = st.tuples(st.integers(0, 99), st.integers(0, 99), st.one_of(st.just(0), st.integers(1, NUM_BYTES // 3)))
     columns = np.array(data.draw(st.lists(row, max_size=5)), dtype=np.int64).reshape(-1, 3).T
-    copies = CopyList(*columns, data.draw(st.integers(1, 3)), *(data.draw(st.integers(0, 4000)) for _ in range(2)))
+    copies = CopyList(*columns)
     source = np.random.default_rng(0).integers(0, 256, NUM_BYTES, dtype=np.uint8)
     expected, found = np.zeros((2, NUM_BYTES), dtype=np.uint8)
-    for begin, at, num_bytes in zip(*copies.expanded(), strict=True):
+    for begin, at, num_bytes in zip(*columns, strict=True):
         expected[at : at + num_bytes] = source[begin : begin + num_bytes]
     for begin, at, num_bytes in zip(*copies.tiles(tile_bytes), strict=True):
         assert 0 < num_bytes <= tile_bytes
@@ -53,10 +53,11 @@ from kvrelay.kvtransfer.transports import cuda_ipc_triton
 def far(num_bytes):  # pages that are not touched take no memory
     return np.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | 0x4000), dtype=np.uint8)  # MAP_NORESERVE
 
-def copied(copies, source, target):
-    "The other bytes of a row's page stay."
+def copied(columns, source, target):
+    "Those bytes, and none beside them."
+    copies = CopyList(*map(np.array, columns))
     cuda_ipc_triton.launch(copies, source.ctypes.data, target.ctypes.data, torch.device("cpu"))
-    for begin, at, size in zip(*copies.expanded(), strict=True):
+    for begin, at, size in zip(*columns, strict=True):
         if not np.array_equal(source[begin : begin + size], target[at : at + size]):
             return False
         if target[at - 64 : at].any() or target[at + size : at + size + 64].any():
@@ -68,15 +69,13 @@ draw = np.random.default_rng(0)
 source, target = far(9 * GIB), far(9 * GIB)
 for at in (0, 3 * GIB, 6 * GIB):
     source[at : at + (1 << 20)] = draw.integers(1, 256, 1 << 20, dtype=np.uint8)
-row = lambda *values: np.array(values)
-sizes, strides = row(65536, 65536 + 48), (3 * GIB, 2 * GIB + 16)
 print(
     cuda_ipc_triton.problem(torch.device("cpu")),
-    # 16-byte words, beyond 2 ** 31 by offset and by stride; a full tile and one that is cut
-    copied(CopyList(row(4096, 262144), row(GIB, GIB + 131072), sizes, 3, *strides), source, target),
+    # 16-byte words, beyond 2 ** 31; a full tile, and one and a bit
+    copied(([3 * GIB + 4096, 262144], [GIB, 5 * GIB + 16], [65536, 65536 + 48]), source, target),
     # odd sizes at odd places
-    copied(CopyList(row(7, 3 * GIB + 5), row(6 * GIB + 1001, 7 * GIB + 3), row(1, 70001)), source, target),
-    copied(CopyList(row(8), row(8 * GIB + 4), row(8188)), source, target),
+    copied(([7, 6 * GIB + 5], [6 * GIB + 1001, 7 * GIB + 3], [1, 70001]), source, target),
+    copied(([8], [8 * GIB + 4], [8188]), source, target),
 )
 real = cuda_ipc_triton.launch
 cuda_ipc_triton.launch = lambda copies, source, *rest: real(copies, source + 16, *rest)

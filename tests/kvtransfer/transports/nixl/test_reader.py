@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import threading
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from kvrelay.errors import CorruptRead, TransportError
 from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.nixl import reader as nixl
+from kvrelay.kvtransfer.transports.nixl.reads import NixlRead
 
 pytestmark = pytest.mark.alone
 
@@ -69,6 +71,17 @@ async def test_what_has_landed_is_verified_in_order_on_another_thread_while_the_
     assert told == sorted(set(told)) and told[0] < told[-1] == 45 * REGION
     assert all(is_there for _, is_there, _ in calls)
     assert threading.get_ident() not in {thread for _, _, thread in calls}
+
+
+async def test_an_abandoned_read_is_never_taken_for_a_verified_one(pair):
+    """Its last posted piece may land well, within the grace that its waiter grants it."""
+    _, _, reader = pair
+    loop, landed = asyncio.get_running_loop(), []
+    read = NixlRead(None, 2 * REGION, deque(), landed.append, loop.create_future(), loop, is_abandoned=True)
+    reader._agent._hand_over(read, REGION, True)
+    with pytest.raises(TransportError, match="abandoned"):
+        await read.done
+    assert not landed
 
 
 async def test_a_small_read_is_over_when_the_call_returns_unless_the_agent_is_busy(pair):
