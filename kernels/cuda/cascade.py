@@ -49,13 +49,28 @@ class Levels:
     spared_tokens: int
 
 
-def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: int) -> tuple[PrefixGroup, ...]:
+def may_spare(context_lens: np.ndarray, block_tables: np.ndarray, block_size: int, tokens: int) -> bool:
+    """False: no groups of these rows spare so many tokens. Far quicker than the search.
+
+    They would need a prefix of at least tokens / (rows - 1), so that two rows have the block at its end in common.
+    """
+    depth = -(-max(FEWEST_TOKENS, -(-tokens // max(1, len(context_lens) - 1))) // block_size)
+    if depth > block_tables.shape[1]:
+        return False
+    ends = block_tables[context_lens > depth * block_size, depth - 1]
+    return len(set(ends.tolist())) < len(ends)
+
+
+def find_groups(
+    context_lens: np.ndarray, block_tables: np.ndarray, block_size: int, worth: int | None = None
+) -> tuple[PrefixGroup, ...]:
     """The disjoint groups that save most, each with a prefix of at least FEWEST_TOKENS; none if all together save less
-    than WORTH.
+    tokens than `worth` (None: WORTH).
 
     context_lens: [R]. block_tables: [R, max_blocks] int32, one new token each.
     """
-    if len(context_lens) < 2:
+    worth = WORTH if worth is None else worth
+    if len(context_lens) < 2 or not may_spare(context_lens, block_tables, block_size, worth):
         return ()
     most = (context_lens - 1) // block_size  # one token stays for the unique level
     keys = np.ascontiguousarray(block_tables, dtype=np.int32)
@@ -64,7 +79,7 @@ def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: 
     same = np.where(unlike.any(axis=1), unlike.argmax(axis=1), keys.shape[1])
     same = np.minimum(same, np.minimum(most[order[1:]], most[order[:-1]]))
     groups = _best(order, same.tolist(), -(-FEWEST_TOKENS // block_size))
-    return groups if sum(group.spared_blocks for group in groups) * block_size >= WORTH else ()
+    return groups if sum(group.spared_blocks for group in groups) * block_size >= worth else ()
 
 
 def _best(order: list[int], same: list[int], fewest: int) -> tuple[PrefixGroup, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant, ModelForward
 from kvrelay.kernels.cuda.backend import CudaBackend
-from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES
+from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES, WORTH, find_groups
 from kvrelay.kernels.cuda.paged_attention import CudaPlan
 from kvrelay.kernels.cuda.plan import PagedIndex, has_attention, is_unpacked, paged_index
 
@@ -176,10 +176,12 @@ class CudaGraphs(Captures):
 
         Its groups change with every batch, and a captured wrapper's number of sequences cannot.
         """
-        if self._num_layers == 0 or (levels := self._paged.levels(batch, self._shape)) is None:
+        shape = self._shape
+        if self._num_layers == 0 or not self._paged.can_share_prefixes(shape):
             return False
-        token_bytes = 2 * self._shape.num_kv_heads * self._shape.head_dim * self._shape.dtype.itemsize
-        return levels.spared_tokens * token_bytes * self._num_layers >= EAGER_WORTH_BYTES
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * self._num_layers
+        worth = max(WORTH, -(-EAGER_WORTH_BYTES // token_bytes))
+        return bool(find_groups(batch.context_lens.numpy(), batch.block_tables.numpy(), shape.block_size, worth))
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
         """Hidden states [S, hidden] of a batch that fits; captures at the first batch of its size.

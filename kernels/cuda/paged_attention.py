@@ -81,13 +81,6 @@ class PagedAttention:
         """Whether cascade attention is possible for this shape."""
         return has_attention(shape) and not is_unpacked(shape) and shape.latent_dim is None
 
-    def levels(self, batch: AttentionBatch, shape: AttentionShape) -> Levels | None:
-        """The prefixes that the batch's decode rows share, or None where sharing does not pay."""
-        n = batch.num_decode
-        if n < 2 or not self.can_share_prefixes(shape):
-            return None
-        return make_levels(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
-
     # ---- plans
 
     def fill_plan(self, plan: CudaPlan) -> None:
@@ -96,7 +89,8 @@ class PagedAttention:
         num_seqs = batch.context_lens.shape[0]
         plan.num_decode = n = 0 if shape.latent_dim is not None and n < num_seqs else n
         if n:
-            plan.levels = self.levels(batch, shape)
+            if self.can_share_prefixes(shape):
+                plan.levels = make_levels(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
             plan.decode = paged_index(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
         if n < num_seqs:
             queries = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)

@@ -9,7 +9,7 @@ import torch
 
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda import cascade as cuda_cascade
-from kvrelay.kernels.cuda.cascade import FEWEST_TOKENS, WORTH, PrefixGroup, find_groups, make_levels
+from kvrelay.kernels.cuda.cascade import FEWEST_TOKENS, WORTH, PrefixGroup, find_groups, make_levels, may_spare
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs
 from tests.kernels.cpu.test_cascade import shared_step
 from tests.kernels.cuda.test_backend import cuda, fake_gpu, on_host  # noqa: F401
@@ -146,6 +146,28 @@ def test_a_graph_is_given_up_only_for_much(fake_gpu, monkeypatch):  # noqa: F811
 
     assert fits(num_bytes + 1, num_layers=30) and not fits(num_bytes, num_layers=30)
     assert fits(1)  # nothing but windows
+
+
+def test_prefixes_are_not_searched_where_a_graph_is_kept_anyway(fake_gpu, monkeypatch):  # noqa: F811
+    step, searched = shared_step(**STEP, dtype=torch.bfloat16), []
+    monkeypatch.setattr(cuda_cascade, "_best", lambda *args: searched.append(1) or ())
+    graphs = CudaGraphs(fake_gpu, step.case.shape, max_blocks=200, num_layers=30)
+    assert graphs.fits(step.batch) and not searched  # rows share 1,500 tokens, which 4 GiB are far beyond
+    monkeypatch.setattr("kvrelay.kernels.cuda.cuda_graphs.EAGER_WORTH_BYTES", 1)
+    assert graphs.fits(step.batch) and searched == [1]
+    unlike = shared_step(STEP["contexts"], (), dtype=torch.bfloat16)
+    assert graphs.fits(unlike.batch) and searched == [1]  # no two rows share a block
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_cannot_spare_so_much_are_told_without_the_search(seed):
+    """Whatever groups spare, `may_spare` has allowed; never what would take longer contexts."""
+    draw = np.random.default_rng(seed)
+    rows = ["".join(draw.choice(list("ab"), draw.integers(1, 6))) for _ in range(draw.integers(2, 12))]
+    contexts, tables = tables_of(*rows)
+    spared = sum(group.spared_blocks for group in find_groups(contexts, tables, SIZE, worth=0)) * SIZE
+    assert may_spare(contexts, tables, SIZE, spared) or spared == 0
+    assert not may_spare(contexts, tables, SIZE, len(rows) * int(contexts.max()))
 
 
 @pytest.mark.gpu
