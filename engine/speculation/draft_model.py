@@ -85,6 +85,10 @@ class DraftModel:
         pool = BlockPool(num_blocks, block_size=block_size)
         self.cache = DraftCache(pool, vocab_size=spec.vocab_size, forget=self._runner.forget)
 
+    def warm_up(self) -> None:
+        """On a GPU, choose kernels and capture steps now rather than in the first drafts."""
+        self._runner.warm_up()
+
     def describe(self) -> str:
         layout = self._storage.memory.layout
         return (
@@ -181,5 +185,6 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_run
         share=weight_share(folder, draft_folder, settings),
         name=draft_folder.name,
     )
+    drafts.warm_up()
     logger.info("draft model %s", drafts.describe())
     return drafts
