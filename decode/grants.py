@@ -44,14 +44,14 @@ class ReadUnit:
     source_chunks: Offsets
     target_chunks: Offsets
     layers: range
-    checksums: Checksums | None  # layer-major; None: nothing is checked
-    is_checked: Chosen | None = None  # layer-major: which chunks are; None: all
+    checksums: Checksums | None  # chunk after chunk, of each layer after layer; None: nothing is checked
+    is_checked: Chosen | None = None  # in the same order: which chunks are; None: all
 
 
 @dataclass(slots=True, eq=False)
 class Grant:
     """State of one granted transfer: its attributes are what the target knows of it. Rows of `announced` and `chosen`
-    are the common layers, columns the chunks wanted.
+    are the chunks wanted, columns the common layers.
     """
 
     ticket: Ticket
@@ -88,9 +88,9 @@ class Grant:
         self.plan = plan
         num_chunks, self.first_chunk = plan.pairing.wanted(self.ticket.first_block, self.ticket.num_tokens)
         self.chunks = plan.pairing.target.numbers(self.ticket.target_blocks, 0, num_chunks)
-        self.announced = np.zeros((len(plan.layers), num_chunks), dtype=np.bool_)
+        self.announced = np.zeros((num_chunks, len(plan.layers)), dtype=np.bool_)
         if is_sampled:
-            self.chosen = chosen_regions(self.ticket.nonce, len(plan.layers), num_chunks)
+            self.chosen = chosen_regions(self.ticket.nonce, num_chunks, len(plan.layers))
 
     @property
     def request_id(self) -> str:
@@ -130,14 +130,14 @@ class Grant:
         """Add what this announcement brings. Raises TransferRefused when it does not fit the grant."""
         assert self.plan is not None
         rows, columns = self._region(message)
-        layers = range(rows.start, rows.stop)
+        layers = range(columns.start, columns.stop)
         cells = self.announced[rows, columns]
         if cells.any():
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "a region was announced twice")
         chosen = None if self.chosen is None else self.chosen[rows, columns]
         checksums = self._checksums(message, len(layers), chosen) if is_checked else None
         cells[:] = True
-        self._add_units(np.asarray(message.chunks, dtype=np.int64), self.chunks[columns], layers, checksums, chosen)
+        self._add_units(np.asarray(message.chunks, dtype=np.int64), self.chunks[rows], layers, checksums, chosen)
 
     def _add_units(
         self, sources: Offsets, targets: Offsets, layers: range, checksums: Checksums | None, chosen: Chosen | None
@@ -145,9 +145,9 @@ class Grant:
         assert self.plan is not None
         order = np.argsort(sources, kind="stable")  # neighbours in the source's pool become one copy
         for chunks, some in self.plan.units(len(sources), layers):
-            rows, these = slice(some.start - layers.start, some.stop - layers.start), order[chunks]
-            expected = None if checksums is None else checksums[rows][:, these].ravel()
-            which = None if chosen is None or expected is None else chosen[rows][:, these].ravel()
+            these, columns = order[chunks], slice(some.start - layers.start, some.stop - layers.start)
+            expected = None if checksums is None else checksums[these, columns].ravel()
+            which = None if chosen is None or expected is None else chosen[these, columns].ravel()
             self.pending.append(ReadUnit(sources[these], targets[these], some, expected, which))
             self.num_unverified += 1
 
@@ -162,11 +162,11 @@ class Grant:
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "blocks that the source does not have")
         if message.first_layer < 0 or message.num_layers < 1 or last_layer > len(self.plan.layers):
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "layers that do not exist")
-        return slice(message.first_layer, last_layer), slice(first, stop)
+        return slice(first, stop), slice(message.first_layer, last_layer)
 
     def _checksums(self, message: Announce, num_layers: int, chosen: Chosen | None) -> Checksums:
-        """[num_layers, chunks]; nothing of meaning where one is not chosen."""
-        shape = (num_layers, len(message.chunks))
+        """[chunks, num_layers]; nothing of meaning where one is not chosen."""
+        shape = (len(message.chunks), num_layers)
         wanted = np.ones(shape, dtype=np.bool_) if chosen is None else chosen
         if len(message.checksums) != 8 * np.count_nonzero(wanted):
             raise refusal(self.request_id, Reason.CHECKSUM, "an announcement without its checksums")

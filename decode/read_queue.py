@@ -107,7 +107,7 @@ class ReadQueue:
                 return
             except CorruptRead as error:
                 route.failed(name, str(error), reader)
-                layer, index = divmod(error.region, len(unit.target_chunks))
+                index, layer = divmod(error.region, len(unit.layers))
                 block = unit.target_chunks[index] // self._plan.pairing.target.chunks_per_block
                 where = f"layer {unit.layers[layer]} of block {block}"
                 raise ChecksumMismatch(grant.request_id, f"{name}: {error}, first {where}") from error

@@ -47,12 +47,12 @@ SCALE_BYTES = {"fp8_e4m3": 4}  # behind every vector of these dtypes: its scale,
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a pool's KV lies in memory: [num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim].
+    """How a pool's KV lies in memory: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
 
-    With order "HND" the heads stand before the tokens of a block. A *region* is one layer's part of one block:
-    contiguous, K then V, `region_bytes` long. Latent KV (MLA) is one vector of `head_dim` per token: no K and V, one
-    head. With dtype "fp8_e4m3" each token's vector of each head is followed by its scale, so that scales go wherever
-    the elements go: `row_bytes` counts both.
+    A block is one run over all layers, and so are some layers of it that follow each other. A *region* is one layer's
+    part of one block, K then V. With order "HND" the heads stand before the tokens of a block. Latent KV (MLA) is one
+    vector of `head_dim` per token: no K and V, one head. With dtype "fp8_e4m3" each token's vector of each head is
+    followed by its scale, so that scales go wherever the elements go: `row_bytes` counts both.
     """
 
     num_layers: int
@@ -92,17 +92,13 @@ class KvLayout:
         return self.num_parts * self.block_size * self.num_kv_heads * self.row_bytes
 
     @property
-    def layer_bytes(self) -> int:
-        return self.num_blocks * self.region_bytes
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.num_layers * self.region_bytes
 
     @property
     def num_bytes(self) -> int:
-        return self.num_layers * self.layer_bytes
+        return self.num_blocks * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,7 @@ class SourceTransfer:
             await self._link.ready(self.request_id)
             nonce, reply = self.ticket.nonce, self._link.reply
             if reply is not None and reply.checks == "sampled":
-                num_layers = len(self._pairing.layers)
-                self._chosen = chosen_regions(nonce, num_layers, self._num_chunks)
+                self._chosen = chosen_regions(nonce, self._num_chunks, len(self._pairing.layers))
             await self._link.send(
                 self.request_id, wire.Open(nonce=nonce, request_id=self.request_id, ticket=self._data)
             )
@@ -200,7 +199,7 @@ class SourceTransfer:
         pieces = end.pieces_of(end.offsets(chunks), layers).reshape(-1, self._pairing.pieces_per_chunk)
         if self._chosen is not None:
             first = first_chunk - self._first_chunk
-            pieces = pieces[self._chosen[layers.start : layers.stop, first : first + len(chunks)].ravel()]
+            pieces = pieces[self._chosen[first : first + len(chunks), layers.start : layers.stop].ravel()]
         return await self._source.checksums.packed(pieces, self._pairing.piece_bytes)
 
     def _give(self, num_bytes: int) -> None:

@@ -92,9 +92,9 @@ def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
         return model.forward(ids, batch, plan, engine.cache.storage.layers)
 
     with torch.inference_mode():
-        expected, stored = plain().clone(), cache[:, :num_blocks].clone()
+        expected, stored = plain().clone(), cache[:num_blocks].clone()
         found = pieces.run(ids, batch, runner._forward).clone()
-        errors = [error(found, expected), error(cache[:, :num_blocks], stored)]
+        errors = [error(found, expected), error(cache[:num_blocks], stored)]
         seconds = {
             name: statistics.median(seconds_of(context, way, _STEPS))
             for name, way in (("plain", plain), ("pieces", lambda: pieces.run(ids, batch, runner._forward)))
@@ -120,8 +120,8 @@ def run_steps(engine: Engine, batch: int, length: int, *, with_graphs: bool) -> 
 
     def fill(blocks: list[BlockId]) -> None:
         generator = torch.Generator(cache.device).manual_seed(3)
-        noise = torch.empty(cache.shape[0], len(blocks), *cache.shape[2:], dtype=cache.dtype, device=cache.device)
-        cache[:, blocks] = noise.uniform_(-1.0, 1.0, generator=generator)
+        noise = torch.empty(len(blocks), *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+        cache[blocks] = noise.uniform_(-1.0, 1.0, generator=generator)
 
     runner: Any = engine.runner
     graphs, pieces, run, seconds = runner._graphs, runner._pieces, runner.run, []

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.section import Context, LeftOut
 from kvrelay.kvcache.memory.storage import KvStorage
-from kvrelay.kvtransfer.mover.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import CopyList, pair
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.types import KvLayout
 
@@ -34,9 +34,9 @@ def pool(layout: KvLayout, device: str, *, seed: int | None) -> KvStorage:
     storage = KvStorage(layout, torch.device(device, 0) if device == "cuda" else torch.device(device))
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        one = torch.rand(storage.tensor.shape[1:], generator=generator)
-        for layer in range(layout.num_layers):
-            storage.tensor[layer] = (one + layer).to(storage.tensor.dtype)
+        one = torch.rand(storage.layers[0].shape, generator=generator)
+        for number, layer in enumerate(storage.layers):
+            layer.copy_((one + number).to(layer.dtype))
     if device == "cuda":
         torch.cuda.synchronize()
     return storage
@@ -46,16 +46,8 @@ def copies(layout: KvLayout, count: int, seed: int) -> tuple[CopyList, np.ndarra
     """Scattered blocks into scattered blocks, all layers; and which ones."""
     draw = np.random.default_rng(seed)
     sources, targets = draw.permutation(layout.num_blocks)[:count], draw.permutation(layout.num_blocks)[:count]
-    sizes = np.full(count, layout.region_bytes, dtype=np.int64)
-    plan = CopyList(
-        sources.astype(np.int64) * layout.region_bytes,
-        targets.astype(np.int64) * layout.region_bytes,
-        sizes,
-        repeats=layout.num_layers,
-        source_stride=layout.layer_bytes,
-        target_stride=layout.layer_bytes,
-    )
-    return plan, sources, targets
+    both = pair(layout, layout)
+    return both.copies(both.source.offsets(sources), both.target.offsets(targets), both.layers), sources, targets
 
 
 def source_process(pipe: Connection, layout: dict[str, Any], device: str) -> None:
@@ -124,12 +116,12 @@ async def read(context: Context, layout: KvLayout, source: str, target: str, des
                 began = time.perf_counter()
                 await reader.read(plan)
                 seconds.append(time.perf_counter() - began)
-                whole = torch.equal(storage.tensor[:, targets.tolist()], expected.tensor[:, sources.tolist()])
+                whole = torch.equal(storage.tensor[targets.tolist()], expected.tensor[sources.tolist()])
                 if not whole or int(storage.tensor.count_nonzero()) > plan.total_bytes:
                     context.add(way=f"{source} -> {target}", blocks=count, ok=False, note="not the source's bytes")
                     return
             add_row(context, layout, (source, target), count, min(seconds))
-        moved = torch.equal(storage.tensor[:, targets.tolist()], expected.tensor[:, np.roll(sources, 1).tolist()])
+        moved = torch.equal(storage.tensor[targets.tolist()], expected.tensor[np.roll(sources, 1).tolist()])
         context.add(way=f"{source} -> {target}", note="control: other blocks differ", ok=not moved)
     finally:
         await reader.aclose()

@@ -34,7 +34,11 @@ class Shape:
     @property
     def num_bytes(self) -> int:
         """Of one transfer."""
-        return self.region_bytes * self.num_blocks * self.num_layers
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.region_bytes * self.num_layers
 
     @property
     def is_latency(self) -> bool:
@@ -61,7 +65,7 @@ def pool_bytes(num_blocks: int) -> int:
 
 def layout_of(shape: Shape, num_bytes: int) -> KvLayout:
     """The whole pool as such blocks."""
-    num_blocks = num_bytes // (shape.region_bytes * shape.num_layers)
+    num_blocks = num_bytes // shape.block_bytes
     return KvLayout(shape.num_layers, num_blocks, 16, shape.region_bytes // HEAD_BYTES, 64, "bfloat16")
 
 
@@ -86,16 +90,6 @@ def block_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]
     return [(sources[i : i + step], targets[i : i + step]) for i in range(0, wanted, step)]
 
 
-def region_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
-    """The same as numbers of regions, counted through the whole pool: for peers without layers."""
-    total = layout_of(shape, num_bytes).num_blocks
-
-    def regions(blocks: list[int]) -> list[int]:
-        return [layer * total + block for layer in range(shape.num_layers) for block in blocks]
-
-    return [(regions(sources), regions(targets)) for sources, targets in block_lists(shape, num_bytes)]
-
-
 class Pool:
     """Memory like a worker's: a shared mapping. Every page is there before a clock runs."""
 
@@ -117,21 +111,21 @@ class Pool:
         layout = layout_of(shape, self.num_bytes)
         return KvMemory(layout, self.address, "cpu", self.memfd, self.view, self.bytes)
 
-    def regions(self, shape: Shape) -> NDArray[np.uint8]:
-        """[num_regions, region_bytes]."""
-        used = self.num_bytes // shape.region_bytes * shape.region_bytes
-        return self.bytes[:used].reshape(-1, shape.region_bytes)
+    def blocks(self, shape: Shape) -> NDArray[np.uint8]:
+        """[num_blocks, block_bytes]."""
+        used = self.num_bytes // shape.block_bytes * shape.block_bytes
+        return self.bytes[:used].reshape(-1, shape.block_bytes)
 
     def clear(self, shape: Shape) -> None:
         """Zero what the shape's transfers will land in."""
-        for _, regions in region_lists(shape, self.num_bytes):
-            self.regions(shape)[regions] = 0
+        for _, blocks in block_lists(shape, self.num_bytes):
+            self.blocks(shape)[blocks] = 0
 
     def digest(self, shape: Shape, end: str) -> str:
         """Of the blocks of one end ("source", "target"), in the order in which they are sent."""
         found = hashlib.blake2b()
-        for pair in region_lists(shape, self.num_bytes):
-            found.update(self.regions(shape)[pair[ENDS.index(end)]].tobytes())
+        for pair in block_lists(shape, self.num_bytes):
+            found.update(self.blocks(shape)[pair[ENDS.index(end)]].tobytes())
         return found.hexdigest()
 
 
@@ -144,17 +138,17 @@ class Memcpy:
 
     def _addresses(self, shape: Shape) -> list[list[tuple[int, int]]]:
         """(target, source) addresses of each of the shape's transfers."""
-        size = shape.region_bytes
+        size = shape.block_bytes
         return [
             [(self._target.address + j * size, self._source.address + i * size) for i, j in zip(*pair, strict=True)]
-            for pair in region_lists(shape, self._source.num_bytes)
+            for pair in block_lists(shape, self._source.num_bytes)
         ]
 
     def seconds(self, shape: Shape) -> list[float]:
         """Of each of the shape's transfers, in the faster of the two orders."""
         plans = self._addresses(shape)
         in_order = [sorted(plan, key=lambda pair: pair[1]) for plan in plans]
-        return min(([_copy(plan, shape.region_bytes) for plan in way] for way in (plans, in_order)), key=sum)
+        return min(([_copy(plan, shape.block_bytes) for plan in way] for way in (plans, in_order)), key=sum)
 
 
 def _copy(plan: list[tuple[int, int]], num_bytes: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.transfer.blocks import End, Pool, Row, Shape, region_lists
+from bench.transfer.blocks import End, Pool, Row, Shape, block_lists
 
 HOST = "127.0.0.1"
 
@@ -36,7 +36,7 @@ class PullingSide(End):
         return {}
 
     async def move(self, row: Row, shape: Shape, order: dict[str, Any]) -> None:
-        for index, pair in enumerate(region_lists(shape, self._pool.num_bytes)):
+        for index, pair in enumerate(block_lists(shape, self._pool.num_bytes)):
             began = time.perf_counter()
             self._fetch(row, shape, index, *pair)
             self._read.append(time.perf_counter() - began)
@@ -103,7 +103,7 @@ class NixlTarget(PullingSide):
 
     def __init__(self, pools: dict[str, Pool], every: dict[str, Shape]) -> None:
         super().__init__(pools)
-        self._sizes = {shape.region_bytes for shape in every.values()}
+        self._sizes = {shape.block_bytes for shape in every.values()}
         self._agent: Any = None
         self._rows: dict[int, tuple[Any, Any]] = {}
 
@@ -124,7 +124,7 @@ class NixlTarget(PullingSide):
 
     def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
         sources, targets = by_source((sources, targets))
-        mine, theirs = self._rows[shape.region_bytes]
+        mine, theirs = self._rows[shape.block_bytes]
         handle = self._agent.make_prepped_xfer(
             "READ", mine, np.array(targets, dtype=np.int32), theirs, np.array(sources, dtype=np.int32)
         )
@@ -162,7 +162,7 @@ class MooncakeSide(PullingSide):
 
     def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
         sources, targets = by_source((sources, targets))
-        size = shape.region_bytes
+        size = shape.block_bytes
         status = self._engine.batch_transfer_sync_read(
             self._peer["session"],
             [self._pool.address + block * size for block in targets],

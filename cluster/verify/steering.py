@@ -393,4 +393,4 @@ def scale_block(engine: Engine, block: int) -> None:
     import torch
 
     with torch.inference_mode():
-        engine.cache.storage.tensor[:, block].mul_(-4.0)
+        engine.cache.storage.tensor[block].mul_(-4.0)

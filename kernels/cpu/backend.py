@@ -42,6 +42,7 @@ from kvrelay.kernels.cpu.native_kernels import (
     NativePlan,
     NativeQuantLinear,
     addresses,
+    block_bytes,
     contiguous_rows,
 )
 from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
@@ -90,14 +91,14 @@ class TorchCpuBackend(ReferenceBackend):
 
 
 def _can_place(q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> bool:
-    """Whether kr_norm_rope_store supports these: adjacent heads, contiguous tables and caches, norms of one dtype."""
+    """Whether kr_norm_rope_store supports these: adjacent heads, contiguous tables and blocks, norms of one dtype."""
     kinds = {norm.dtype for norm in inputs.norms or ()}
     return (
         all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v))
         and len(kinds) <= 1
         and kinds <= SUPPORTED
         and inputs.kv_layer.dtype in KV_KINDS
-        and inputs.kv_layer.is_contiguous()
+        and inputs.kv_layer[0].is_contiguous()
         and inputs.cos_sin.dtype == torch.float32
         and inputs.cos_sin.is_contiguous()
     )
@@ -281,7 +282,7 @@ class CpuBackend(TorchCpuBackend):
         wide_norm = norms[0] is not None and norms[0].dtype == torch.float32
         at = addresses(q, k, v, *norms, cos_sin, inputs.positions, inputs.slot_mapping, kv_layer)
         (tokens, heads, dim), strides = q.shape, (q.stride(0), k.stride(0), v.stride(0))
-        sizes = tokens, heads, k.shape[1], *strides, dim, cos_sin.shape[1], kv_layer.shape[2]
+        sizes = tokens, heads, k.shape[1], *strides, dim, cos_sin.shape[1], kv_layer.shape[2], block_bytes(kv_layer)
         kinds = q.dtype == torch.float32, KV_KINDS[kv_layer.dtype], wide_norm
         native.lib.kr_norm_rope_store(native.pool, *kinds, *at, *sizes, inputs.eps)
         return q
@@ -304,14 +305,14 @@ class CpuBackend(TorchCpuBackend):
         if isinstance(plan, ReferencePlan):
             return super().attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
         native, batch, shape = self._native, plan.batch, plan.shape
-        assert native is not None and kv_layer.is_contiguous() and kv_layer.dtype in KV_KINDS
+        assert native is not None and kv_layer[0].is_contiguous() and kv_layer.dtype in KV_KINDS
         q = contiguous_rows(q)
         out, (_, heads, head_dim) = native.empty(q.shape, q.dtype), q.shape
         at = addresses(q, out, kv_layer, batch.query_starts, batch.context_lens, batch.block_tables)
         tiles = batch.block_tables.shape[1], plan.tiles.data_ptr(), plan.num_tiles
         sizes = heads, shape.num_kv_heads, head_dim, shape.block_size, *q.stride()[:2]
         reach = batch.max_query_len, batch.max_context_len, window or 0, scale, softcap or 0.0
-        cache = KV_KINDS[kv_layer.dtype], kv_layer.shape[1], plan.schedule.words.data_ptr()
+        cache = KV_KINDS[kv_layer.dtype], kv_layer.shape[1], block_bytes(kv_layer), plan.schedule.words.data_ptr()
         native.lib.kr_attention(native.pool, q.dtype == torch.float32, *at, *tiles, *sizes, *reach, *cache)
         return out
 

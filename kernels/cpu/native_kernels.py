@@ -40,11 +40,11 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_quant_linear": ([_P, _I, _I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F], None),
     "kr_rms_norm": ([_P, _I, _I, _P, _P, _P, _P, _L, _L, _L, _L, _L, _F], None),
     "kr_rope": ([_P, _I, _P, _P, _P, _P, *[_L] * 8], None),
-    "kr_norm_rope_store": ([_P, _I, _I, _I, *[_P] * 9, *[_L] * 9, _F], None),
+    "kr_norm_rope_store": ([_P, _I, _I, _I, *[_P] * 9, *[_L] * 10, _F], None),
     "kr_gate": ([_P, _I, _I, _P, _P, _L, _L, _L], None),
     "kr_attention_tile_tokens": ([_L], _L),
     "kr_attention_tiles": ([_P, _L, _L, _P], _L),
-    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I, _L, _P], None),
+    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I, _L, _L, _P], None),
     "kr_cascade_words": ([_L, _L], _L),
     "kr_cascade_plan": ([_P] * 3 + [_L] * 8, _L),
     "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
@@ -54,6 +54,11 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_experts": ([_P, _I, _I, _I, _P, _L, *[_P] * 8, *[_L] * 6], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
 }
+
+
+def block_bytes(kv_layer: Tensor) -> int:
+    """From one block of a layer's cache to the next."""
+    return kv_layer.stride(0) * kv_layer.itemsize
 
 
 def addresses(*tensors: Tensor | None) -> list[int | None]:

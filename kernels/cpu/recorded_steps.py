@@ -39,7 +39,7 @@ _KERNELS = (
 )  # fmt: skip
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
-_CALL_WORDS = 26  # a call: its kernel, then up to 25 arguments of 8 bytes
+_CALL_WORDS = 27  # a call: its kernel, then up to 26 arguments of 8 bytes
 _MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
 
 

@@ -57,7 +57,7 @@ def _rope(backend: Any, numbers: _Numbers) -> Results:
 
 def _norm_rope_store(backend: Any, numbers: _Numbers) -> Results:
     norms, at = (numbers(48).abs().float(), numbers(48).abs().float()), torch.tensor([0, 5, 7])
-    layer, table = torch.zeros(2, 2, 16, 2, 48, dtype=numbers.dtype), numbers(8, 40, dtype=torch.float32)
+    layer, table = torch.zeros(2, 3, 2, 16, 2, 48, dtype=numbers.dtype)[:, 1], numbers(8, 40, dtype=torch.float32)
     q, k, v = numbers(3, 8, 48).split((4, 2, 2), 1)
     yield backend.norm_rope_store(q, k, v, HeadInputs(norms, 1e-5, table, at, layer, 4 * at))
     yield layer
@@ -84,7 +84,7 @@ def _attention_batch() -> AttentionBatch:
 
 
 def _attention(backend: Any, numbers: _Numbers) -> Results:
-    kv, q = numbers(48, 2, 16, 2, 40), numbers(21, 6, 40)
+    kv, q = numbers(48, 2, 2, 16, 2, 40)[:, 1], numbers(21, 6, 40)  # one layer of two
     plan = backend.plan(_attention_batch(), AttentionShape(6, 2, 40, 16, numbers.dtype))
     for window, softcap in ((None, None), (30, 5.0)):
         yield backend.attention(q, kv, plan, scale=0.2, window=window, softcap=softcap)

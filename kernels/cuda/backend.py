@@ -297,7 +297,7 @@ class CudaBackend(TorchBackend):
             self._recorder.store(k, v)
             return
         slots, zeros = self._slots(slot_mapping)
-        kv_layout: KvOrder = "NHD" if kv_layer.is_contiguous() else "HND"
+        kv_layout: KvOrder = "NHD" if kv_layer.stride(2) >= kv_layer.stride(3) else "HND"
         kv_cache = in_memory_order(kv_layer, kv_layout)
         if not has_append(k, kv_cache):
             self._plain.store_kv(k, v, kv_layer, slots)

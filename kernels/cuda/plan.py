@@ -74,10 +74,11 @@ def in_memory_order(kv_layer: Tensor, kv_layout: KvOrder) -> Tensor:
 def has_append(k: Tensor, kv_cache: Tensor) -> bool:
     """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache, given in memory order.
 
-    Its kernel uses one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads per token.
+    Blocks may lie apart. Its kernel uses one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads for each
+    token.
     """
     _, num_heads, head_dim = k.shape
-    if k.dtype not in HALF or k.dtype != kv_cache.dtype or head_dim not in HEAD_DIMS or not kv_cache.is_contiguous():
+    if k.dtype not in HALF or k.dtype != kv_cache.dtype or head_dim not in HEAD_DIMS:
         return False
     return num_heads * head_dim // max(8, head_dim // 32) <= _MAX_THREADS
 

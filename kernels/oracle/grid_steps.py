@@ -69,7 +69,7 @@ class KernelStep:
 
     def to(self, device: torch.device | str) -> "KernelStep":
         """The step with queries and cache on a device; metadata stays on the CPU."""
-        return replace(self, q=self.q.to(device), kv_layer=self.kv_layer.to(device))
+        return replace(self, q=self.q.to(device), kv_layer=laid_out(self.kv_layer.to(device), self.case.kv_layout))
 
 
 def make_step(case: KernelCase, seed: int = 0) -> KernelStep:
@@ -91,8 +91,13 @@ def make_step(case: KernelCase, seed: int = 0) -> KernelStep:
 
 
 def laid_out(kv_layer: Tensor, layout: KvOrder) -> Tensor:
-    """The same cache, contiguous, or with heads before tokens in memory."""
-    return kv_layer.transpose(2, 3).contiguous().transpose(2, 3) if layout == "HND" else kv_layer.contiguous()
+    """The same cache as it lies in a pool: one of two layers, its blocks apart; "HND": heads before tokens in memory.
+    The other layer's numbers are NaN.
+    """
+    layer = kv_layer if layout == "NHD" else kv_layer.transpose(2, 3)
+    pool = layer.new_full((layer.shape[0], 2, *layer.shape[1:]), float("nan") if layer.is_floating_point() else 0xFF)
+    pool[:, 1] = layer
+    return pool[:, 1] if layout == "NHD" else pool[:, 1].transpose(2, 3)
 
 
 def _tables(case: KernelCase, generator: torch.Generator) -> tuple[Tensor, int]:

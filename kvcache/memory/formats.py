@@ -63,7 +63,7 @@ def export_kv(
     shape_of(layout, num_tokens, fmt)
     layers = _layers(layout, fmt, layer)
     block, offset = _locations(storage, blocks, num_tokens)
-    rows = fp8.loaded(_by_token(storage)[layers, block, :, offset])  # [T, L, parts, heads, head_dim]
+    rows = fp8.loaded(_by_token(storage)[block, layers, :, offset])  # [T, L, parts, heads, head_dim]
     if layout.dtype == "fp8_e4m3":
         rows = rows.to(torch.bfloat16)
     whole = rows.flatten(3).permute(2, 1, 0, 3)  # [parts, L, T, D]
@@ -91,7 +91,7 @@ def import_kv(
     rows = rows.unflatten(3, (layout.num_kv_heads, layout.head_dim))
     if layout.dtype == "float16":
         rows = rows.clamp(-65504.0, 65504.0)
-    _by_token(storage)[layers, block[first:], :, offset[first:]] = fp8.stored(rows, storage.tensor.dtype)
+    _by_token(storage)[block[first:], layers, :, offset[first:]] = fp8.stored(rows, storage.tensor.dtype)
 
 
 def _layers(layout: KvLayout, fmt: KvFormat, layer: int | None) -> slice:
@@ -105,7 +105,7 @@ def _layers(layout: KvLayout, fmt: KvFormat, layer: int | None) -> slice:
 
 
 def _by_token(storage: KvStorage) -> Tensor:
-    """[layers, blocks, parts, tokens, heads, row] view of the pool."""
+    """[blocks, layers, parts, tokens, heads, row] view of the pool."""
     return storage.tensor if storage.memory.layout.order == "NHD" else storage.tensor.transpose(3, 4)
 
 

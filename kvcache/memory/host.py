@@ -1,8 +1,8 @@
 """The host tier's memory: a slab with one row for each block, and the copies between it and a worker's KV pool.
 
-A row holds a whole block, layer after layer, in one run of bytes, so stores and other workers read it in one piece. The
-slab is shareable between processes, as a pool on CPU is. On CPU a batch is one C call without the GIL (numpy where
-there is no compiler); on CUDA torch copies on a stream of its own (unverified on a GPU).
+A row is a copy of a whole block: one run of bytes, layer after layer, as in the pool. The slab is shareable between
+processes, as a pool on CPU is. On CPU a batch is one C call without the GIL (numpy where there is no compiler); on CUDA
+torch copies on a stream of its own (unverified on a GPU).
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def _native() -> Any | None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.copy_runs.argtypes = [pointer] * 4 + [number] * 2
-    library.copy_hashed.argtypes = [pointer] * 4 + [number] * 3 + [pointer]
+    library.copy_hashed.argtypes = [pointer] * 4 + [number] * 2 + [pointer]
     library.hash_runs.argtypes = [pointer] * 2 + [number] * 2 + [pointer]
     for function in (library.copy_runs, library.copy_hashed, library.hash_runs):
         function.restype = None
@@ -52,7 +52,7 @@ class HostSlab:
 
     def __init__(self, pool: KvMemory, num_bytes: int) -> None:
         """Raises ConfigError: `num_bytes` hold no block."""
-        self._pool, self._layout = pool, pool.layout
+        self._pool = pool
         self.num_layers, self.block_bytes = pool.layout.num_layers, pool.layout.block_bytes
         self.num_rows = num_bytes // self.block_bytes
         if self.num_rows < 1:
@@ -87,41 +87,33 @@ class HostSlab:
 
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
         """Copy blocks of the pool into rows; returns the rows' checksums."""
-        layers = range(self.num_layers)
-        source, target = self._in_pool(blocks, layers), self._in_slab(rows, layers)
+        source, target = self._offsets(blocks), self._offsets(rows)
         if self._library is None or not self._is_hashed_in_c:
-            self._copy(self.memory, self._pool, target, source)
+            self._copy(self.memory, self._pool, target, source, self.block_bytes)
             return self.checksums(rows)
-        hashes, region_bytes = np.empty(len(rows), np.uint64), self._layout.region_bytes
+        hashes = np.empty(len(rows), np.uint64)
         self._library.copy_hashed(
             self.memory.address,
             self._pool.address,
             target.ctypes.data,
             source.ctypes.data,
             len(target),
-            region_bytes,
-            len(layers),
+            self.block_bytes,
             hashes.ctypes.data,
         )
         return [int(found) for found in hashes.tolist()]
 
     def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
         """Copy some layers of rows into blocks of the pool."""
-        self._copy(self._pool, self.memory, self._in_pool(blocks, layers), self._in_slab(rows, layers))
+        to, start = self._offsets(blocks, layers.start), self._offsets(rows, layers.start)
+        self._copy(self._pool, self.memory, to, start, len(layers) * self._pool.layout.region_bytes)
 
-    def _in_pool(self, blocks: Sequence[int], layers: range) -> Numbers:
-        """[len(blocks) * len(layers)] int64 byte offsets in the pool, block by block."""
-        block = np.asarray(blocks, np.int64)[:, None] * self._layout.region_bytes
-        return (block + np.asarray(layers, np.int64) * self._layout.layer_bytes).ravel()
+    def _offsets(self, numbers: Sequence[int], layer: int = 0) -> Numbers:
+        """int64 byte offsets of this layer of blocks in the pool, or of rows in the slab."""
+        return np.asarray(numbers, np.int64) * self.block_bytes + layer * self._pool.layout.region_bytes
 
-    def _in_slab(self, rows: Sequence[int], layers: range) -> Numbers:
-        """[len(rows) * len(layers)] int64 byte offsets in the slab, row by row."""
-        row = np.asarray(rows, np.int64)[:, None] * self.block_bytes
-        return (row + np.asarray(layers, np.int64) * self._layout.region_bytes).ravel()
-
-    def _copy(self, target: KvMemory, source: KvMemory, to: Numbers, start: Numbers) -> None:
-        """Copy regions from the offsets `start` of one memory to the offsets `to` of the other."""
-        num_bytes = self._layout.region_bytes
+    def _copy(self, target: KvMemory, source: KvMemory, to: Numbers, start: Numbers, num_bytes: int) -> None:
+        """Copy runs from the offsets `start` of one memory to the offsets `to` of the other."""
         if self._library is not None:
             addresses = target.address, source.address, to.ctypes.data, start.ctypes.data
             self._library.copy_runs(*addresses, len(to), num_bytes)
@@ -137,11 +129,9 @@ class CudaSlab(HostSlab):
 
     def __init__(self, pool: KvMemory, num_bytes: int) -> None:
         super().__init__(pool, num_bytes)
-        layout, tensor = pool.layout, cast(Tensor, pool.owner)
         self._device = torch.device(pool.device)
-        self._blocks = tensor.view(torch.uint8).view(layout.num_layers, layout.num_blocks, layout.region_bytes)
-        host = torch.frombuffer(self._view, dtype=torch.uint8)
-        self._rows = host[: self.memory.layout.num_bytes].view(-1, layout.num_layers, layout.region_bytes)
+        self._blocks = cast(Tensor, pool.owner).view(torch.uint8).view(-1, self.block_bytes)
+        self._rows = torch.frombuffer(self._view, dtype=torch.uint8).view(-1, self.block_bytes)
         status = torch.cuda.cudart().cudaHostRegister(self.memory.address, self.memory.layout.num_bytes, 0)
         if int(status):  # page-locked until the process ends, for asynchronous copies by the GPU
             logger.warning("cannot page-lock the host tier's memory (CUDA error %d): copies are slower", int(status))
@@ -154,19 +144,18 @@ class CudaSlab(HostSlab):
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
         self._after_steps()
         with torch.cuda.stream(self._stream):
-            chosen = torch.tensor(blocks, device=self._device)
-            gathered = self._blocks.index_select(1, chosen).transpose(0, 1).contiguous()
-            for index, row in enumerate(rows):
-                self._rows[row].copy_(gathered[index], non_blocking=True)
+            for row, block in zip(rows, blocks, strict=True):
+                self._rows[row].copy_(self._blocks[block], non_blocking=True)
         self._stream.synchronize()
         return self.checksums(rows)
 
     def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
         self._after_steps()
+        region_bytes = self._pool.layout.region_bytes
+        part = slice(layers.start * region_bytes, layers.stop * region_bytes)
         with torch.cuda.stream(self._stream):
             for row, block in zip(rows, blocks, strict=True):
-                part = self._rows[row, layers.start : layers.stop]
-                self._blocks[layers.start : layers.stop, block].copy_(part, non_blocking=True)
+                self._blocks[block, part].copy_(self._rows[row, part], non_blocking=True)
         self._stream.synchronize()
 
 

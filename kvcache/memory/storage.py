@@ -17,10 +17,10 @@ KV_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 class KvStorage:
     """One worker's KV tensors.
 
-    `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer with layout `memory.layout`
-    (not contiguous with order "HND"); latent KV has one part instead of two. With dtype "fp8_e4m3" they are bytes, and
-    the last dimension is head_dim + 4: see fp8.py. On CPU the buffer is an anonymous shared file (memfd), which the
-    kernel frees with its last user, so kill -9 leaves nothing behind.
+    `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer with layout `memory.layout`:
+    a layer's blocks lie a whole block apart, and with order "HND" heads before tokens. Latent KV has one part instead
+    of two. With dtype "fp8_e4m3" they are bytes, and the last dimension is head_dim + 4: see fp8.py. On CPU the buffer
+    is an anonymous shared file (memfd), which the kernel frees with its last user, so kill -9 leaves nothing behind.
     """
 
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class KvStorage:
             if layout.order == "NHD"
             else (layout.num_kv_heads, layout.block_size)
         )
-        shape = (layout.num_layers, layout.num_blocks, layout.num_parts, *inner, layout.row_bytes // layout.itemsize)
+        shape = (layout.num_blocks, layout.num_layers, layout.num_parts, *inner, layout.row_bytes // layout.itemsize)
         view: memoryview | None = None
         memfd: int | None = None
         if device.type == "cpu":
@@ -42,14 +42,14 @@ class KvStorage:
         else:
             tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.tensor = tensor
-        self.layers: list[Tensor] = list((tensor if layout.order == "NHD" else tensor.transpose(3, 4)).unbind(0))
+        self.layers: list[Tensor] = list((tensor if layout.order == "NHD" else tensor.transpose(3, 4)).unbind(1))
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
         self.memory = KvMemory(layout, tensor.data_ptr(), name, memfd, view, tensor)
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy whole blocks, all layers: pairs of (source, target), in order. On CUDA: on the current stream."""
         for source, target in copies:
-            self.tensor[:, target] = self.tensor[:, source]
+            self.tensor[target] = self.tensor[source]
 
     def fill_with_noise(self, blocks: Sequence[BlockId]) -> None:
         """Random numbers in every layer of these blocks, since untouched pages copy faster than real ones.
@@ -67,6 +67,6 @@ class KvStorage:
         windows = noise.unfold(0, region, row)  # each region starts one row later: random numbers are expensive
         for index, block in enumerate(blocks):
             some = windows[index * layers : (index + 1) * layers]
-            self.tensor[:, block] = some.unflatten(1, self.tensor.shape[2:])
+            self.tensor[block] = some.unflatten(1, self.tensor.shape[2:])
         if self.tensor.device.type == "cuda":
             torch.cuda.synchronize(self.tensor.device)

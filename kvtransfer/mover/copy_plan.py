@@ -31,48 +31,37 @@ where the next chunk follows), and the search would cost more than planning.
 
 @dataclass(frozen=True, slots=True)
 class CopyList:
-    """Copy `num_bytes[i]` from `source_offset[i] + k * source_stride` to `target_offset[i] + k * target_stride`.
+    """Copy `num_bytes[i]` from `source_offset[i]` to `target_offset[i]`, for every i, in this order.
 
-    For every i and every k in range(repeats). Offsets are bytes from the pools' bases.
+    Offsets are bytes from the pools' bases.
     """
 
     source_offset: Offsets
     target_offset: Offsets
     num_bytes: Offsets
-    repeats: int = 1
-    source_stride: int = 0
-    target_stride: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return int(self.num_bytes.sum()) * self.repeats
+        return int(self.num_bytes.sum())
 
-    @property
-    def num_copies(self) -> int:
-        return len(self.num_bytes) * self.repeats
-
-    def expanded(self) -> tuple[Offsets, Offsets, Offsets]:
-        """Every single copy, repeats after each other: (source_offset, target_offset, num_bytes)."""
-        steps = np.arange(self.repeats, dtype=np.int64)[:, None]
-        source = (self.source_offset + steps * self.source_stride).ravel()
-        target = (self.target_offset + steps * self.target_stride).ravel()
-        return source, target, np.tile(self.num_bytes, self.repeats)
+    def rows(self) -> tuple[list[int], list[int], list[int]]:
+        """(source_offset, target_offset, num_bytes) as lists."""
+        return self.source_offset.tolist(), self.target_offset.tolist(), self.num_bytes.tolist()
 
     def tiles(self, tile_bytes: int) -> tuple[Offsets, Offsets, Offsets]:
-        """`expanded`, in pieces of at most so many bytes; none is empty."""
-        source, target, sizes = self.expanded()
-        counts = -(-sizes // tile_bytes)
-        row = np.repeat(np.arange(len(sizes)), counts)
+        """The same copies, each in pieces of at most so many bytes; none is empty."""
+        counts = -(-self.num_bytes // tile_bytes)
+        row = np.repeat(np.arange(len(counts)), counts)
         place = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * tile_bytes
-        return source[row] + place, target[row] + place, np.minimum(sizes[row] - place, tile_bytes)
+        sizes = np.minimum(self.num_bytes[row] - place, tile_bytes)
+        return self.source_offset[row] + place, self.target_offset[row] + place, sizes
 
     def check_bounds(self, source_bytes: int, target_bytes: int) -> None:
         """Raises TransportError unless every copy lies inside both pools (a stray write would corrupt others)."""
         if not len(self.num_bytes):
             return
-        last = self.repeats - 1
-        source_end = int((self.source_offset + self.num_bytes).max()) + last * self.source_stride
-        target_end = int((self.target_offset + self.num_bytes).max()) + last * self.target_stride
+        source_end = int((self.source_offset + self.num_bytes).max())
+        target_end = int((self.target_offset + self.num_bytes).max())
         lowest = min(int(self.source_offset.min()), int(self.target_offset.min()), int(self.num_bytes.min()))
         if lowest < 0 or source_end > source_bytes or target_end > target_bytes:
             raise TransportError("a copy lies outside the pool")
@@ -89,8 +78,8 @@ class End:
     chunks_per_block: int
     chunk_stride: int  # to the next chunk of a block
     pieces: Offsets
-    region_bytes: int
-    layer_bytes: int
+    region_bytes: int  # to the next layer of a block
+    block_bytes: int  # to the next block
 
     def numbers(self, blocks: Sequence[int] | Offsets, first_chunk: int = 0, num_chunks: int | None = None) -> Offsets:
         """Which chunks of the pool hold `num_chunks` (None: all) of a sequence: block * chunks_per_block + place in
@@ -112,11 +101,11 @@ class End:
         return ids[index] * each + place
 
     def offsets(self, numbers: Offsets) -> Offsets:
-        """Where these chunks begin in the pool's first layer."""
+        """Where these chunks begin in the first layer of their blocks."""
         if self.chunks_per_block == 1:
-            return numbers * self.region_bytes
+            return numbers * self.block_bytes
         block, place = np.divmod(numbers, self.chunks_per_block)
-        begins: Offsets = block * self.region_bytes + place * self.chunk_stride
+        begins: Offsets = block * self.block_bytes + place * self.chunk_stride
         return begins
 
     def chunks(self, blocks: Sequence[int] | Offsets, first_chunk: int = 0, num_chunks: int | None = None) -> Offsets:
@@ -124,11 +113,8 @@ class End:
         return self.offsets(self.numbers(blocks, first_chunk, num_chunks))
 
     def pieces_of(self, chunks: Offsets, layers: range) -> Offsets:
-        """[layers, chunks, pieces] where every piece of these chunks begins in every layer."""
-        if len(layers) == 1:
-            of_all: Offsets = (chunks + layers.start * self.layer_bytes)[None]
-        else:
-            of_all = np.arange(layers.start, layers.stop, dtype=np.int64)[:, None] * self.layer_bytes + chunks
+        """[chunks, layers, pieces] where every piece of these chunks begins in every layer."""
+        of_all = chunks[:, None] + np.arange(layers.start, layers.stop, dtype=np.int64) * self.region_bytes
         return of_all[..., None] if len(self.pieces) == 1 else np.add.outer(of_all, self.pieces)
 
 
@@ -168,23 +154,19 @@ class Pairing:
     def copies(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> CopyList:
         """Copies that bring each source chunk to the target chunk beside it, in every layer of `layers`.
 
-        Bytes land chunk by chunk in the order given, layer after layer. Sorted by source there are fewest copies:
-        then no two of one layer could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers
+        Bytes land chunk by chunk in the order given, of each layer after layer. Sorted by source there are fewest
+        copies: then no two could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers
         that do not exist.
         """
         if len(source_chunks) != len(target_chunks):
             raise ValueError(f"{len(source_chunks)} chunks cannot go to {len(target_chunks)}")
         if layers and not (layers[0] in self.layers and layers[-1] in self.layers):
             raise ValueError(f"layers {layers} are not among {self.layers}")
-        source = source_chunks + layers.start * self.source.layer_bytes
-        target = target_chunks + layers.start * self.target.layer_bytes
-        if self.pieces_per_chunk > 1:
-            source = np.add.outer(source, self.source.pieces).ravel()
-            target = np.add.outer(target, self.target.pieces).ravel()
-        strides = self.source.layer_bytes, self.target.layer_bytes
+        source = self.source.pieces_of(source_chunks, layers).ravel()
+        target = self.target.pieces_of(target_chunks, layers).ravel()
         if self.pieces_per_chunk > _MANY_PIECES:
-            return CopyList(source, target, np.full(len(source), self.piece_bytes), len(layers), *strides)
-        return CopyList(*self._merged(source, target), len(layers), *strides)
+            return CopyList(source, target, np.full(len(source), self.piece_bytes))
+        return CopyList(*self._merged(source, target))
 
     def _merged(self, source: Offsets, target: Offsets) -> tuple[Offsets, Offsets, Offsets]:
         """Neighbours at both ends become one copy."""
@@ -247,21 +229,17 @@ def _end(layout: KvLayout, chunk_tokens: int, outer: list[tuple[int, int]]) -> E
         pieces = np.add.outer(pieces, np.arange(count, dtype=np.int64) * stride).ravel()
     pieces.setflags(write=False)  # shared by all users of this pair
     stride, each = chunk_tokens * _strides(layout)[1], layout.block_size // chunk_tokens
-    return End(layout, each, stride, pieces, layout.region_bytes, layout.layer_bytes)
+    return End(layout, each, stride, pieces, layout.region_bytes, layout.block_bytes)
 
 
 def cut(num_blocks: int, layers: range, region_bytes: int, limit_bytes: int) -> Iterator[tuple[slice, range]]:
     """Cut blocks x layers into pieces of at most `limit_bytes` (but at least one region).
 
-    Whole layers stay together when one fits; so a long request yields its turn now and then.
+    The layers of a block, which are one run, stay together where they fit; a long request yields its turn now and then.
     """
-    per_layer = num_blocks * region_bytes
-    if per_layer > limit_bytes:
-        step = max(limit_bytes // region_bytes, 1)
-        for layer in layers:
-            for start in range(0, num_blocks, step):
-                yield slice(start, min(start + step, num_blocks)), range(layer, layer + 1)
-        return
-    group = max(limit_bytes // max(per_layer, 1), 1)
+    group = max(limit_bytes // region_bytes, 1)
     for first in range(layers.start, layers.stop, group):
-        yield slice(0, num_blocks), range(first, min(first + group, layers.stop))
+        some = range(first, min(first + group, layers.stop))
+        step = max(limit_bytes // (region_bytes * len(some)), 1)
+        for start in range(0, num_blocks, step):
+            yield slice(start, min(start + step, num_blocks)), some

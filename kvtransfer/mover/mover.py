@@ -84,12 +84,12 @@ class _Job(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("source", "target")),
         *((name, ctypes.c_int64) for name in ("source_bytes", "target_bytes")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "repeats", "source_stride", "target_stride")),
+        *((name, ctypes.c_int64) for name in ("num_rows",)),
         *((name, ctypes.c_char_p) for name in ("source_offset", "target_offset", "num_bytes")),
         *((name, ctypes.c_int64) for name in ("num_chunks", "pieces_per_chunk", "piece_bytes")),
         *((name, ctypes.c_char_p) for name in ("pieces", "is_checked")),
         *((name, ctypes.c_void_p) for name in ("scratch", "found", "landed")),
-        *((name, ctypes.c_int64) for name in ("repeat", "row", "inside", "hashed", "hash_ns")),
+        *((name, ctypes.c_int64) for name in ("row", "inside", "hashed", "hash_ns")),
         *((name, ctypes.c_int64) for name in ("is_cancelled", "is_done", "problem")),
         ("next", ctypes.c_void_p),
     ]
@@ -129,9 +129,6 @@ class NativeMove:
             source_bytes=source.num_bytes,
             target_bytes=target.num_bytes,
             num_rows=len(copies.num_bytes),
-            repeats=copies.repeats,
-            source_stride=copies.source_stride,
-            target_stride=copies.target_stride,
             source_offset=_packed(copies.source_offset),
             target_offset=_packed(copies.target_offset),
             num_bytes=_packed(copies.num_bytes),
@@ -184,7 +181,7 @@ class PythonMove:
 
     def run(self) -> None:
         receipt, chunk_bytes, landed, seen = self._receipt, max(self._receipt.chunk_bytes, 1), 0, 0
-        for source, target, num_bytes in zip(*(row.tolist() for row in self._copies.expanded()), strict=True):
+        for source, target, num_bytes in zip(*self._copies.rows(), strict=True):
             for at in range(0, num_bytes, _STEP_BYTES):
                 size = min(_STEP_BYTES, num_bytes - at)
                 ctypes.memmove(self._target.address + target + at, self._source.address + source + at, size)

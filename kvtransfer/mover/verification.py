@@ -28,7 +28,7 @@ Checksums = NDArray[np.uint64]
 Chosen = NDArray[np.bool_]
 MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
 SAMPLED_SHARE = 0.1  # of the regions that `transfer.checks: sampled` verifies; equal at both ends
-_STAGING_BYTES = 2 << 20
+_STAGING_BYTES = 8 << 20  # at least a block
 _LARGEST = {"float16": 65504.0}  # of dtypes with a smaller range than the others
 _WORDS = {4: "int32", 2: "int16", 1: "uint8"}
 
@@ -96,14 +96,14 @@ class PoolChecksums:
         self._thread.shutdown(wait=False)
 
 
-def chosen_regions(nonce: bytes, num_layers: int, num_blocks: int) -> Chosen:
-    """[num_layers, num_blocks]: about SAMPLED_SHARE of all regions, and at least one in every block.
+def chosen_regions(nonce: bytes, num_blocks: int, num_layers: int) -> Chosen:
+    """[num_blocks, num_layers]: about SAMPLED_SHARE of all regions, and at least one in every block.
 
     Drawn from the ticket's nonce, so that no region is the one that is never looked at.
     """
     random = np.random.Generator(np.random.PCG64(int.from_bytes(nonce, "little")))
-    chosen = random.random((num_layers, num_blocks)) < SAMPLED_SHARE
-    chosen[random.integers(0, num_layers, num_blocks), np.arange(num_blocks)] = True
+    chosen = random.random((num_blocks, num_layers)) < SAMPLED_SHARE
+    chosen[np.arange(num_blocks), random.integers(0, num_layers, num_blocks)] = True
     return chosen
 
 
@@ -113,21 +113,21 @@ def chosen_regions(nonce: bytes, num_layers: int, num_blocks: int) -> Chosen:
 class ReceivePlan:
     """How one source's chunks come into `pool`. Made once for each connection. Raises LayoutMismatch.
 
-    Equal dtypes: reads go straight into the pool. Unequal ones: into a staging buffer of the source's dtype, one layer
-    at a time, and are cast from there once they have been verified.
+    Equal dtypes: reads go straight into the pool. Unequal ones: into a staging buffer, a few blocks like the pool's but
+    of the source's dtype, and are cast from there once they have been verified.
     """
 
     def __init__(self, source: KvLayout, pool: KvMemory) -> None:
         self.source, self.pool = source, pool
-        self.pairing = self._reads = pair(source, pool.layout)
+        self.pairing = pair(source, pool.layout)
         self.staging: KvMemory | None = None
+        self.max_chunks = 0  # that the staging buffer holds
         # the source never casts: it would need a staging pool of its own, which every transport exports
         if source.dtype != pool.layout.dtype:
-            num_blocks = -(-self.max_chunks // self.pairing.target.chunks_per_block)
-            staged = dataclasses.replace(self.pairing.target.layout, num_blocks=num_blocks, num_layers=1)
-            self.staging = _staging_memory(pool, staged)
-            every_layer_here = dataclasses.replace(self.pairing.target, layout=staged, layer_bytes=0)
-            self._reads = dataclasses.replace(self.pairing, target=every_layer_here)
+            like_pool = self.pairing.target.layout
+            num_blocks = max(_STAGING_BYTES // like_pool.block_bytes, 1)
+            self.staging = _staging_memory(pool, dataclasses.replace(like_pool, num_blocks=num_blocks))
+            self.max_chunks = num_blocks * self.pairing.target.chunks_per_block
 
     @property
     def layers(self) -> range:
@@ -139,28 +139,20 @@ class ReceivePlan:
         """What reads write: the pool, or the staging buffer."""
         return self.pool if self.staging is None else self.staging
 
-    @property
-    def max_chunks(self) -> int:
-        """Chunks of one layer that the staging buffer holds."""
-        return max(_STAGING_BYTES // self.pairing.chunk_bytes, 1)
-
     def units(self, num_chunks: int, layers: range) -> Iterator[tuple[slice, range]]:
         """Chunks x layers in pieces for one read each."""
-        if self.staging is None:
-            yield from cut(num_chunks, layers, self.pairing.chunk_bytes, MAX_UNIT_BYTES)
-            return
-        for layer in layers:
-            limit = self.max_chunks * self.pairing.chunk_bytes
-            yield from cut(num_chunks, range(layer, layer + 1), self.pairing.chunk_bytes, limit)
+        size = self.pairing.chunk_bytes
+        limit = MAX_UNIT_BYTES if self.staging is None else self.max_chunks * len(layers) * size
+        return cut(num_chunks, layers, size, limit)
 
     def read(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> tuple[CopyList, Offsets]:
         """The read that brings these chunks, by their numbers: into their places, or into the staging buffer's first.
 
-        Returns the copies, and [num_chunks, pieces_per_chunk] where each piece lands, in the order of the copies.
+        Returns the copies, and [num_chunks * layers, pieces_per_chunk] where each piece lands, in the order of the
+        copies.
         """
-        pairing = self._reads
+        pairing = self.pairing
         if self.staging is not None:
-            assert len(layers) == 1
             target_chunks = np.arange(len(source_chunks), dtype=np.int64)
         begins, lands = pairing.source.offsets(source_chunks), pairing.target.offsets(target_chunks)
         pieces = pairing.target.pieces_of(lands, layers).reshape(-1, pairing.pieces_per_chunk)
@@ -168,9 +160,9 @@ class ReceivePlan:
 
     def settle(self, target_chunks: Offsets, layers: range) -> None:
         """Cast what lies in the staging buffer into its places. On a thread."""
-        assert self.staging is not None and len(layers) == 1
+        assert self.staging is not None
         staged, tokens = np.arange(len(target_chunks), dtype=np.int64), self.pairing.chunk_tokens
-        convert(self.staging, staged, 0, self.pool, target_chunks, layers.start, chunk_tokens=tokens)
+        convert(self.staging, staged, self.pool, target_chunks, layers, chunk_tokens=tokens)
 
 
 def _staging_memory(pool: KvMemory, layout: KvLayout) -> KvMemory:
@@ -270,14 +262,13 @@ class ArrivingRead:
 def convert(
     source: KvMemory,
     source_chunks: Offsets,
-    source_layer: int,
     target: KvMemory,
     target_chunks: Offsets,
-    target_layer: int,
+    layers: range,
     *,
     chunk_tokens: int,
 ) -> None:
-    """Cast every chunk of a source's layer into the chunk beside it of a target's layer.
+    """Cast every chunk of a source into the chunk beside it of a target, in these layers.
 
     Args:
         source_chunks, target_chunks: [n] numbers, as of copy_plan.End.numbers.
@@ -288,8 +279,9 @@ def convert(
     taken, put = _chunks_of(source, chunk_tokens), _chunks_of(target, chunk_tokens)
     from_block, from_place = (index.to(taken.device) for index in _places(source_chunks, taken))
     to_block, to_place = (index.to(put.device) for index in _places(target_chunks, put))
-    words = taken[source_layer, from_block, :, from_place]
-    put[target_layer, to_block, :, to_place] = _cast(words, source.layout.dtype, target.layout.dtype)
+    some = slice(layers.start, layers.stop)
+    words = taken[from_block, some, :, from_place]
+    put[to_block, some, :, to_place] = _cast(words, source.layout.dtype, target.layout.dtype)
 
 
 def _cast(words: "Tensor", source: str, target: str) -> "Tensor":
@@ -317,7 +309,7 @@ def _places(chunks: Offsets, view: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def _chunks_of(memory: KvMemory, chunk_tokens: int) -> "Tensor":
-    """[layers, blocks, parts, chunks per block, chunk_tokens, heads, head_dim] view of a pool.
+    """[blocks, layers, parts, chunks per block, chunk_tokens, heads, head_dim] view of a pool.
 
     As integers of the dtype's width, since torch cannot index every dtype; scales stand behind the numbers.
     """
@@ -328,7 +320,7 @@ def _chunks_of(memory: KvMemory, chunk_tokens: int) -> "Tensor":
     words: Tensor = whole.view(torch.uint8).reshape(-1).view(getattr(torch, _WORDS[layout.itemsize]))
     inner = (layout.block_size, layout.num_kv_heads)
     sizes = inner if layout.order == "NHD" else inner[::-1]
-    blocks: Tensor = words.view(layout.num_layers, layout.num_blocks, layout.num_parts, *sizes, -1)
+    blocks: Tensor = words.view(layout.num_blocks, layout.num_layers, layout.num_parts, *sizes, -1)
     blocks = blocks if layout.order == "NHD" else blocks.transpose(3, 4)
     chunks: Tensor = blocks.unflatten(3, (-1, chunk_tokens))
     return chunks

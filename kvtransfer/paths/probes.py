@@ -47,7 +47,7 @@ class PathProbe:
             raise ValueError("blocks that the source does not have")
         self._checksums: Checksums | None = None
         if checksums:
-            self._checksums = unpack(checksums).reshape(len(plan.layers), len(self._sources))
+            self._checksums = unpack(checksums).reshape(len(self._sources), len(plan.layers))
         self._reads: set[asyncio.Future[None]] = set()
 
     async def run(self, probe_buffers: ProbeBuffers | None) -> None:
@@ -76,8 +76,7 @@ class PathProbe:
                 self._give_back(probe_buffers, blocks)
 
     async def _measure(self, name: str, targets: Offsets) -> None:
-        layers = self._plan.layers if self._plan.staging is None else self._plan.layers[:1]
-        reader = None
+        layers, reader = self._plan.layers, None
         try:
             reader = await self._route.reader(name)
             one = [await self._read(reader, targets[:1], layers[:1]) for _ in range(_LATENCY_ROUNDS)]
@@ -92,7 +91,7 @@ class PathProbe:
         """Seconds. Raises TransportError, CorruptRead included."""
         plan, checksums = self._plan, self._checksums
         copies, pieces = plan.read(self._sources[: len(targets)], targets, layers)
-        expected = None if checksums is None else checksums[: len(layers), : len(targets)].ravel()
+        expected = None if checksums is None else checksums[: len(targets), : len(layers)].ravel()
         arrival = ArrivingRead(plan.memory, pieces, plan.pairing.piece_bytes, expected)
         began = time.perf_counter()
         read = reader.read(copies, arrival)

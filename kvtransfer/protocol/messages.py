@@ -35,7 +35,7 @@ from kvrelay.kvtransfer.transports.topology import Topology
 from kvrelay.plane.reports import KvPathLoad, PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
-TRANSFER_PROTOCOL = 3
+TRANSFER_PROTOCOL = 4
 LEASE_S = 10.0  # blocks of a silent peer are freed after this time, on both sides
 NONCE_BYTES = 16
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -220,7 +220,9 @@ class Open(_OfTransfer, frozen=True, tag="open"):
 
 
 class Announce(_OfTransfer, frozen=True, tag="announce"):
-    """These chunks are final in these layers. `checksums`: u64 little-endian, layer-major, of those to be checked."""
+    """These chunks are final in these layers. `checksums`: u64 little-endian, chunk by chunk, of each
+    layer after layer, of those to be checked.
+    """
 
     first_chunk: int  # counted from the sequence's first token
     chunks: list[int]  # where they lie in the source's pool: plans.End.numbers

@@ -17,10 +17,10 @@ def plan_copies(source, target, source_blocks, target_blocks, layers):
 
 
 def region_offsets(layout, blocks, layers):
-    """Byte offset of every (layer, block) region, layer-major. `layers` are the pool's."""
-    of_layers = np.arange(layers.start, layers.stop, dtype=np.int64) * layout.layer_bytes
-    of_blocks = np.asarray(blocks, dtype=np.int64) * layout.region_bytes
-    return np.add.outer(of_layers, of_blocks).ravel()
+    """Byte offset of every (block, layer) region, block by block. `layers` are the pool's."""
+    of_layers = np.arange(layers.start, layers.stop, dtype=np.int64) * layout.region_bytes
+    of_blocks = np.asarray(blocks, dtype=np.int64) * layout.block_bytes
+    return np.add.outer(of_blocks, of_layers).ravel()
 
 
 def carry_out(source, target, copies):

@@ -45,7 +45,7 @@ def allocate(layout=LAYOUT, fill=None):
 def regions(memory):
     """[num_layers, num_blocks, region_bytes] view of a pool."""
     layout = memory.layout
-    return memory.owner.reshape(layout.num_layers, layout.num_blocks, layout.region_bytes)
+    return memory.owner.reshape(layout.num_blocks, layout.num_layers, layout.region_bytes).swapaxes(0, 1)
 
 
 def digest(memory, blocks):

@@ -303,13 +303,13 @@ long kr_attention_tiles(const int32_t *query_starts, long sequences, long tile_t
     return count;
 }
 
-/* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, num_parts, block_size, kv_heads, row],
- * contiguous, rows of kv_kind. window, softcap: 0 for none. schedule: from kr_cascade_plan. */
+/* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [num_parts, block_size, kv_heads, row],
+ * rows of kv_kind, each contiguous and block_bytes behind the one before. window, softcap: 0 for none. schedule: from kr_cascade_plan. */
 void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, const int32_t *query_starts,
                   const int32_t *context_lens, const int32_t *tables, long max_blocks, const int32_t *tiles,
                   long num_tiles, long heads, long kv_heads, long dim, long block_size, long q_stride, long q_head,
                   long max_query_len, long max_context_len, long window, float scale, float softcap, int kv_kind,
-                  long num_parts, int32_t *schedule)
+                  long num_parts, long block_bytes, int32_t *schedule)
 {
     attention_job j = {.q = q, .out = out, .kv = kv, .query_starts = query_starts, .context_lens = context_lens,
                        .tables = tables, .tiles = tiles, .max_blocks = max_blocks, .num_tiles = num_tiles,
@@ -317,6 +317,7 @@ void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, c
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
                        .window = window, .scale = scale, .softcap = softcap, .wide = wide,
                        .kv_kind = kv_kind, .dot = HAS_DOT && !wide && kv_kind == KV_BF16, .num_parts = num_parts,
+                       .block_bytes = block_bytes,
                        .shared = cascade_at(schedule)};
     j.tile_tokens = kr_attention_tile_tokens(j.group);
     long items = num_tiles * kv_heads, rows = (max_query_len < j.tile_tokens ? max_query_len : j.tile_tokens) * j.group;

@@ -57,15 +57,15 @@ INLINE __mmask32 before(long i, long end)
 INLINE long find_rows(const tile_state *s, long base, long n, const char *key[TILE])
 {
     const attention_job *j = s->j;
-    const long bytes = 2 * j->dim, row = j->kv_heads * bytes, part = j->block_size * row, whole = j->num_parts * part;
+    const long bytes = 2 * j->dim, row = j->kv_heads * bytes;
     const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * whole + offset * row;
+        const char *at = heads + s->table[block] * j->block_bytes + offset * row;
         for (; offset < j->block_size && t < n; offset++, t++, at += row) key[t] = at;
     }
     for (long t = n; t % VL; t++) key[t] = key[n - 1];
-    return whole - part;
+    return (j->num_parts - 1) * j->block_size * row;
 }
 
 /* Keys and values of context tokens base .. base + n - 1 as words of pairs; missing dimensions and tokens are 0. */

@@ -21,6 +21,7 @@ typedef struct {
     long max_parts, part_floats, max_blocks, num_tiles;
     long heads, kv_heads, dim, padded, block_size, q_stride, q_head, group, tile_tokens, window;
     long num_parts; /* of a block: 2, keys and values, or 1, entries that are both (latent attention) */
+    long block_bytes; /* from one block to the next: other layers lie between */
     float scale, softcap;
     int wide, kv_kind, dot; /* dot: products of bf16 pairs, see attention_dot.h */
     cascade shared;    /* what decode rows read together */
@@ -100,13 +101,13 @@ INLINE void columns16(const char *const row[8], long i, float *out)
 INLINE void gather_as(tile_state *s, long base, long n, const int kind)
 {
     const attention_job *j = s->j;
-    const long bytes = kv_row_bytes(j->dim, kind), row = j->kv_heads * bytes, part = j->block_size * row;
-    const long whole = j->num_parts * part, to_value = whole - part;
+    const long bytes = kv_row_bytes(j->dim, kind), row = j->kv_heads * bytes;
+    const long to_value = (j->num_parts - 1) * j->block_size * row;
     const char *key[TILE];
     const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * whole + offset * row;
+        const char *at = heads + s->table[block] * j->block_bytes + offset * row;
         for (; offset < j->block_size && t < n; offset++, t++, at += row) key[t] = at;
     }
     for (long t = n; t % 8; t++) key[t] = key[n - 1];
@@ -143,12 +144,12 @@ static void gather(tile_state *s, long base, long n)
 static void touch(const tile_state *s, long base, long n)
 {
     const attention_job *j = s->j;
-    const long bytes = kv_row_bytes(j->dim, j->kv_kind), row = j->kv_heads * bytes, part = j->block_size * row;
-    const long whole = j->num_parts * part, to_value = whole - part;
+    const long bytes = kv_row_bytes(j->dim, j->kv_kind), row = j->kv_heads * bytes;
+    const long to_value = (j->num_parts - 1) * j->block_size * row;
     const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * whole + offset * row;
+        const char *at = heads + s->table[block] * j->block_bytes + offset * row;
         for (; offset < j->block_size && t < n; offset++, t++, at += row)
             for (long b = 0; b < bytes; b += 64) {
                 (void)*(const volatile char *)(at + b);

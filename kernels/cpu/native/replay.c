@@ -13,7 +13,7 @@ typedef union {
 
 typedef struct {
     int64_t kernel;
-    argument a[25];
+    argument a[26];
 } recorded_call;
 
 enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, ATTENTION, QUANT_LINEAR, WIDEN, CHOOSE, EXPERTS, PLACE };
@@ -27,13 +27,13 @@ void kr_rope(pool *, int, void *, void *, const float *, const int64_t *, long, 
 void kr_gate(pool *, int, int, const void *, void *, long, long, long);
 void kr_attention(pool *, int, const void *, void *, const void *, const int32_t *, const int32_t *, const int32_t *,
                   long, const int32_t *, long, long, long, long, long, long, long, long, long, long, float, float, int,
-                  long, int32_t *);
+                  long, long, int32_t *);
 void kr_widen(pool *, const void *, float *, long);
 void kr_choose(pool *, const float *, const float *, float *, int64_t *, long, long, long, int, long, long, int, float);
 void kr_experts(pool *, int, int, int, const void *, long, const float *, const int64_t *, const void *const *,
                 const void *const *, const float *, const void *, const float *, void *, long, long, long, long, long, long);
 void kr_norm_rope_store(pool *, int, int, int, void *, void *, const void *, const void *, const void *, const float *,
-              const int64_t *, const int64_t *, char *, long, long, long, long, long, long, long, long, long, float);
+              const int64_t *, const int64_t *, char *, long, long, long, long, long, long, long, long, long, long, float);
 
 static void call(int64_t kernel, const argument *a)
 {
@@ -54,7 +54,7 @@ static void call(int64_t kernel, const argument *a)
     case ATTENTION:
         kr_attention(a[0].p, a[1].i, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].i, a[9].p, a[10].i, a[11].i,
                      a[12].i, a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].f, a[21].f, a[22].i,
-                     a[23].i, a[24].p);
+                     a[23].i, a[24].i, a[25].p);
         break;
     case QUANT_LINEAR:
         kr_quant_linear(a[0].p, a[1].i, a[2].i, a[3].p, a[4].i, a[5].p, a[6].p, a[7].p, a[8].i, a[9].i, a[10].i, a[11].i,
@@ -71,7 +71,7 @@ static void call(int64_t kernel, const argument *a)
         break;
     case PLACE:
         kr_norm_rope_store(a[0].p, a[1].i, a[2].i, a[3].i, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].p,
-                 a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].f);
+                 a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].i, a[23].f);
         break;
     }
 }

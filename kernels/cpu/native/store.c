@@ -66,7 +66,7 @@ typedef struct {
     const float *table;
     const int64_t *positions, *slots;
     char *kv;
-    long tokens, heads, kv_heads, q_stride, k_stride, v_stride, dim, rotary, block_size, chunk;
+    long tokens, heads, kv_heads, q_stride, k_stride, v_stride, dim, rotary, block_size, block_bytes, chunk;
     float eps;
     int wide, kind, wide_norm;
 } place_job;
@@ -78,7 +78,7 @@ INLINE void place_token(const place_job *j, long t, int wide)
     const float *cos = j->table + j->positions[t] * j->rotary, *sin = cos + half;
     const long block = j->slots[t] / j->block_size, offset = j->slots[t] % j->block_size;
     const int as_it_is = j->kind == (wide ? KV_F32 : KV_BF16);
-    char *keys = j->kv + (block * 2 * j->block_size + offset) * j->kv_heads * row_bytes;
+    char *keys = j->kv + block * j->block_bytes + offset * j->kv_heads * row_bytes;
     char *values = keys + j->block_size * j->kv_heads * row_bytes;
     for (long h = 0; h < j->heads; h++) {
         const long at = t * j->q_stride + h * dim;
@@ -112,16 +112,17 @@ static void place_task(void *arg, long index)
 /* One pass over a step's heads: the norms of queries and keys (where given), their rotation, and the cache write. In place.
  *
  * q [tokens, heads, dim], k and v [tokens, kv_heads, dim], heads contiguous, with strides of tokens, in numbers;
- * table: [positions, rotary] float32, cosines then sines; kv [blocks, 2, block_size, kv_heads, row] of `kind`. Equals
+ * table: [positions, rotary] float32, cosines then sines; kv: blocks [2, block_size, kv_heads, row] of `kind`, each contiguous
+ * and block_bytes behind the one before. Equals
  * kr_rms_norm, kr_rope and a cache write one after the other, bit for bit.
  */
 void kr_norm_rope_store(pool *p, int wide, int kind, int wide_norm, void *q, void *k, const void *v, const void *q_norm,
               const void *k_norm, const float *table, const int64_t *positions, const int64_t *slots, char *kv, long tokens,
               long heads, long kv_heads, long q_stride, long k_stride, long v_stride, long dim, long rotary, long block_size,
-              float eps)
+              long block_bytes, float eps)
 {
     long chunk = rows_per_task((heads + 2 * kv_heads) * dim);
     place_job j = {q, k, v, q_norm, k_norm, table, positions, slots, kv, tokens, heads, kv_heads, q_stride, k_stride,
-                   v_stride, dim, rotary, block_size, chunk, eps, wide, kind, wide_norm};
+                   v_stride, dim, rotary, block_size, block_bytes, chunk, eps, wide, kind, wide_norm};
     pool_run(p, place_task, &j, (tokens + chunk - 1) / chunk);
 }

@@ -25,17 +25,12 @@ void hash_runs(const char *base, const int64_t *offsets, int64_t num_runs, int64
     }
 }
 
-/* copy_runs, and the hash of every `each` runs, which are contiguous in the target. */
+/* copy_runs of more than 240 bytes, and the XXH3-64 of each. */
 void copy_hashed(char *target, const char *source, const int64_t *target_offsets, const int64_t *source_offsets,
-                 int64_t num_runs, int64_t run_bytes, int64_t each, uint64_t *hashes)
+                 int64_t num_runs, int64_t run_bytes, uint64_t *hashes)
 {
-    for (int64_t i = 0; i < num_runs / each; i++, target_offsets += each, source_offsets += each) {
-        if (run_bytes % XXH3_BLOCK == 0) {
-            hashes[i] = kt_xxh3_copy((uint8_t *)target, (const uint8_t *)source, target_offsets, source_offsets, each, run_bytes);
-            continue;
-        }
-        for (int64_t k = 0; k < each; k++)
-            memcpy(target + target_offsets[k], source + source_offsets[k], (size_t)run_bytes);
-        hash_runs(target, target_offsets, 1, each * run_bytes, hashes + i);
+    for (int64_t i = 0; i < num_runs; i++) {
+        const uint8_t *from = (const uint8_t *)source, *after = from + source_offsets[i + 1 < num_runs ? i + 1 : i];
+        hashes[i] = kt_xxh3_copy((uint8_t *)target + target_offsets[i], from + source_offsets[i], run_bytes, after);
     }
 }

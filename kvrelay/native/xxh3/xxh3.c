@@ -163,26 +163,19 @@ void kt_copy_pieces(uint8_t *target, const uint8_t *source, const int64_t *targe
 #endif
 }
 
-uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, const int64_t *target_pieces, const int64_t *source_pieces,
-                      int64_t num_pieces, int64_t piece_bytes)
+uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, int64_t size, const uint8_t *after)
 {
     u64v acc[PARTS];
     memcpy(acc, START, 64);
-    uint64_t hash = 0;
-    for (int64_t i = 0; i < num_pieces; i++) {
-        const uint8_t *from = source + source_pieces[i], *after = source + source_pieces[i + 1 < num_pieces ? i + 1 : i];
-        uint8_t *to = target + target_pieces[i];
-        for (int64_t at = 0; at < piece_bytes; at += BLOCK) {
-            if (i + 1 == num_pieces && at + BLOCK == piece_bytes) {
-                hash = finished(acc, from + at, BLOCK, num_pieces * piece_bytes);
-            } else {
-                look_ahead(from + at, from + piece_bytes, after);
-                accumulate(acc, from + at, STRIPES);
-                scramble(acc);
-            }
-            place_block(to + at, from + at);
-        }
+    int64_t last = (size - 1) / BLOCK * BLOCK;
+    for (int64_t at = 0; at < last; at += BLOCK) {
+        look_ahead(source + at, source + size, after);
+        accumulate(acc, source + at, STRIPES);
+        scramble(acc);
+        place_block(target + at, source + at);
     }
+    uint64_t hash = finished(acc, source + last, size - last, size);
+    memcpy(target + last, source + last, size - last);
 #if HAS_STREAM
     stream_fence();
 #endif

@@ -17,8 +17,7 @@ uint64_t kt_xxh3_chunk(const uint8_t *base, const int64_t *pieces, int64_t each,
 void kt_copy_pieces(uint8_t *target, const uint8_t *source, const int64_t *target_pieces, const int64_t *source_pieces,
                     int64_t num_pieces, int64_t piece_bytes);
 
-/* The same; the XXH3-64 of all pieces, one after the other, as they were read. piece_bytes: a multiple of XXH3_BLOCK. */
-uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, const int64_t *target_pieces, const int64_t *source_pieces,
-                      int64_t num_pieces, int64_t piece_bytes);
+/* Copy at least XXH3_LONG_FROM bytes past the caches; their XXH3-64. `after`: as above. */
+uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, int64_t size, const uint8_t *after);
 
 #endif

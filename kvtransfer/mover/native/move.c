@@ -1,6 +1,6 @@
 /* One read: scattered rows copied and hashed as they land.
  *
- * Bytes land in the order of the rows, repeat after repeat; chunk i is the i-th pieces_per_chunk * piece_bytes
+ * Bytes land in the order of the rows; chunk i is the i-th pieces_per_chunk * piece_bytes
  * of them. It is hashed where it landed, in the target, while the caches still hold it. Called without the
  * interpreter's lock; another thread may look at `landed`.
  */
@@ -26,14 +26,14 @@ INLINE struct span take(struct move *m, int64_t limit)
 {
     int64_t left = m->num_bytes[m->row] - m->inside, size = smaller(left, limit);
     struct span span = {
-        m->source + m->source_offset[m->row] + m->repeat * m->source_stride + m->inside,
-        m->target + m->target_offset[m->row] + m->repeat * m->target_stride + m->inside,
+        m->source + m->source_offset[m->row] + m->inside,
+        m->target + m->target_offset[m->row] + m->inside,
         size,
     };
     m->inside += size;
     if (size == left) {
         m->inside = 0;
-        if (++m->row == m->num_rows) m->row = 0, m->repeat++;
+        m->row++;
     }
     return span;
 }
@@ -103,30 +103,25 @@ static void hash_to(struct move *m, int64_t stop)
     m->hash_ns += now_ns() - began;
 }
 
-INLINE int is_inside(int64_t offset, int64_t size, int64_t last_step, int64_t whole)
+INLINE int is_inside(int64_t offset, int64_t size, int64_t whole)
 {
-    return offset >= 0 && size >= 0 && last_step >= 0 && size <= whole && last_step <= whole - size
-        && offset <= whole - size - last_step;
+    return offset >= 0 && size >= 0 && size <= whole && offset <= whole - size;
 }
 
 /* The bytes of all rows, or OUT_OF_BOUNDS where a row or a piece lies outside the pools. */
 static int64_t measure(const struct move *m)
 {
-    int64_t steps = m->repeats - 1, source_end, target_end, total = 0;
-    if (m->repeats == 0) return 0;
-    if (steps < 0 || __builtin_mul_overflow(steps, m->source_stride, &source_end)
-        || __builtin_mul_overflow(steps, m->target_stride, &target_end))
-        return OUT_OF_BOUNDS;
+    int64_t total = 0;
     for (int64_t i = 0; i < m->num_rows; i++) {
-        if (!is_inside(m->source_offset[i], m->num_bytes[i], source_end, m->source_bytes)
-            || !is_inside(m->target_offset[i], m->num_bytes[i], target_end, m->target_bytes))
+        if (!is_inside(m->source_offset[i], m->num_bytes[i], m->source_bytes)
+            || !is_inside(m->target_offset[i], m->num_bytes[i], m->target_bytes))
             return OUT_OF_BOUNDS;
-        total += m->num_bytes[i];
+        if (__builtin_add_overflow(total, m->num_bytes[i], &total)) return OUT_OF_BOUNDS;
     }
     for (int64_t i = 0; i < m->num_chunks * m->pieces_per_chunk; i++)
-        if (!is_inside(m->pieces[i], m->piece_bytes, 0, m->target_bytes)) return OUT_OF_BOUNDS;
+        if (!is_inside(m->pieces[i], m->piece_bytes, m->target_bytes)) return OUT_OF_BOUNDS;
     if (m->num_chunks && chunk_bytes(m) < XXH3_LONG_FROM) return OUT_OF_BOUNDS;
-    return __builtin_mul_overflow(total, m->repeats, &total) ? OUT_OF_BOUNDS : total;
+    return total;
 }
 
 /* Without rows: hash what lies in the target already. Returns 0, OUT_OF_BOUNDS or CANCELLED. */

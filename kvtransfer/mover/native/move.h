@@ -10,7 +10,7 @@
 struct move {
     uint64_t source, target; /* addresses */
     int64_t source_bytes, target_bytes;
-    int64_t num_rows, repeats, source_stride, target_stride;
+    int64_t num_rows;
     const int64_t *source_offset, *target_offset, *num_bytes; /* [num_rows] */
     int64_t num_chunks, pieces_per_chunk, piece_bytes;
     const int64_t *pieces;        /* [num_chunks, pieces_per_chunk] offsets in the target */
@@ -18,7 +18,7 @@ struct move {
     uint8_t *scratch;             /* a chunk's bytes, where it has several pieces */
     uint64_t *found;              /* [num_chunks] */
     int64_t *landed;              /* bytes so far */
-    int64_t repeat, row, inside;  /* the cursor: this many bytes of this row are there */
+    int64_t row, inside;          /* the cursor: this many bytes of this row are there */
     int64_t hashed;               /* chunks so far */
     int64_t hash_ns;
     int64_t is_cancelled;         /* set by another thread: end at the next step */

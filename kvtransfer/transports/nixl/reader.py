@@ -1,16 +1,14 @@
 """NIXL (UCX): the target's agent READs the source's pool. CUDA and RDMA; host memory too.
 
-Each pool is described to NIXL once per peer as rows of one region; a read of whole regions names
-rows, any other lists its addresses. See agent.py for what NIXL cannot do and how that is
-dealt with.
+A read lists its runs of bytes: few, since a block's layers are one run. See agent.py for what NIXL cannot do and how
+that is dealt with.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,22 +35,13 @@ class _Descriptor(msgspec.Struct, frozen=True):
     metadata: bytes
     address: int
     num_bytes: int
-    region_bytes: int
     memory_type: str
     device_index: int
 
 
 def _describe(memory: KvMemory, agent: str, metadata: bytes) -> _Descriptor:
-    layout, device = memory.layout, memory.device
-    return _Descriptor(
-        agent,
-        metadata,
-        memory.address,
-        layout.num_bytes,
-        layout.region_bytes,
-        memory_type(device),
-        device_index(device),
-    )
+    size, device = memory.layout.num_bytes, memory.device
+    return _Descriptor(agent, metadata, memory.address, size, memory_type(device), device_index(device))
 
 
 def _devices(memory: KvMemory, host: str) -> dict[str, str]:
@@ -91,59 +80,22 @@ class NixlExporter:
 # ---- what a read asks of the agent
 
 
-@dataclass(frozen=True, slots=True)
-class _Regions:
-    """A piece of a read of whole regions: row numbers on both sides, int32."""
-
-    sources: Any
-    targets: Any
-    region_bytes: int
+Piece = tuple[CopyList, int]  # and its number of bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """A piece of any other read: offsets from the pools' bases, and lengths."""
+def pieces_of(copies: CopyList) -> Iterator[Piece]:
+    """The read in pieces of PIECE_BYTES, whole copies, as many as fit, but at least one.
 
-    sources: Any
-    targets: Any
-    sizes: Any
-
-
-Piece = tuple[_Regions | _Spans, int]  # and its number of bytes
-
-
-def pieces_of(copies: CopyList, source_region_bytes: int, region_bytes: int) -> Iterator[Piece]:
-    """The read in pieces, in the order of `copies`. NIXL itself refuses what lies outside a pool."""
-    plain = (copies.source_offset, copies.target_offset, copies.num_bytes)
-    spans = np.array(plain if copies.repeats == 1 else copies.expanded())  # [3, num_copies]
-    rows, rest = np.divmod(spans, region_bytes)
-    if rest.any() or source_region_bytes != region_bytes:
-        yield from _cut_spans(*spans)
-        return
-    sources, targets, counts = rows.astype(np.int32)
-    if (counts != 1).any():
-        sources, targets = _each(sources, counts), _each(targets, counts)
-    step = max(PIECE_BYTES // region_bytes, 1)
-    for first in range(0, len(sources), step):
-        some = slice(first, first + step)
-        yield _Regions(sources[some], targets[some], region_bytes), len(sources[some]) * region_bytes
-
-
-def _each(first: Any, counts: Any) -> Any:
-    """Every row of runs that begin at `first` and are `counts` long."""
-    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    return (np.repeat(first, counts) + within).astype(np.int32)
-
-
-def _cut_spans(sources: Any, targets: Any, sizes: Any) -> Iterator[Piece]:
-    """Whole spans, as many as fit into a piece, but at least one."""
-    ends = np.cumsum(sizes)
-    first = 0
-    while first < len(sizes):
-        before = int(ends[first - 1]) if first else 0
+    NIXL itself refuses what lies outside a pool.
+    """
+    ends = np.cumsum(copies.num_bytes)
+    first = before = 0
+    while first < len(ends):
         stop = max(int(np.searchsorted(ends, before + PIECE_BYTES, side="right")), first + 1)
-        yield _Spans(sources[first:stop], targets[first:stop], sizes[first:stop]), int(ends[stop - 1]) - before
-        first = stop
+        some, end = slice(first, stop), int(ends[stop - 1])
+        piece = CopyList(copies.source_offset[some], copies.target_offset[some], copies.num_bytes[some])
+        yield piece, end - before
+        first, before = stop, end
 
 
 @dataclass(slots=True, eq=False)
@@ -154,47 +106,26 @@ class NixlPeer:
     target: _Descriptor  # our own pool; its metadata is not needed
     is_lost: bool = False  # a read failed, and NIXL has forgotten the peer
     num_readers: int = 0
-    _rows: dict[int, list[Any]] = field(default_factory=dict)  # by region size: prepared lists, source's and target's
 
     def join(self, api: Any) -> None:
         """Raises what NIXL raises."""
         api.add_remote_agent(self.source.metadata)
-        self._prepared(api, self.source.region_bytes)
         self.is_lost = False
-
-    def _prepared(self, api: Any, region_bytes: int) -> list[Any]:
-        """Lists of every region of either pool. Readers of one source may see its memory in regions of unlike size."""
-        if region_bytes not in self._rows:
-            lists = self._rows[region_bytes] = []
-            for name, pool in ((self.source.agent, self.source), ("NIXL_INIT_AGENT", self.target)):
-                rows = [[pool.address, region_bytes, pool.device_index, region_bytes, pool.num_bytes // region_bytes]]
-                described = np.array(rows, dtype=np.uint64)  # address, length, device, stride, count
-                lists.append(api.prep_xfer_dlist(name, described, pool.memory_type))
-        return self._rows[region_bytes]
 
     def leave(self, api: Any) -> None:
         """Forget the peer. With a read of it in flight NIXL would lose sight of that."""
-        rows, self._rows = self._rows, {}
-        for handle in itertools.chain.from_iterable(rows.values()):
-            with contextlib.suppress(Exception):  # NIXL's own classes; only memory is at stake
-                handle.release()
         with contextlib.suppress(Exception):  # the peer may be gone already
             api.remove_remote_agent(self.source.agent)
 
-    def post(self, api: Any, piece: _Regions | _Spans, *, is_quiet: bool) -> Any:
+    def post(self, api: Any, piece: CopyList, *, is_quiet: bool) -> Any:
         if self.is_lost:
             if not is_quiet:
                 raise TransportError("nixl: the connection is lost, and its last reads have not ended yet")
             self.leave(api)
             self.join(api)
-        if isinstance(piece, _Regions):
-            sources, targets = self._prepared(api, piece.region_bytes)
-            return api.make_prepped_xfer("READ", targets, piece.targets, sources, piece.sources)
-        spans = (
-            self._descs(api, self.target, piece.targets, piece.sizes),
-            self._descs(api, self.source, piece.sources, piece.sizes),
-        )
-        return api.initialize_xfer("READ", *spans, self.source.agent)
+        targets = self._descs(api, self.target, piece.target_offset, piece.num_bytes)
+        sources = self._descs(api, self.source, piece.source_offset, piece.num_bytes)
+        return api.initialize_xfer("READ", targets, sources, self.source.agent)
 
     @staticmethod
     def _descs(api: Any, pool: _Descriptor, offsets: Any, sizes: Any) -> Any:
@@ -243,8 +174,7 @@ class NixlReader:
 
     def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
         assert self._agent is not None and self._peer is not None
-        pieces = pieces_of(copies, self._peer.source.region_bytes, self._memory.layout.region_bytes)
-        read = self._agent.read(self._peer, pieces, copies.total_bytes, landed)
+        read = self._agent.read(self._peer, pieces_of(copies), copies.total_bytes, landed)
         if not read.done():
             self._reads.add(read)
             read.add_done_callback(self._on_end)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.errors import TransportError
-from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets
+from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.tcp.channels import Channel
 
 MAX_ROWS = 1000  # of one request: 16 KiB
@@ -115,14 +115,12 @@ def cut_into_pieces(copies: CopyList, source_bytes: int, target_bytes: int) -> l
 
     Raises TransportError unless every byte lies inside both pools.
     """
-    if copies.num_copies == 1 and int(copies.num_bytes[0]) <= PIECE_BYTES:
+    if len(copies.num_bytes) == 1 and int(copies.num_bytes[0]) <= PIECE_BYTES:
         return [_only_piece(copies, source_bytes, target_bytes)]
     copies.check_bounds(source_bytes, target_bytes)
-    source, target, sizes = copies.expanded()
+    source, target, sizes = copies.tiles(PIECE_BYTES)
     if not len(sizes):
         return []
-    if int(sizes.max()) > PIECE_BYTES:
-        source, target, sizes = _split_rows(source, target, sizes)
     ends = np.cumsum(sizes)
     num_pieces = -(-int(ends[-1]) // PIECE_BYTES)
     by_bytes = np.searchsorted(ends, np.arange(1, num_pieces) * (int(ends[-1]) / num_pieces)) + 1
@@ -142,15 +140,6 @@ def _only_piece(copies: CopyList, source_bytes: int, target_bytes: int) -> Piece
     if min(source, target, size) < 0 or source + size > source_bytes or target + size > target_bytes:
         raise TransportError("a copy lies outside the pool")
     return Piece(0, [source], [target], [size], size)
-
-
-def _split_rows(source: Offsets, target: Offsets, sizes: Offsets) -> tuple[Offsets, Offsets, Offsets]:
-    """Rows of PIECE_BYTES at most."""
-    num_parts = np.maximum(-(-sizes // PIECE_BYTES), 1)
-    row = np.repeat(np.arange(len(sizes)), num_parts)
-    part = np.arange(len(row)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    into = part * PIECE_BYTES
-    return source[row] + into, target[row] + into, np.minimum(sizes[row] - into, PIECE_BYTES)
 
 
 def deal(pieces: Sequence[Piece], num_streams: int) -> list[list[Piece]]:

@@ -249,7 +249,7 @@ def write_into_what_is_free(engine: Engine) -> tuple[list[int], torch.Tensor]:
     """As a transfer does it, beside the device's stream: every block that nobody holds."""
     lent = engine.take_probe_blocks(99)
     assert lent
-    return lent, engine.cache.storage.tensor[:, lent].clone()
+    return lent, engine.cache.storage.tensor[lent].clone()
 
 
 def leave(engine: Engine, how: str) -> None:
@@ -269,7 +269,7 @@ def test_blocks_of_who_has_gone_are_nobodys_until_the_step_is_collected(make, ho
     lent, written = write_into_what_is_free(engine)
     for _ in range(2):
         engine.step()
-    assert torch.equal(engine.cache.storage.tensor[:, lent], written)
+    assert torch.equal(engine.cache.storage.tensor[lent], written)
     engine.scheduler.blocks.return_probe_blocks(lent)
     drain(engine)
     assert_clean(engine)
@@ -283,7 +283,7 @@ def test_blocks_that_are_given_away_at_once_are_written_by_the_late_step(make, h
     lent, written = write_into_what_is_free(engine)
     for _ in range(2):
         engine.step()
-    assert not torch.equal(engine.cache.storage.tensor[:, lent], written)
+    assert not torch.equal(engine.cache.storage.tensor[lent], written)
 
 
 def test_a_copied_block_is_kept_until_it_was_copied(make):
@@ -311,7 +311,7 @@ def test_a_held_prompt_is_complete_when_its_first_token_is_told(make):
         for _ in range(20):
             for output in engine.step().outputs:
                 blocks = list(engine.scheduler.held[output.request_id].blocks)
-                kv = engine.cache.storage.tensor[:, blocks].transpose(1, 2).flatten(2, 3)
+                kv = engine.cache.storage.tensor[blocks].movedim(0, 2).flatten(2, 3)
                 found[output.request_id] = told(output), kv[:, :, : 30 + int(output.request_id)].clone()
         contents.append(found)
         for name in list(found):
@@ -399,9 +399,9 @@ def live(engine: Engine, rng: random.Random, expected: dict[str, list[tuple]], n
             engine.preempt((rng.choice(engine.scheduler.running),))
         elif event == "lend" and not lent:
             lent = engine.take_probe_blocks(3)
-            written = engine.cache.storage.tensor[:, lent].clone()
+            written = engine.cache.storage.tensor[lent].clone()
         elif event == "take back" and lent:
-            assert torch.equal(engine.cache.storage.tensor[:, lent], written), "a late step wrote into lent blocks"
+            assert torch.equal(engine.cache.storage.tensor[lent], written), "a late step wrote into lent blocks"
             engine.scheduler.blocks.return_probe_blocks(lent)
             lent = []
         elif event == "step":

@@ -90,10 +90,10 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
     [reservation] = target.step().reservations
     held = source.scheduler.held["a"].blocks
     for index, block in enumerate(reservation.target_blocks, start=reservation.first_block):
-        target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
+        target.cache.storage.tensor[block] = source.cache.storage.tensor[held[index]]
         if part != "none":
             of_part = slice(0, RANK) if part == "latents" else slice(RANK, WIDTH)
-            target.cache.storage.tensor[:, block, ..., of_part] *= -1
+            target.cache.storage.tensor[block, ..., of_part] *= -1
     source.abort("a")
     assert target.requests.activate("a", first.token_ids)
     stream = first.token_ids + [token for output in drain(target)["a"] for token in output.token_ids]

@@ -87,7 +87,7 @@ def handed_over(source, target, prompt):
     [reservation] = target.step().reservations
     held = source.scheduler.held["a"].blocks
     for index, block in enumerate(reservation.target_blocks, start=reservation.first_block):
-        target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
+        target.cache.storage.tensor[block] = source.cache.storage.tensor[held[index]]
     assert target.requests.activate("a", first.token_ids)
     return first.token_ids + [token for output in drain(target)["a"] for token in output.token_ids]
 

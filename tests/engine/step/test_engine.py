@@ -122,9 +122,9 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
         for index, block in zip(
             range(reservation.first_block, reservation.num_blocks), reservation.target_blocks, strict=True
         ):
-            target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
+            target.cache.storage.tensor[block] = source.cache.storage.tensor[held[index]]
         if corrupt:
-            target.cache.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
+            target.cache.storage.tensor[reservation.target_blocks[0], :, 1, 0] *= -3.0
         source.abort("a")
         assert target.requests.activate("a", first.token_ids)
         rest = drain(target)["a"]

@@ -116,7 +116,7 @@ def test_scales_travel_with_their_vectors_between_unlike_pools(order, size):
     begins.fill_with_noise(range(6))
     both = pair(source, target)
     copies = both.copies(both.source.chunks(range(6)), both.target.chunks(range(24 // size)), range(2))
-    for at, to, count in zip(*(part.tolist() for part in copies.expanded()), strict=True):
+    for at, to, count in zip(*copies.rows(), strict=True):
         lands.memory.view[to : to + count] = begins.memory.view[at : at + count]
     for one, other in zip(begins.layers, lands.layers, strict=True):
         assert torch.equal(

@@ -189,9 +189,9 @@ def test_a_group_goes_over_the_hop_as_one_and_a_corrupt_block_changes_it(make, l
         [reservation] = target.step().reservations
         held = source.scheduler.held["g"].blocks
         for index, block in zip(range(reservation.num_blocks), reservation.target_blocks, strict=False):
-            target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
+            target.cache.storage.tensor[block] = source.cache.storage.tensor[held[index]]
         if is_corrupt:
-            target.cache.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
+            target.cache.storage.tensor[reservation.target_blocks[0], :, 1, 0] *= -3.0
         source.abort("g")
         source.check()
         assert source.pool.counts().used == 0 and not source.scheduler.groups

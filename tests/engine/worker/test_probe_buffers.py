@@ -61,7 +61,7 @@ async def test_lent_blocks_hold_noise_and_show_as_lent_until_they_are_back(threa
     assert len(set(blocks)) == 3
     assert await probe_blocks(thread) == (3, 3, 3)
     tensor = thread.engine.cache.storage.tensor
-    assert all(tensor[:, block].abs().sum() > 0 for block in blocks) and torch.isfinite(tensor).all()
+    assert all(tensor[block].abs().sum() > 0 for block in blocks) and torch.isfinite(tensor).all()
     probe_buffers.put_back(blocks)
     assert await probe_blocks(thread) == (0, 0, 0)
 
@@ -122,6 +122,6 @@ async def test_a_question_to_the_engine_that_nobody_waits_for_any_more_does_it_n
 def test_noise_is_finite_differs_from_region_to_region_and_keeps_to_its_blocks(dtype):
     storage = KvStorage(KvLayout(3, 8, 4, 2, 8, dtype), torch.device("cpu"))
     storage.fill_with_noise([BlockId(1), BlockId(5)])
-    noisy = storage.tensor[:, [1, 5]].reshape(6, -1)
+    noisy = storage.tensor[[1, 5]].reshape(6, -1)
     assert torch.isfinite(noisy).all() and len(torch.unique(noisy, dim=0)) == 6
-    assert not storage.tensor[:, [0, 2, 3, 4, 6, 7]].any()
+    assert not storage.tensor[[0, 2, 3, 4, 6, 7]].any()

@@ -181,7 +181,7 @@ class FakeGpu:
 
 def tokens_then_heads(cache, kv_layout):
     """The cache [blocks, 2, block_size, heads, head_dim], for either layout that FlashInfer was given."""
-    assert cache.is_contiguous() and kv_layout in ("NHD", "HND")
+    assert cache[0].is_contiguous() and kv_layout in ("NHD", "HND")
     return cache if kv_layout == "NHD" else cache.transpose(2, 3)
 
 

@@ -175,7 +175,7 @@ def test_rows_that_cannot_spare_so_much_are_told_without_the_search(seed):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_step_in_two_levels_equals_the_reference(cuda, reference, head_dim, softcap):  # noqa: F811
     step = shared_step(**STEP, chunks=((5, 40),), head_dim=head_dim, softcap=softcap, dtype=torch.bfloat16)
-    gpu = dataclasses.replace(step, q=step.q.cuda(), kv_layer=step.kv_layer.nan_to_num(0).cuda())
+    gpu = dataclasses.replace(step, kv_layer=step.kv_layer.nan_to_num(0)).to("cuda")
     found = run_attention(cuda, gpu).cpu()
     torch.testing.assert_close(found, run_attention(reference, step), atol=2e-2, rtol=2e-2)
     assert cuda.cascade_saved_tokens > 0

@@ -18,17 +18,18 @@ def test_a_token_lies_where_the_order_says(order):
     storage = KvStorage(dataclasses.replace(LAYOUT, order=order), CPU)
     assert [layer.shape for layer in storage.layers] == [(3, 2, 4, 2, 3)] * 2
     storage.layers[1][2, 1, 3, 0] = 7.0  # the last layer's last block: V, last token, first head
-    shape = (2, 3, 2, 4, 2, 3) if order == "NHD" else (2, 3, 2, 2, 4, 3)
+    shape = (3, 2, 2, 4, 2, 3) if order == "NHD" else (3, 2, 2, 2, 4, 3)
     memory = np.frombuffer(storage.memory.view, dtype=np.float32).reshape(shape)
-    row = memory[1, 2, 1, 3, 0] if order == "NHD" else memory[1, 2, 1, 0, 3]
+    row = memory[2, 1, 1, 3, 0] if order == "NHD" else memory[2, 1, 1, 0, 3]
     assert row.tolist() == [7.0] * 3 and np.count_nonzero(memory) == 3
     assert storage.memory.layout.order == order
 
 
-def test_both_orders_are_of_one_size_and_only_one_is_contiguous():
+def test_both_orders_are_of_one_size_and_a_layers_blocks_lie_a_block_apart():
     plain, heads_first = (KvStorage(dataclasses.replace(LAYOUT, order=order), CPU) for order in ("NHD", "HND"))
     assert len(plain.memory.view) == len(heads_first.memory.view) == LAYOUT.num_bytes
-    assert plain.layers[0].is_contiguous() and not heads_first.layers[0].is_contiguous()
+    assert plain.layers[0][0].is_contiguous() and not heads_first.layers[0][0].is_contiguous()
+    assert all(4 * layer.stride(0) == LAYOUT.block_bytes for layer in (*plain.layers, *heads_first.layers))
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -39,4 +40,4 @@ def test_copies_are_whole_blocks_made_in_order(order):
     before = storage.tensor.clone()
     storage.copy_blocks([(BlockId(0), BlockId(1)), (BlockId(1), BlockId(2)), (BlockId(4), BlockId(0))])
     for block, content in enumerate((4, 0, 0, 3, 4)):
-        assert torch.equal(storage.tensor[:, block], before[:, content])
+        assert torch.equal(storage.tensor[block], before[content])

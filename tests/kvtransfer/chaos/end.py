@@ -71,7 +71,7 @@ class Blocks:
         flat: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         flat[:] = UNHELD
         self.memory = KvMemory(LAYOUT, flat.ctypes.data, "cpu", fd, memoryview(mapping), flat)
-        self.regions = flat.reshape(LAYOUT.num_layers, LAYOUT.num_blocks, LAYOUT.region_bytes)
+        self.regions = flat.reshape(LAYOUT.num_blocks, LAYOUT.num_layers, -1).swapaxes(0, 1)
 
     def take(self, count: int) -> list[BlockId] | None:
         """Blocks that hold what they were left with; None: no room."""

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import LayoutMismatch, TransportError
-from kvrelay.kvtransfer.mover.copy_plan import cut
+from kvrelay.kvtransfer.mover.copy_plan import cut, pair
+from kvrelay.kvtransfer.mover.verification import MAX_UNIT_BYTES
 from kvrelay.types import KvLayout
 from tests.kvtransfer.copies import carry_out, plan_copies, region_offsets
 
@@ -42,36 +43,38 @@ def test_carrying_out_a_plan_moves_those_regions_and_no_other_byte(pairs, layers
     copies = plan_copies(SOURCE, TARGET, source_blocks, target_blocks, layers)
     copies.check_bounds(len(source), len(target))
     carry_out(source, target, copies)
-    expected = np.zeros_like(target).reshape(3, 20, -1)
-    expected[layers.start : layers.stop, target_blocks] = source.reshape(3, 12, -1)[
-        layers.start : layers.stop, source_blocks
-    ]
-    assert np.array_equal(target.reshape(3, 20, -1), expected)
+    expected, some = np.zeros_like(target).reshape(20, 3, -1), slice(layers.start, layers.stop)
+    expected[target_blocks, some] = source.reshape(12, 3, -1)[source_blocks, some]
+    assert np.array_equal(target.reshape(20, 3, -1), expected)
     assert copies.total_bytes == len(source_blocks) * len(layers) * SOURCE.region_bytes
-
-
-@given(block_pairs(), LAYERS)
-def test_an_expanded_plan_is_the_same_plan(pairs, layers):
-    copies = plan_copies(SOURCE, TARGET, *pairs, layers)
-    sources, targets, sizes = copies.expanded()
-    assert len(sources) == len(targets) == len(sizes) == copies.num_copies
-    assert int(sizes.sum()) == copies.total_bytes
-    one, other = pools()
-    carry_out(one, other, copies)
-    again = np.zeros_like(other)
-    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
-        again[target : target + size] = one[source : source + size]
-    assert np.array_equal(other, again)
 
 
 def test_neighbours_on_both_sides_become_one_copy():
     copies = plan_copies(SOURCE, TARGET, [4, 5, 6, 9], [10, 11, 12, 13], range(3))
-    assert copies.num_bytes.tolist() == [3 * SOURCE.region_bytes, SOURCE.region_bytes]
-    assert copies.num_copies == 6
+    assert copies.num_bytes.tolist() == [3 * SOURCE.block_bytes, SOURCE.block_bytes]
+
+
+def test_some_layers_of_a_block_are_one_copy():
+    copies = plan_copies(SOURCE, TARGET, [4, 5], [10, 11], range(1, 3))
+    assert copies.num_bytes.tolist() == [2 * SOURCE.region_bytes] * 2
 
 
 def test_neighbours_on_one_side_only_stay_apart():
-    assert len(plan_copies(SOURCE, TARGET, [4, 5], [10, 12], range(1)).num_bytes) == 2
+    assert len(plan_copies(SOURCE, TARGET, [4, 5], [10, 12], range(3)).num_bytes) == 2
+
+
+@pytest.mark.parametrize(("is_scattered", "groups", "expected"), [(False, 1, 64), (True, 1, 256), (True, 4, 1024)])
+def test_a_4k_prompt_of_a_llama_8b_needs_a_descriptor_for_each_block_and_announcement(is_scattered, groups, expected):
+    """Contiguous blocks: one for each 8 MiB, which is what a transfer reads at a time. Once they were 8,192."""
+    layout = KvLayout(32, 300, 16, 8, 128, "bfloat16")
+    lists = [np.random.default_rng(seed).permutation(300)[:256] if is_scattered else np.arange(256) for seed in (1, 2)]
+    both, step, num_copies = pair(layout, layout), 32 // groups, 0
+    sources, targets = (end.chunks(blocks) for end, blocks in zip((both.source, both.target), lists, strict=True))
+    for first in range(0, 32, step):
+        for some, layers in cut(256, range(first, first + step), both.chunk_bytes, MAX_UNIT_BYTES):
+            copies = both.copies(sources[some], targets[some], layers)
+            num_copies += len(copies.num_bytes)
+    assert num_copies == expected
 
 
 def test_unequal_regions_or_lists_are_refused():
@@ -103,5 +106,5 @@ def test_cutting_covers_everything_once_within_the_limit(num_blocks, layers, lim
 @given(block_pairs(), LAYERS)
 def test_region_offsets_are_the_layouts(pairs, layers):
     blocks = pairs[0]
-    expected = [layer * SOURCE.layer_bytes + block * SOURCE.region_bytes for layer in layers for block in blocks]
+    expected = [block * SOURCE.block_bytes + layer * SOURCE.region_bytes for block in blocks for layer in layers]
     assert region_offsets(SOURCE, blocks, layers).tolist() == expected

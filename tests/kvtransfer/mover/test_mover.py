@@ -98,23 +98,19 @@ def test_an_chunk_of_several_pieces_hashes_as_the_whole_would(name, each, piece,
 @st.composite
 def moves(draw):
     """(copies, source, target's size): rows of any length that do not overlap in the target."""
-    repeats = draw(st.integers(0, 3))
     sizes = draw(st.lists(st.integers(0, 3000), min_size=0, max_size=12))
     gaps = draw(st.lists(st.integers(0, 40), min_size=len(sizes), max_size=len(sizes)))
     starts = np.cumsum([0, *(size + gap for size, gap in zip(sizes, gaps, strict=True))])
     order = draw(st.permutations(range(len(sizes))))
     target_offset = np.array([starts[i] for i in order], np.int64)
     num_bytes = np.array([sizes[i] for i in order], np.int64)
-    stride = int(starts[-1])
     source_offset = np.array([draw(st.integers(0, 5000)) for _ in order], np.int64)
-    source_stride = draw(st.integers(0, 900))
-    copies = CopyList(source_offset, target_offset, num_bytes, repeats, source_stride, stride)
-    return copies, noise(8000 + repeats * 900, 1), max(stride * repeats, 1)
+    return CopyList(source_offset, target_offset, num_bytes), noise(8000, 1), max(int(starts[-1]), 1)
 
 
 def carried_out(copies, source, target_bytes):
     target = np.zeros(target_bytes, np.uint8)
-    for start, to, size in zip(*(row.tolist() for row in copies.expanded()), strict=True):
+    for start, to, size in zip(*copies.rows(), strict=True):
         target[to : to + size] = source[start : start + size]
     return target
 
@@ -175,25 +171,14 @@ def test_chunks_of_several_pieces_are_hashed_as_one(each_way, piece):
 
 
 @pytest.mark.parametrize(
-    ("source_offset", "target_offset", "size", "repeats", "stride"),
-    [
-        (-1, 0, 10, 1, 0),
-        (0, -1, 10, 1, 0),
-        (0, 0, -1, 1, 0),
-        (991, 0, 10, 1, 0),
-        (0, 991, 10, 1, 0),
-        (0, 0, 10, 3, 496),
-        (0, 0, 10, 2, 2**62),
-        (2**62, 0, 10, 1, 0),
-    ],
+    ("source_offset", "target_offset", "size"),
+    [(-1, 0, 10), (0, -1, 10), (0, 0, -1), (991, 0, 10), (0, 991, 10), (0, 0, 2**62), (2**62, 0, 10)],
 )
-def test_a_row_outside_either_pool_is_refused_before_a_byte_moves(
-    each_way, source_offset, target_offset, size, repeats, stride
-):
+def test_a_row_outside_either_pool_is_refused_before_a_byte_moves(each_way, source_offset, target_offset, size):
     source, target = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
     rows = [np.array([0, value]) for value in (source_offset, target_offset, size)]
     rows[2][0] = 5
-    copies = CopyList(*rows, repeats, stride, stride)
+    copies = CopyList(*rows)
     with pytest.raises(TransportError, match="outside the pool"):
         move(place_of(source), place_of(target), copies, Receipt()).run()
     assert not target.any()

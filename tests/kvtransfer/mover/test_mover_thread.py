@@ -224,7 +224,7 @@ async def test_a_large_read_is_verified_there_too(kv, reader):
     copies, arrival = whole_read(kv, target, target)
     with pytest.raises(CorruptRead) as error:
         await reading.read(copies, arrival)
-    assert (error.value.num_regions, error.value.region) == (1, 2 * len(BLOCKS) + 7)
+    assert (error.value.num_regions, error.value.region) == (1, 7 * len(kv.lib.ALL_LAYERS) + 2)
 
 
 async def test_an_abandoned_large_read_ends_by_itself(kv, held, reader):

@@ -34,7 +34,7 @@ def tokens(memory, blocks, first, stop):
     of = memory.layout
     inner = (of.block_size, of.num_kv_heads) if of.order == "NHD" else (of.num_kv_heads, of.block_size)
     pool = torch.frombuffer(memory.view, dtype=DTYPES[of.dtype])
-    pool = pool.view(of.num_layers, of.num_blocks, 2, *inner, of.head_dim)
+    pool = pool.view(of.num_blocks, of.num_layers, 2, *inner, of.head_dim).transpose(0, 1)
     rows = []
     for token in range(first, stop):
         block, slot = blocks[token // of.block_size], token % of.block_size

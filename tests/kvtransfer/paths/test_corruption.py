@@ -20,7 +20,7 @@ class Corruptor:
         self.random, self.corrupt = np.random.default_rng(seed), getattr(self, kind)
 
     def __call__(self, source, target, copies):
-        rows = [row.copy() for row in copies.expanded()]
+        rows = [np.array(row) for row in copies.rows()]
         self.move(source, target, *rows)
         self.corrupt(source, target, *rows)
 
@@ -48,9 +48,8 @@ class Corruptor:
         target[other : other + 4096] = kept
 
     def wrong_layer(self, source, target, sources, targets, sizes):
-        layer_bytes = len(source) // 4
         row = self.random.integers(len(sources))
-        start = (sources[row] + layer_bytes) % len(source)
+        start = (sources[row] + 4096) % (len(source) - sizes[row])
         target[targets[row] : targets[row] + sizes[row]] = source[start : start + sizes[row]]
 
     def torn_write(self, source, target, sources, targets, sizes):

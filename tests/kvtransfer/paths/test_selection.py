@@ -93,14 +93,14 @@ def test_small_reads_do_not_count_as_bandwidth():
 
 @given(st.binary(min_size=16, max_size=16), st.integers(1, 8), st.integers(0, 40))
 def test_both_ends_draw_the_same_sample_and_no_block_goes_unchecked(nonce, layers, blocks):
-    chosen = chosen_regions(nonce, layers, blocks)
-    assert chosen.shape == (layers, blocks)
-    assert np.array_equal(chosen, chosen_regions(nonce, layers, blocks))
-    assert chosen.any(axis=0).all()
+    chosen = chosen_regions(nonce, blocks, layers)
+    assert chosen.shape == (blocks, layers)
+    assert np.array_equal(chosen, chosen_regions(nonce, blocks, layers))
+    assert chosen.any(axis=1).all()
 
 
 def test_a_sample_has_about_its_share():
-    assert chosen_regions(b"n" * 16, 100, 400).mean() == pytest.approx(SAMPLED_SHARE, abs=0.02)
+    assert chosen_regions(b"n" * 16, 400, 100).mean() == pytest.approx(SAMPLED_SHARE, abs=0.02)
 
 
 def test_another_ticket_draws_another_sample():

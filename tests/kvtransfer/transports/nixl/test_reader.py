@@ -44,14 +44,19 @@ async def pair():
     await exporter.aclose()
 
 
-def copies(source, target, sizes, **repeats):
-    return CopyList(*(np.array(values, dtype=np.int64) for values in (source, target, sizes)), **repeats)
+def copies(source, target, sizes):
+    return CopyList(*(np.array(values, dtype=np.int64) for values in (source, target, sizes)))
+
+
+def regions(count):
+    """The pools' first regions, one copy each."""
+    return copies(np.arange(count) * REGION, np.arange(count) * REGION, [REGION] * count)
 
 
 def expected(source, plan):
     """The target's pool as these copies must leave it."""
     after = np.zeros(len(source.owner), dtype=np.uint8)
-    for s_offset, t_offset, size in zip(*(row.tolist() for row in plan.expanded()), strict=True):
+    for s_offset, t_offset, size in zip(*plan.rows(), strict=True):
         after[t_offset : t_offset + size] = source.owner[s_offset : s_offset + size]
     return after
 
@@ -66,7 +71,7 @@ async def test_what_has_landed_is_verified_in_order_on_another_thread_while_the_
         first = target.owner[: blocks * REGION]
         calls.append((num_bytes, np.array_equal(first, source.owner[: blocks * REGION]), threading.get_ident()))
 
-    await reader.read(copies([0], [0], [45 * REGION]), landed)
+    await reader.read(regions(45), landed)
     told = [num_bytes for num_bytes, _, _ in calls]
     assert told == sorted(set(told)) and told[0] < told[-1] == 45 * REGION
     assert all(is_there for _, is_there, _ in calls)
@@ -97,21 +102,14 @@ async def test_a_small_read_is_over_when_the_call_returns_unless_the_agent_is_bu
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_copies_of_any_size_land_where_they_should_and_nowhere_else(pair, monkeypatch, seed):
-    """Unequal layouts make such copies: parts of regions, repeated with a stride."""
+    """Unequal layouts make such copies: parts of regions."""
     source, target, reader = pair
     monkeypatch.setattr(nixl, "PIECE_BYTES", 3000)
     rng = np.random.default_rng(seed)
-    unit, num, layer = int(rng.choice([64, 512, REGION])), 12, sides.LAYOUT.layer_bytes
-    cells = layer // (4 * unit)
+    unit, num = int(rng.choice([64, 512, REGION])), 36
+    cells = sides.LAYOUT.num_bytes // (4 * unit)
     sizes = rng.integers(1, 4, num) * unit
-    plan = copies(
-        rng.permutation(cells)[:num] * 4 * unit,
-        rng.permutation(cells)[:num] * 4 * unit,
-        sizes,
-        repeats=3,
-        source_stride=layer,
-        target_stride=layer,
-    )
+    plan = copies(rng.permutation(cells)[:num] * 4 * unit, rng.permutation(cells)[:num] * 4 * unit, sizes)
     await reader.read(plan)
     assert np.array_equal(target.owner, expected(source, plan))
 
@@ -155,7 +153,7 @@ async def test_a_region_that_is_wrong_ends_the_read_and_no_more_is_verified(pair
         raise CorruptRead(1, 3)
 
     with pytest.raises(CorruptRead):
-        await reader.read(copies([0], [0], [60 * REGION]), landed)
+        await reader.read(regions(60), landed)
     assert len(calls) == 1 and calls[0] < 60 * REGION
 
 
