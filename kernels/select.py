@@ -5,12 +5,15 @@ Imports torch only; a backend's own dependencies are imported when it is chosen.
 
 import functools
 import logging
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import Backend
+
+if TYPE_CHECKING:
+    from kvrelay.kernels.cuda.modules import KernelModule, KernelNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,15 @@ def backend_class(name: Name = "auto", device: str = "auto") -> Any:
     Raises as that does.
     """
     return _class_of(_resolve(name, device)[0])
+
+
+def kernel_modules(name: Name, device: str, needs: "list[KernelNeeds]") -> "list[KernelModule]":
+    """What `select_backend`'s choice loads for models, to be compiled ahead; none on a CPU. Raises as that does."""
+    if _resolve(name, device)[0] != "cuda":
+        return []
+    from kvrelay.kernels.cuda import modules
+
+    return modules.kernel_modules(*needs)
 
 
 def _class_of(name: str) -> Any:

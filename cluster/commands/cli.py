@@ -27,6 +27,7 @@ _LAZY = {  # command -> module and function, and its summary
     "doctor": ("cluster.commands.doctor:doctor", "Show between which workers KV can travel, and what to change."),
     "scale": ("cluster.commands.status:scale", "Change how many workers run, without restarting the others."),
     "verify": ("cluster.verify.cli:command", "Compare the tokens of every serving path with Hugging Face generate."),
+    "prepare": ("cluster.commands.prepare:command", "Compile a model's kernels ahead of time; needs no GPU."),
     "models": ("cluster.commands.models:command", "List the cache of converted models, or clear it."),
     "kv": ("cluster.commands.kv:command", "Write a prompt's KV to a file, or continue from such a file."),
     "profile": ("cluster.commands.profile:command", "Profile engine steps with torch, or measure a speed profile."),

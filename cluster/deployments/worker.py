@@ -122,11 +122,13 @@ class WorkerReplica:
 
     def _make(self, model_dir: Any, join: JoinSettings, node_id: str, num_workers: int) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
+        from kvrelay.cluster.compiling.kernels import compile_missing
         from kvrelay.decode.worker import DecodeWorker
         from kvrelay.engine.checkpoints.checkpoint import model_name
         from kvrelay.engine.worker.build import WorkerOptions
         from kvrelay.prefill.worker import PrefillWorker
 
+        compile_missing(self._settings, Role(self.role), model_dir)
         worker_id = worker_name(self.role, own_replica())
         host = join.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:

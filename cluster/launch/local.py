@@ -35,7 +35,8 @@ from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0  # without a sign of progress: compiling kernels may take longer than all the rest
+_STARTING = b"starting: "
 
 
 def make_worker(
@@ -151,9 +152,11 @@ async def spawn(
     process.stdin.write(json.dumps(config).encode() + b"\n")
     line = b""
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(START_TIMEOUT_S) as limit:
             while line := await process.stdout.readline():
-                if line.startswith(b"{"):
+                if line.startswith(_STARTING):
+                    limit.reschedule(asyncio.get_running_loop().time() + START_TIMEOUT_S)
+                elif line.startswith(b"{"):
                     break
     except TimeoutError:
         process.kill()
@@ -278,12 +281,17 @@ async def local_cluster(
 def main() -> int:
     """One worker's process: read its configuration from standard input, serve until that closes."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    to_parent = logging.StreamHandler(sys.stdout)
+    to_parent.setFormatter(logging.Formatter(f"{_STARTING.decode()}%(message)s"))
+    logging.getLogger("kvrelay.cluster.compiling").addHandler(to_parent)
     return asyncio.run(_child())
 
 
 async def _child() -> int:
     config = json.loads(sys.stdin.buffer.readline())
     settings, secret, name = settings_from(config["settings"]), bytes.fromhex(config["secret"]), config["name"]
+    from kvrelay.cluster.compiling.kernels import compile_missing
+
     served: WorkerService | StoreService
     try:
         if config["role"] == STORE_ROLE:
@@ -292,6 +300,7 @@ async def _child() -> int:
         else:
             cores = tuple(config["cores"]) if config["cores"] else None
             stores = [StoreAddress(**store) for store in config["stores"]]
+            await asyncio.to_thread(compile_missing, settings, Role(config["role"]), Path(config["model_dir"]))
             served = make_worker(Role(config["role"]), settings, Path(config["model_dir"]), secret, name, cores, stores)
             tracing.configure(name, config["role"])
             answer = {"port": (await start_worker(served)).port}

@@ -1,6 +1,8 @@
 """FlashInfer and what its compiler needs. UNVERIFIED ON A GPU."""
 
 import os
+import shutil
+import sys
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
@@ -16,6 +18,7 @@ def import_flashinfer() -> Any:
     - Its norms are those in CUDA, also where nvidia-cutlass-dsl is installed: what is tested is what users run.
     - They include cublasLt.h: torch's CUDA wheels bring it, toolkits without cuBLAS do not.
     - Modules are linked with libcuda.so, of which a machine may have the driver's libcuda.so.1 only.
+    - ninja, which it runs for compiled modules, too, is found beside this interpreter.
 
     Raises ImportError or OSError: it is not installed, or does not load.
     """
@@ -29,14 +32,18 @@ def import_flashinfer() -> Any:
 def _set_environment() -> None:
     """Once for the process: every choice of a backend asks whether FlashInfer imports."""
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    scripts = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (scripts / "ninja").exists():  # an environment that is not activated
+        add_to("PATH", str(scripts), os.pathsep)
     for folder in _headers():
-        _add("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
+        add_to("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
     with suppress(OSError):  # a cache that cannot be written: toolkits bring a stub of libcuda.so, too
         if (stub := _driver_library()) is not None:
-            _add("LIBRARY_PATH", str(stub), os.pathsep)
+            add_to("LIBRARY_PATH", str(stub), os.pathsep)
 
 
-def _add(variable: str, value: str, separator: str) -> None:
+def add_to(variable: str, value: str, separator: str) -> None:
+    """Append to an environment variable."""
     known = os.environ.get(variable, "")
     if value not in known:
         os.environ[variable] = f"{known}{separator}{value}" if known else value

@@ -17,7 +17,7 @@ from kvrelay.kernels.cuda.staging import DeviceStaging
 HALF = frozenset((torch.float16, torch.bfloat16))
 HEAD_DIMS = frozenset((64, 128, 256))
 DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
-_LATENT_APPEND = (512, 64)  # latent and rotary numbers, the only ones that FlashInfer's append knows
+LATENT_APPEND = (512, 64)  # latent and rotary numbers, the only ones that FlashInfer's append knows
 _MAX_THREADS = 1024  # of one CUDA block
 _MOST_HEADS = 128
 
@@ -86,7 +86,7 @@ def has_append(k: Tensor, kv_cache: Tensor) -> bool:
 def has_latent_append(latents: Tensor, keys: Tensor, kv_layer: Tensor) -> bool:
     """Whether FlashInfer can append latents [T, latent_dim] and keys [T, rope_dim] to this cache."""
     sizes = (latents.shape[1], keys.shape[1])
-    return sizes == _LATENT_APPEND and latents.dtype in HALF and latents.dtype == kv_layer.dtype
+    return sizes == LATENT_APPEND and latents.dtype in HALF and latents.dtype == kv_layer.dtype
 
 
 def paged_index(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionShape, AttentionVariant
+from kvrelay.kernels.cuda.modules import HOPPER, HOPPER_MAJOR, KernelNeeds, hopper_modules
 from kvrelay.kernels.cuda.plan import in_memory_order, paged_index, plan_prefill
 
 logger = logging.getLogger(__name__)
 
-PLAIN, HOPPER = "fa2", "fa3"
-_HOPPER = 9  # compute capability 9.x, the only one with fa3
+PLAIN = "fa2"
 _TOKENS = 2048  # of the prompt for timing
 _REPEATS = 3
 _NEAR = 2e-2  # largest difference of two kernels' results, relative to the largest number
@@ -44,13 +44,12 @@ class PrefillKernels:
     def try_out(self, shape: AttentionShape, variant: AttentionVariant) -> dict[str, float]:
         """Seconds for a prompt of 2,048 tokens by each kernel that works here; selects the fastest for later steps.
 
-        fa3 may have to be built first, which takes minutes; FlashInfer caches the build.
+        fa3 is left alone where it is not compiled: that takes minutes.
         """
-        if torch.cuda.get_device_capability(self._workspace.device)[0] != _HOPPER:
+        is_hopper = torch.cuda.get_device_capability(self._workspace.device)[0] == HOPPER_MAJOR
+        needs = KernelNeeds(shape, [variant], 0, "silu")
+        if not is_hopper or any(module.files_to_compile() for module in hopper_modules(needs)):
             return {}
-        logger.info(
-            "trying out prefill kernels for heads of %d; what is not built yet takes minutes, once", shape.head_dim
-        )
         expected, seconds = self._prompt(PLAIN, shape, variant)
         found = {PLAIN: seconds}
         try:

@@ -32,7 +32,7 @@ _HASH_FROM = 241  # bytes: for shorter inputs XXH3 is another function, which na
 
 
 @functools.cache
-def _native() -> Any | None:
+def native_copies() -> Any | None:
     """native/copy.c; None where it cannot be compiled."""
     instead = "numpy copies blocks between tiers"
     library = load_or_none(load_native, "kvcache", _SOURCES, XXH3_HEADERS, instead=instead)
@@ -64,7 +64,7 @@ class HostSlab:
         self._view = memoryview(mapping)
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self.memory = KvMemory(layout, address, "cpu", memfd, self._view, mapping)
-        self._library = _native()
+        self._library = native_copies()
         self._is_hashed_in_c = self._library is not None and self.block_bytes >= _HASH_FROM
 
     def row(self, row: int) -> memoryview:

@@ -158,7 +158,7 @@ def make_codec(name: str, layout: KvLayout) -> Codec:
 
 
 @functools.cache
-def _native() -> ctypes.CDLL | None:
+def native_codecs() -> ctypes.CDLL | None:
     sources, instead = [Path(__file__).parent / "native" / "codecs.c"], "KV codecs run in numpy, several times slower"
     return load_or_none(load_native, "kvrelay_codecs", sources, instead=instead)
 
@@ -174,7 +174,7 @@ def quantise(block: Bytes, dtype: str, group: int, target: str) -> tuple[Scales,
         ([groups] upper halves of float32 scales, [numbers] codes); None when a number is not finite.
     """
     count = block.nbytes // ITEM_BYTES[dtype]
-    library = _native()
+    library = native_codecs()
     if library is None:
         return _quantise_numpy(block, dtype, group, target)
     scales, codes = np.empty(count // group, np.uint16), np.empty(count, np.uint8)
@@ -192,7 +192,7 @@ def quantise(block: Bytes, dtype: str, group: int, target: str) -> tuple[Scales,
 
 def dequantise(scales: Scales, codes: Bytes, dtype: str, group: int, source: str, into: Bytes) -> None:
     """Approximately invert `quantise`, as `dtype` into `into`."""
-    library = _native()
+    library = native_codecs()
     if library is None:
         _dequantise_numpy(scales, codes, dtype, group, source, into)
         return
@@ -212,7 +212,7 @@ def split_planes(block: Bytes, width: int) -> tuple[Bytes, Bytes]:
     if width == 1:
         return block, block[:0]
     count = block.nbytes // width
-    library = _native()
+    library = native_codecs()
     top, rest = np.empty(count, np.uint8), np.empty(count * (width - 1), np.uint8)
     if library is not None:
         library.kvrelay_split(_at(block), ctypes.c_long(width), ctypes.c_long(count), _at(top), _at(rest))
@@ -229,7 +229,7 @@ def merge_planes(top: Bytes, rest: Bytes, width: int, into: Bytes) -> None:
     if width == 1:
         into[:] = top
         return
-    library = _native()
+    library = native_codecs()
     if library is not None:
         library.kvrelay_merge(_at(top), _at(rest), ctypes.c_long(width), ctypes.c_long(len(top)), _at(into))
         return

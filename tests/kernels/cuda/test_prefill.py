@@ -1,5 +1,7 @@
 """Which prefill kernels are chosen, over the fake GPU: the faster that builds and agrees."""
 
+import types
+
 import pytest
 import torch
 
@@ -48,6 +50,16 @@ def test_what_has_not_been_tried_takes_fa2(fake_gpu, seconds):
 def test_another_processor_tries_nothing(fake_gpu, seconds, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert chosen(fake_gpu) == ("fa2", "fa2")
+
+
+def test_kernels_that_are_not_compiled_are_left_alone(fake_gpu, seconds):
+    """That would take minutes of a worker's start."""
+    fake_gpu.gpu.hopper_spec = types.SimpleNamespace(name="fa3", is_aot=False, write_ninja=not_installed)
+    assert chosen(fake_gpu) == ("fa2", "fa2")
+
+
+def not_installed():
+    raise RuntimeError("no nvcc")
 
 
 def test_kernels_that_do_not_build_are_logged_once_and_not_used(fake_gpu, seconds, caplog):

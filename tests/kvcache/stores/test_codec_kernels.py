@@ -39,7 +39,7 @@ def test_numbers_are_rounded_as_torch_rounds_them():
 @pytest.mark.parametrize("name", ["lossless", "int8", "fp8"])
 def test_with_and_without_a_compiler_the_bytes_are_the_same(dtype, name, monkeypatch):
     """What one worker stored another may load."""
-    if codecs._native() is None:
+    if codecs.native_codecs() is None:
         pytest.skip("there is no compiler here")
     draw = torch.Generator().manual_seed(3)
     sizes = torch.logspace(-40, 4, 600).unsqueeze(1)  # float16's smallest numbers and below are among them
@@ -49,7 +49,7 @@ def test_with_and_without_a_compiler_the_bytes_are_the_same(dtype, name, monkeyp
     codec, compiled, plain = make_codec(name, KvLayout(1, 1, 600, 1, 64, dtype, is_latent=True)), *_two(len(block))
     encoded = bytes(codec.encode(block))
     codec.decode(memoryview(encoded), compiled)
-    monkeypatch.setattr(codecs, "_native", lambda: None)
+    monkeypatch.setattr(codecs, "native_codecs", lambda: None)
     assert bytes(codec.encode(block)) == encoded
     codec.decode(memoryview(encoded), plain)
     assert compiled == plain
@@ -63,6 +63,6 @@ def test_a_machine_without_a_compiler_is_served_by_numpy(monkeypatch):
     monkeypatch.setenv("KVRELAY_NATIVE", "0")
     with pytest.raises(BackendUnavailable):
         load_native("anything", [])
-    codecs._native.cache_clear()
-    assert codecs._native() is None
-    codecs._native.cache_clear()
+    codecs.native_codecs.cache_clear()
+    assert codecs.native_codecs() is None
+    codecs.native_codecs.cache_clear()

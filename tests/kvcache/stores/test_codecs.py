@@ -21,9 +21,9 @@ DTYPES = ["float32", "bfloat16", "float16"]
 def kernels(request, monkeypatch):
     if request.param == "numpy":
         monkeypatch.setenv("KVRELAY_NATIVE", "0")
-    codecs._native.cache_clear()
+    codecs.native_codecs.cache_clear()
     yield request.param
-    codecs._native.cache_clear()
+    codecs.native_codecs.cache_clear()
 
 
 def layout(dtype, head_dim=64, *, is_latent=False):

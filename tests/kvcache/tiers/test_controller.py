@@ -121,7 +121,7 @@ def world(request):
 @pytest.mark.parametrize("native", [True, False])
 def test_blocks_come_back_as_they_went(world, monkeypatch, native):
     if not native:
-        monkeypatch.setattr(host, "_native", lambda: None)
+        monkeypatch.setattr(host, "native_copies", lambda: None)
     it = world()
     entries, expected = it.named(5)
     it.tiers.save(entries)
