@@ -6,13 +6,13 @@ two attention calls. What is chosen by measuring at start (prefill attention) an
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from bench.gpu.engines import seconds_of
-from bench.gpu.section import FA3_IS_BUILT, Context
+from bench.gpu.section import Context
 from kvrelay.kernels.backend import AttentionShape, Backend, SamplingBatch
 from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.oracle import reference
@@ -40,14 +40,11 @@ def microseconds(seconds: dict[str, float]) -> dict[str, float]:
 
 def prefill_attention(context: Context, backend: Backend) -> None:
     """FlashInfer's fa2 and fa3 over a prompt of 2,048 tokens, as the product compares them at start."""
-    if not (context.scratch / FA3_IS_BUILT).exists():
-        context.add(
-            choice="prefill attention", left_out="fa3 is for Hopper alone" if context.is_cuda else "needs a GPU"
-        )
+    shape, kernels = AttentionShape(32, 8, 128, 16, torch.bfloat16), cast("Any", backend)
+    found: dict[str, float] = kernels.paged.prefill_kernels.try_out(shape, (0.1, None, None)) if context.is_cuda else {}
+    if not found:
+        context.add(choice="prefill attention", left_out="needs Hopper, and fa3 compiled")
         return
-    shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
-    kernels: Any = backend
-    found: dict[str, float] = kernels.paged.prefill_kernels.try_out(shape, (0.1, None, None))
     context.add(
         choice="prefill attention, 2,048 tokens", faster=faster(found), ok=len(found) == 2, **microseconds(found)
     )

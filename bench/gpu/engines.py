@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.engine.inprocess import random_prompt
-from bench.gpu.section import FA3_IS_BUILT, Context
+from bench.gpu.section import Context
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.step.build import make_engine
 from kvrelay.engine.step.config import EngineConfig, StepResult
@@ -43,8 +43,7 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
         quantization=None,
     )
     engine = make_engine(model, backend, config)  # load_engine would choose kernels and capture every graph
-    if (context.scratch / FA3_IS_BUILT).exists():
-        engine.runner.choose_kernels()
+    engine.runner.choose_kernels()
     engine.cache.storage.tensor.uniform_(-1.0, 1.0)  # noise in place of a computed context
     return engine
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-FA3_IS_BUILT = "fa3-is-built"  # a file in the scratch folder: Hopper's prefill kernels need not be built any more
-
 
 class LeftOut(Exception):
     """This section cannot run here; the message says why. No failure."""

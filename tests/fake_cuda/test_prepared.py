@@ -47,7 +47,7 @@ def test_after_prepare_an_engine_compiles_nothing(name, tmp_path):
     settings = load_settings(None, {"model": {"source": str(folder)}})
     modules = [module for module in prepare.gpu_modules(settings) if not module.is_late]
     assert Build(modules, lambda *progress: None).run() == {}
-    prepare.copied(modules, tmp_path / "aot")
+    prepare.copy(modules, tmp_path / "aot")
     found = run(tmp_path / "aot", folder)
     assert found.stdout.endswith("done\n"), found.stderr[-3000:]
     shutil.rmtree(tmp_path / "aot" / "page")  # the control: one that steps load, and no start does
