@@ -20,7 +20,6 @@ from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import KvrelayError, UnsupportedModel
-from kvrelay.settings.cache import TransferSettings
 from kvrelay.settings.engine import EngineSettings, ModelSettings
 from kvrelay.settings.router import RouterSettings
 
@@ -54,9 +53,6 @@ def settings_of(context: Context, folder: Path) -> Settings:
                 "token_budget": 64 if context.tiny else 4096,
                 "num_threads": None if context.is_cuda else 1,
             }
-        ),
-        transfer=TransferSettings.model_validate(
-            {"transport": "nixl" if context.is_cuda and not context.rehearse else "auto"}
         ),
         router=RouterSettings(local_prefill_tokens=0),
     )

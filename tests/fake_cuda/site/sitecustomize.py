@@ -18,7 +18,15 @@ def _drawing(module):
     module._try_out = lambda draw, device: None  # else Triton's kernels count as broken
 
 
-PATCHES = {"kvrelay.kernels.cuda.staging": _tokens, "kvrelay.kernels.cuda.backend": _drawing}
+def _copying(module):
+    module.problem = lambda device: None  # else CUDA IPC is not taken
+
+
+PATCHES = {
+    "kvrelay.kernels.cuda.staging": _tokens,
+    "kvrelay.kernels.cuda.backend": _drawing,
+    "kvrelay.kvtransfer.transports.cuda_ipc_triton": _copying,
+}
 
 
 class Patching(MetaPathFinder):
