@@ -74,9 +74,7 @@ def read_header(path: Path) -> dict[str, Any]:
 def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     """The location of each expected tensor; of a quantised weight, of its parts ("layers.0.mlp.up_proj.weight_scale").
 
-    Raises:
-        CheckpointCorrupt: a tensor is missing, unknown, doubled, or of the wrong dtype or shape; a file is damaged.
-        ModelNotFound: no weight files.
+    Raises ModelNotFound, CheckpointCorrupt: a file is damaged, a tensor missing, unknown, doubled or of a wrong shape.
     """
     shapes = expected_shapes(spec)
     found: dict[str, StoredTensor] = {}
@@ -92,8 +90,7 @@ def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
 
 def _check_quantised(folder: str, spec: ModelSpec, shapes: Shapes, found: Mapping[str, StoredTensor]) -> set[str]:
     """The quantised weights among `shapes`. Raises CheckpointCorrupt."""
-    names = {name.rpartition(".") for name, tensor in found.items() if tensor.dtype not in PLAIN or name not in shapes}
-    modules = {module for module, _, part in names}
+    modules = {name.rpartition(".")[0] for name, it in found.items() if it.dtype not in PLAIN or name not in shapes}
     for module in modules:
         parts = {part: found[at] for part in ("weight", *PARTS) if (at := f"{module}.{part}") in found}
         check_parts(folder, module, format_of(spec, module), shapes[f"{module}.weight"], parts)
@@ -125,7 +122,8 @@ def _place(
     """Add a tensor under its name. Raises CheckpointCorrupt."""
     path, stored = str(tensor.path), tensor.name
     if name is None:
-        if not _is_passed_over(stored, spec):
+        is_empty = spec.quantization is not None and stored.endswith(".bias") and tensor.is_zero()  # AutoGPTQ's
+        if not is_empty and not _is_passed_over(stored, spec):
             raise CheckpointCorrupt(path, f"tensor {stored} has no place in a {spec.architecture} model")
         return
     is_linear = name != "embed_tokens.weight" and name.endswith(".weight") and len(tensor.shape) == 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.checkpoints.files import expected_shapes, format_of, locate_tensors, shared_name
-from kvrelay.engine.checkpoints.stored_tensors import PLAIN
+from kvrelay.engine.checkpoints.stored_tensors import PARTS, PLAIN
 from kvrelay.engine.checkpoints.unpacking import unpacked
 from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, LatentAttention, Layer, Mlp
 from kvrelay.engine.models.spec import ModelSpec
@@ -55,13 +55,9 @@ class WeightReader(contextlib.ExitStack):
         form = None if stored is not None and stored.dtype in PLAIN else format_of(self._spec, module)
         if form is None:
             return self.read(name, dtype, device)
-
-        def part(part: str) -> Tensor | None:
-            at = f"{module}.{part}"
-            return self.read(at, None, device) if at in self._where else None
-
-        shape = self._shapes[name]
-        return unpacked(form, module, (shape[0], shape[1]), part)
+        names = {part: f"{module}.{part}" for part in ("weight", *PARTS)}
+        parts = {part: self.read(at, None, device) for part, at in names.items() if at in self._where}
+        return unpacked(form, module, self._shapes[name], parts.get)
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """A copy of one tensor, in its stored dtype if `dtype` is None. Read, not mapped: mapped files count as
@@ -139,8 +135,7 @@ class Packer:
         if isinstance(weight, Tensor):
             return weight
         plain, error = dequantised(weight, self._plain_dtype)
-        if self._scheme is None:  # else the error of quantising it counts
-            self.error += error
+        self.error += error if self._scheme is None else WeightError()  # else the error of quantising it counts
         return plain
 
     def _pack_heads(self, weight: Tensor) -> HeadLinears:

@@ -38,6 +38,12 @@ class StoredTensor:
     begin: int
     end: int
 
+    def is_zero(self) -> bool:
+        """Whether all its bytes are."""
+        with self.path.open("rb") as file:
+            file.seek(self.begin)
+            return not any(file.read(self.end - self.begin))
+
 
 class Part(NamedTuple):
     """A tensor of a quantised weight: its possible names, dtypes and shapes."""

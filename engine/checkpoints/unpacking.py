@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvrelay.engine.checkpoints.stored_tensors import INPUT_SCALES, SCALES
+from kvrelay.engine.checkpoints.stored_tensors import INPUT_SCALES, SCALES, Shape
 from kvrelay.engine.models.quantization import WeightFormat
 from kvrelay.errors import CheckpointCorrupt
 from kvrelay.kernels.common.stored_weights import Fp8Weight, Mxfp4Weight, QuantizedWeight, StoredWeight
@@ -20,7 +20,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word's outputs are
 Parts = Callable[[str], Tensor | None]  # a tensor by the name of its part
 
 
-def unpacked(form: WeightFormat, module: str, shape: tuple[int, int], part: Parts) -> StoredWeight:
+def unpacked(form: WeightFormat, module: str, shape: Shape, part: Parts) -> StoredWeight:
     """The weight [N, K]. Its tensors are those that check_parts has seen."""
     if form.packing == "fp8":
         return _fp8(form, shape, part)
@@ -61,9 +61,9 @@ def _spread(words: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
     return (spread if order is None else spread[..., order]).flatten(1)
 
 
-def _fp8(form: WeightFormat, shape: tuple[int, int], part: Parts) -> Fp8Weight:
+def _fp8(form: WeightFormat, shape: Shape, part: Parts) -> Fp8Weight:
     (n, k), scales = shape, _needed(part, *SCALES).float()
     inputs = [float(scale) for name in INPUT_SCALES if (scale := part(name)) is not None]
     tile = (1, k) if form.block is None or scales.shape in ((n,), (n, 1)) else form.block
-    tile = shape if scales.numel() == 1 else tile
+    tile = (n, k) if scales.numel() == 1 else tile
     return Fp8Weight(_needed(part, "weight"), scales.reshape(-(-n // tile[0]), -1), tile, next(iter(inputs), None))

@@ -75,12 +75,7 @@ def _rank(targets: tuple[str, ...], names: tuple[str, ...]) -> int | None:
 
 
 def quantization_of(raw: Json, model: str) -> Quantization | None:
-    """From a config.json; None: its weights are plain.
-
-    Raises:
-        UnsupportedModel: a method or an option that is not supported, with what would work.
-        CheckpointCorrupt: impossible values.
-    """
+    """From a config.json; None: plain weights. Raises UnsupportedModel with what would work, CheckpointCorrupt."""
     nested = raw.get("text_config")
     inner: Json = nested if isinstance(nested, Mapping) else {}
     config = raw.get("quantization_config") or raw.get("compression_config") or inner.get("quantization_config")
@@ -106,8 +101,8 @@ class _Config:
     keys: Json
 
     def refused(self, what: str = "") -> UnsupportedModel:
-        by = f"{self.method} with {what}" if what else self.method
-        return UnsupportedModel(self.model, f"weights quantised by {by} are not supported: {_INSTEAD}")
+        by = f"quantised by {self.method}" + (f" with {what}" if what else "")
+        return UnsupportedModel(self.model, f"weights {by} are not supported: {_INSTEAD}")
 
     def one(self, weights: WeightFormat) -> Quantization:
         """All linear weights are stored so, unless their tensors are plain."""
@@ -132,14 +127,12 @@ def _block(sizes: Any) -> tuple[int, int] | None:
 
 def _gptq(config: _Config) -> Quantization:
     keys, stored = config.keys, config.keys.get("checkpoint_format") or "gptq"
-    refused = {
-        "desc_act (groups by activation order)": keys.get("desc_act"),
-        f"{keys['bits']} bits": keys["bits"] not in (4, 8),
-        f"checkpoint_format {stored}": stored not in ("gptq", "gptq_v2"),
-        "dynamic (bits of some modules)": any(not str(it).startswith("-:") for it in keys.get("dynamic") or ()),
-    }
-    if any(refused.values()):
-        raise config.refused(next(what for what, is_so in refused.items() if is_so))
+    if keys.get("desc_act"):
+        raise config.refused("desc_act (groups by activation order)")
+    if any(not str(pattern).startswith("-:") for pattern in keys.get("dynamic") or ()):
+        raise config.refused("dynamic (bits of some modules)")
+    if keys["bits"] not in (4, 8) or stored not in ("gptq", "gptq_v2"):
+        raise config.refused(f"{keys['bits']} bits in checkpoint_format {stored}")
     shift = int(stored == "gptq")  # which stores zero points less one
     return config.one(WeightFormat("gptq", keys["bits"], _group(keys["group_size"]), has_zeros=True, zero_shift=shift))
 
@@ -165,8 +158,8 @@ def _group(size: Any) -> int:
 def _compressed_tensors(config: _Config) -> Quantization:
     keys = config.keys
     sparsity = (keys.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise config.refused(f"sparsity {sparsity}")
+    if sparsity != "dense" or keys.get("transform_config"):
+        raise config.refused(f"sparsity {sparsity} or transform_config")
     formats = tuple((tuple(it["targets"]), _compressed_format(config, it)) for it in keys["config_groups"].values())
     return Quantization(config.method, formats, tuple(keys.get("ignore") or ()), bool(keys.get("kv_cache_scheme")))
 

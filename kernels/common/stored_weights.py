@@ -177,7 +177,7 @@ def dequantised(weight: StoredWeight, dtype: torch.dtype) -> tuple[Tensor, Weigh
 
 def error_of(held: Tensor, exact: Tensor, num_bytes: int) -> WeightError:
     """The error of the weight `held` [N, K], which takes `num_bytes`, against `exact`."""
-    off, size = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in (held - exact, exact))
+    off, size = (float(torch.linalg.vector_norm(x)) ** 2 for x in (held - exact, exact))
     return WeightError(off, size, exact.numel(), num_bytes)
 
 

@@ -43,10 +43,9 @@ def laid_out(weight: QuantizedWeight, panel_width: int) -> tuple[Tensor, float, 
     unit = max(unit_of(x) for x in (exact, weight.scales, weight.offsets))
     scales, offsets = ((x / unit).half() for x in (weight.scales, weight.offsets))
     held = QuantizedWeight(weight.integers, scales.float() * unit, offsets.float() * unit, weight.in_features)
-    codes = weight.integers.int() + (128 if weight.bits == 8 else 0)
-    per = 32 // weight.bits
-    shifted = codes.unflatten(2, (-1, per)).long() << torch.arange(0, 32, weight.bits)
-    words = shifted.sum(-1).to(torch.uint32).view(torch.int32)
+    codes = weight.integers.view(torch.uint8)
+    codes = codes[..., 0::2] | codes[..., 1::2] << 4 if weight.bits == 4 else codes ^ 128
+    words = codes.contiguous().view(torch.int32)  # the first input in the lowest bits
     columns = (_in_panels(x, panel_width) for x in ((scales, offsets, words) if weight.bits == 4 else (scales, words)))
     packed = torch.cat([x.contiguous().flatten(2).view(torch.uint8) for x in columns], 2).flatten()
     return packed, unit, error_of(held.restored(), exact, packed.numel())
