@@ -246,7 +246,6 @@ class Backend(Protocol):
     name: str
     device: torch.device
     kv_layouts: tuple[KvOrder, ...]  # cache layouts that its kernels support
-    quantizes: bool  # whether it supports quantised weights
 
     @property
     def asynchronous(self) -> AsyncDevice | None:
@@ -286,10 +285,7 @@ class Backend(Protocol):
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> QuantizedLinear:
-        """Quantise weight [out, in], of any floating type, by `scheme`, for products in `dtype`.
-
-        Raises BackendUnavailable unless `quantizes`.
-        """
+        """Quantise weight [out, in], of any floating type, by `scheme`, for products in `dtype`."""
 
     def pack_stored(self, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> tuple[Linear, WeightError]:
         """Pack a quantised weight of a checkpoint for products in `dtype`: as it is where there is a product with it,
@@ -306,7 +302,7 @@ class Backend(Protocol):
         """Pack experts, in order, each as (gate and up stacked [2 F, H], down [H, F]), for products in `dtype`.
 
         The iterable is consumed one expert at a time, so that only one unpacked expert is in memory. scheme: quantise;
-        None: tensors are of `dtype`, and quantised weights are packed as by pack_stored. Raises as pack_quantized does.
+        None: tensors are of `dtype`, and quantised weights are packed as by pack_stored.
         """
 
     def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:

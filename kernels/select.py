@@ -75,7 +75,7 @@ def select_backend(name: Name = "auto", device: str = "auto", num_threads: int |
 
 
 def backend_class(name: Name = "auto", device: str = "auto") -> Any:
-    """The class of the backend that `select_backend` would make: its `name`, `kv_layouts`, and whether it `quantizes`.
+    """The class of the backend that `select_backend` would make: its `name` and `kv_layouts`.
     Raises as that does.
     """
     return _class_of(_resolve(name, device)[0])

@@ -195,7 +195,7 @@ def all_setups(
     from kvrelay.cluster.verify import suites
     from kvrelay.cluster.verify.dtypes import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, DtypeRows, near
     from kvrelay.cluster.verify.groups import groups
-    from kvrelay.kernels.select import backend_class, select_backend
+    from kvrelay.kernels.select import select_backend
 
     first, is_float32, setups = transports[0], verifier.dtype == "float32", list["Setup"]()
     if is_first:
@@ -211,9 +211,8 @@ def all_setups(
     setups += suites.paths(transports)
     if is_float32:
         setups += near(first, FP8_KV)
-        if backend_class(verifier.backend).quantizes:  # type: ignore[arg-type]
-            slack = OF_RANDOM_WEIGHTS if is_random else 1.0
-            setups += [setup for variant in WEIGHTS for setup in near(first, variant, slack=slack)]
+        slack = OF_RANDOM_WEIGHTS if is_random else 1.0
+        setups += [setup for variant in WEIGHTS for setup in near(first, variant, slack=slack)]
         setups += groups(first)
     setups += suites.tiers(scratch, verifier.kv_bytes)
     setups += suites.preemption(first)

@@ -46,13 +46,9 @@ def num_blocks_for(budget_bytes: int, block_bytes: int, *, key: str = "engine.kv
 def check_backend(backend: Any, settings: Settings, role: Role) -> None:
     """For a role's backend, or its class. Raises ConfigError, naming the key.
 
-    When it cannot compute with weights quantised as wanted, or does not take the role's layout of the cache.
+    When it does not take the role's layout of the cache.
     """
-    name, wanted, layout = backend.name, settings.model.quantization, settings.for_role(role).engine.kv_layout
-    if wanted != "none" and not backend.quantizes:
-        raise ConfigError(
-            f"model.quantization: the {name} backend has no {wanted} weights: choose none, or engine.backend cpu"
-        )
+    name, layout = backend.name, settings.for_role(role).engine.kv_layout
     if layout not in backend.kv_layouts:
         known, key = " or ".join(backend.kv_layouts), settings.key_of(role, "kv_layout")
         raise ConfigError(f"{key}: the {name} backend takes {known}, not {layout}: choose that, or another backend")

@@ -125,11 +125,18 @@ class Mxfp4Weight:
         """The weight [N, K] float32."""
         table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), device=self.codes.device)
         numbers = table[torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1).long()]
-        return numbers * torch.exp2(self.scales.float() - 127).repeat_interleave(MXFP4_GROUP, 1)
+        return numbers * powers_of_two(self.scales).float().repeat_interleave(MXFP4_GROUP, 1)
 
     def rows(self, index: Tensor) -> Self:
         """The rows at index [M] int64, in that order."""
         return replace(self, codes=self.codes[index], scales=self.scales[index])
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """e8m0 numbers, uint8, in bfloat16, by their bits: exactly. 255 is NaN."""
+    bits = exponents.to(torch.int16) << 7
+    bits = bits.masked_fill(exponents == 0, 0x0040).masked_fill(exponents == 255, 0x7FC0)
+    return bits.view(torch.bfloat16)
 
 
 StoredWeight = Fp8Weight | QuantizedWeight | Mxfp4Weight

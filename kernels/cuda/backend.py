@@ -28,19 +28,22 @@ from kvrelay.kernels.backend import (
     AttentionVariant,
     Experts,
     KvOrder,
+    Linear,
     QuantizedLinear,
     SamplingBatch,
     TokenFeed,
 )
 from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.logits import packed_log_probabilities
-from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
+from kvrelay.kernels.common.quantized import TorchQuantLinear
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
-from kvrelay.kernels.common.stored_weights import AnyWeight, plain_weight
-from kvrelay.kernels.cuda.experts import CudaExperts
+from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight
+from kvrelay.kernels.cuda.experts import pack_experts
 from kvrelay.kernels.cuda.jit import import_flashinfer
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, Queries
 from kvrelay.kernels.cuda.plan import HALF, HEAD_DIMS, has_append, has_attention, has_latent_append, in_memory_order
+from kvrelay.kernels.cuda.quantized import Products
 from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 
@@ -157,7 +160,6 @@ class CudaBackend(TorchBackend):
     """
 
     name = "cuda"
-    quantizes = False
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -179,6 +181,7 @@ class CudaBackend(TorchBackend):
         self._graph_pool: Any = None
         self._sampler = DeviceSampler(self.device)
         self._has_norms = self._try_out()
+        self._products = Products(self.device)
 
     def _try_out(self) -> bool:
         """Build and run small kernels, so that failures show at start. Whether the norms are FlashInfer's.
@@ -231,7 +234,11 @@ class CudaBackend(TorchBackend):
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> QuantizedLinear:
-        raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
+        weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
+        return self._products.quantized(weight, bias, scheme, dtype) or TorchQuantLinear(weight, bias, scheme)
+
+    def pack_stored(self, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> tuple[Linear, WeightError]:
+        return self._products.linear(weight, bias, dtype) or super().pack_stored(weight, bias, dtype)
 
     def pack_experts(
         self,
@@ -240,10 +247,7 @@ class CudaBackend(TorchBackend):
         dtype: torch.dtype,
         scheme: Scheme | None = None,
     ) -> Experts:
-        if scheme is not None:
-            raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
-        plain = ((plain_weight(gate_up, dtype), plain_weight(down, dtype)) for gate_up, down in experts)
-        packed = CudaExperts(plain, lambda x: self.gated_activation(x, activation), self.device)
+        packed = pack_experts(experts, self._products, lambda x: self.gated_activation(x, activation), dtype, scheme)
         if not packed.is_grouped:
             self._warn_once(
                 f"torch has no grouped product for experts in {dtype} here: they run one after the other, slower"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvrelay import fp8
 from kvrelay.kernels.backend import Activation
@@ -51,10 +52,13 @@ def unrounded(value: Tensor) -> Exact:
     return Exact(value.double(), torch.zeros_like(value, dtype=torch.float64))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, held: Tensor | None = None) -> Exact:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, held: Tensor | None = None, lost: Tensor | None = None
+) -> Exact:
     """x [..., in] times weight [out, in], plus bias [out].
 
     held: for a quantised weight, the size of the terms of each number; it may be rounded to x's dtype on the way.
+    lost: error of each number of x, where it is quantised, too.
     """
     wide, heavy = x.double(), weight.double()
     offset = 0.0 if bias is None else bias.double()
@@ -63,7 +67,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, held: Tensor | Non
     inner = 2 * LAMBDA * math.sqrt(x.shape[-1] + 1) * V * total
     if held is not None:
         inner = inner + LAMBDA * UNIT[x.dtype] * (wide.square() @ held.double().square().T).sqrt()
+    if lost is not None:
+        inner = inner + LAMBDA * (lost.square() @ heavy.square().T).sqrt()
     return rounded(value, inner, x.dtype)
+
+
+def lost_as_fp8(x: Tensor, group: int) -> Tensor:
+    """What numbers x [R, K] lose as e4m3, at most, with a scale for each `group` of a row: [R, K] float64."""
+    wide = x.double().abs()
+    most = F.pad(wide, (0, -wide.shape[1] % group)).unflatten(1, (-1, group)).amax(-1)
+    scales = most.repeat_interleave(group, 1)[:, : wide.shape[1]] / torch.finfo(torch.float8_e4m3fn).max
+    lost: Tensor = wide * 2.0**-4 + scales * 2.0**-10  # half a unit of its three bits, or of the smallest numbers
+    return lost
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, x_roundings: int = 0) -> Exact:

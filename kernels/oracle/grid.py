@@ -30,6 +30,7 @@ from kvrelay.kernels.oracle.grid_steps import (
     make_step,
 )
 from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
+from kvrelay.kernels.oracle.stored_examples import EXAMPLES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 6, 7, 13, 33, 70)
@@ -90,9 +91,9 @@ def head_linears(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def quantized_linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """Quantised products against the weight that the backend restores for a unit matrix. None without quantisation."""
+    """Quantised products against the weight that the backend restores for a unit matrix."""
     numbers = _Numbers(backend, dtype)
-    schemes = (Scheme(4), Scheme(8), Scheme(4, 128), Scheme(8, 64)) if backend.quantizes else ()
+    schemes = (Scheme(4), Scheme(8), Scheme(4, 128), Scheme(8, 64))
     for scheme, (n, k) in product(schemes, ((1, 1), (17, 33), (150, 70), (40, 300))):
         weight, bias = numbers(n, k, dtype=torch.float32) / k**0.5, numbers(n, dtype=torch.float32)
         unit = torch.eye(k, device=backend.device)
@@ -103,6 +104,23 @@ def quantized_linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]
             for rows in ROWS:
                 x = numbers(rows, k)
                 yield _compare(f"{scheme}, {rows} x {k} x {n}", packed(x), exact.linear(x, restored, b, held=most))
+
+
+def stored_linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """Products with checkpoints' quantised weights against the restored ones. Products that turn their inputs into fp8
+    have `input_group`, the inputs that share a scale, and may be off by what that loses.
+    """
+    numbers = _Numbers(backend, dtype)
+    for (kind, make), with_bias in product(EXAMPLES.items(), (False, True)):
+        weight = make(0)
+        restored, bias = weight.restored().to(backend.device), numbers(weight.out_features) if with_bias else None
+        packed, _ = backend.pack_stored(weight, bias, dtype)
+        held = 3 * restored.abs().amax(1, keepdim=True).expand_as(restored)
+        for rows in ROWS:
+            x, group = numbers(rows, weight.in_features), getattr(packed, "input_group", None)
+            lost = None if group is None else exact.lost_as_fp8(x, group)
+            right = exact.linear(x, restored, bias, held=held, lost=lost)
+            yield _compare(f"{kind}, {rows} rows", packed(x), right)
 
 
 def embedding(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
@@ -274,6 +292,7 @@ FAMILIES: dict[str, Family] = {
     "linear": linear,
     "linear per head": head_linears,
     "quantised linear": quantized_linear,
+    "stored linear": stored_linear,
     "embedding": embedding,
     "norms": norms,
     "rope": rope,

@@ -173,7 +173,6 @@ class ReferenceBackend(TorchBackend):
     """Plain torch on one device. Backend's methods make it large."""
 
     name = "reference"
-    quantizes = True
 
     @property
     def cascade_saved_tokens(self) -> int:

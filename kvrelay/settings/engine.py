@@ -30,8 +30,8 @@ class ModelSettings(Section):
     )
     quantization: Quantization = setting(
         "none",
-        "Weights of all linear layers as integers, on backends cpu and reference only: each step reads less memory, "
-        "and outputs differ from the unquantised model's.",
+        "Weights of all linear layers as integers: each step reads less memory, and outputs differ from the "
+        "unquantised model's.",
     )
     max_model_len: int | None = setting(
         None,

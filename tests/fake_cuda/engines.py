@@ -40,6 +40,7 @@ def patch(monkeypatch):
     monkeypatch.setattr(PinnedTokens, "wait", lambda self: [TOKEN] * len(wait(self)))
     monkeypatch.setattr(PrefillKernels, "try_out", lambda self, shape, variant: {})
     monkeypatch.setattr("kvrelay.kernels.cuda.backend._try_out", lambda draw, device: None)
+    monkeypatch.setattr("kvrelay.kernels.cuda.quantized._compare", lambda *products: None)
 
 
 def folder_of(tmp_path: Path, name: str) -> Path:
@@ -58,7 +59,7 @@ def patch_drafts(monkeypatch):
     )
 
 
-def _model(folder: Path, backend: Backend, block_size: int):
+def _model(folder: Path, backend: Backend, block_size: int, quantization=None):
     return load_model(
         folder,
         backend,
@@ -66,16 +67,16 @@ def _model(folder: Path, backend: Backend, block_size: int):
         block_size=block_size,
         kv_layout="NHD",
         kv_dtype=torch.bfloat16,
-        quantization=None,
+        quantization=quantization,
     )
 
 
-def make(folder: Path, device: str = "cuda:0", draft: Path | None = None, **config):
+def make(folder: Path, device: str = "cuda:0", draft: Path | None = None, quantization=None, **config):
     """An engine that is warmed up as a worker's is. draft: the folder of a draft model."""
     sizes = {"block_size": 16, "kv_memory_bytes": 256 << 20, "token_budget": 128, "max_running": 16}
     config = sizes | {"prefix_caching": False} | config
     backend = select_backend("cuda", device)
-    model, extensions = _model(folder, backend, config["block_size"]), Extensions()
+    model, extensions = _model(folder, backend, config["block_size"], quantization), Extensions()
     if draft is not None:
         drafts = DraftModel(
             _model(draft, backend, config["block_size"]),

@@ -32,4 +32,4 @@ export LD_LIBRARY_PATH=$lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} LIBRARY_PATH=$l
 export NVCC_APPEND_FLAGS="-Xcicc -O0 -Xptxas -O0"
 export LD_PRELOAD=$lib/runtime.so
 if [ "${1-}" = --run ]; then shift && exec "$venv/bin/python" -W ignore -m "$@"; fi # a module, with its arguments
-exec "$venv/bin/python" -m pytest -p no:cacheprovider -W ignore --timeout 900 "$@" tests/fake_cuda tests/kernels/cuda/test_sampling_triton.py tests/kvtransfer/mover/test_device_checksums.py tests/kvtransfer/transports/test_cuda_ipc.py
+exec "$venv/bin/python" -m pytest -p no:cacheprovider -W ignore --timeout 900 "$@" tests/fake_cuda tests/kernels/cuda/test_sampling_triton.py tests/kernels/cuda/test_quantized_triton.py tests/kvtransfer/mover/test_device_checksums.py tests/kvtransfer/transports/test_cuda_ipc.py

@@ -8,21 +8,18 @@ import torch
 
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.loading import load_model
-from kvrelay.engine.checkpoints.preflight import check_backend
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.models.decoder import ExpertMlp
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.kv_exchange import export_prompt, import_prompt
-from kvrelay.errors import BackendUnavailable, ConfigError, LayoutMismatch
+from kvrelay.errors import LayoutMismatch
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.common.quant_scheme import Scheme, scheme_of
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cuda.backend import CudaBackend
-from kvrelay.kernels.select import backend_class, select_backend
+from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.formats import KvFormat
 from kvrelay.kvcache.stores.namespace import namespace_of
-from kvrelay.types import Role
 from tests.engine.step.test_engine import drain, prompt_of, request, tokens
 
 INT4, INT8 = Scheme(4), Scheme(8)
@@ -170,18 +167,9 @@ def test_kv_of_other_weights_is_refused_everywhere(make):
     assert import_prompt(make(quantization=INT8), kv) == 48
 
 
-def test_settings_choose_the_scheme_and_a_backend_without_it_is_refused_by_name():
+def test_settings_choose_the_scheme():
     assert scheme_of(settings_from({}).model.quantization) is None
-    settings = settings_from({"model": {"quantization": "int8"}})
-    assert scheme_of(settings.model.quantization) == INT8
-    for name in ("cpu", "reference"):
-        assert backend_class(name).name == name and backend_class(name).quantizes
-    check_backend(backend_class("cpu"), settings, Role.DECODE)
-    check_backend(CudaBackend, settings_from({}), Role.DECODE)
-    with pytest.raises(ConfigError, match=r"model\.quantization: the cuda backend has no int8 weights"):
-        check_backend(CudaBackend, settings, Role.DECODE)
-    with pytest.raises(BackendUnavailable, match="int8 in groups of 64"):
-        CudaBackend.pack_quantized(None, None, None, Scheme(8, 64), torch.float16)
+    assert scheme_of(settings_from({"model": {"quantization": "int8"}}).model.quantization) == INT8
 
 
 def test_a_choice_of_experts_is_not_quantised(folders, backend):

@@ -101,6 +101,12 @@ WRONG = {
     "quantised linear": {
         "pack_quantized": lambda pack, *args: lambda x: pack(*args)(x) * (1.0 if x.shape[0] < 31 else 1.02)
     },
+    "stored linear": {
+        "pack_stored": lambda pack, *args: (
+            lambda x: pack(*args)[0](x) * (1.0 if x.shape[0] < 31 else 1.04),
+            pack(*args)[1],
+        )
+    },
     "embedding": {"embed": lambda embed, ids, *rest: embed((ids + 1) % 50, *rest)},
     "norms": {"rms_norm": lambda norm, x, weight, eps: norm(x, weight, 100 * eps + 0.02)},
     "rope": {"rope": next_position},
