@@ -87,19 +87,18 @@ class InFlightStep:
 
     def remove_placeholders(self) -> None:
         """The end of `with_placeholders`, which may come early."""
-        for seq in self.seqs:
-            if id(seq) in self._placeholders:
-                seq.token_ids.pop()
+        seqs = self.seqs
+        for row in self._placeholders.values():
+            seqs[row].token_ids.pop()
         self._placeholders.clear()
 
     def feed(self, plan: StepPlan) -> TokenFeed | None:
         """Where a step that is launched now finds the tokens of the placeholders. Those rows come first in its plan."""
         if self.pending is None or not self._placeholders:
             return None
-        sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
-        rows = [self._placeholders.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
-        sources[: plan.num_single] = torch.tensor(rows, dtype=torch.int64)
-        return TokenFeed(sources, self.pending.tokens)
+        sources, row_of = np.full(plan.num_tokens, -1, dtype=np.int64), self._placeholders.get
+        sources[: plan.num_single] = [row_of(id(item.seq), -1) for item in plan.work[: plan.num_single]]
+        return TokenFeed(torch.from_numpy(sources), self.pending.tokens)
 
 
 def sampled(plan: StepPlan) -> tuple[list[int], list[Sequence]]:

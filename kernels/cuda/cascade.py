@@ -20,9 +20,8 @@ from kvrelay.kernels.cuda.staging import DeviceStaging
 
 FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, not measured here
 WORTH = 7 * FEWEST_TOKENS  # tokens saved in a step: eight rows (vLLM's minimum) with the shortest prefix
-EAGER_WORTH_BYTES = (
-    4 << 30
-)  # of KV saved in all layers, from which a step runs with cascade attention rather than a graph; not measured
+# of KV saved in all layers, from which a step runs with cascade attention rather than a graph; not measured
+EAGER_WORTH_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
     row.
     """
     num_rows = batch.context_lens.shape[0]
+    if num_rows == size:
+        return batch, 0
     shortest = int(batch.context_lens.numpy().argmin())
     rows = np.full(size, shortest)
     rows[:num_rows] = np.arange(num_rows)
@@ -193,7 +195,8 @@ class CudaGraphs(Captures):
         batch, repeated = padded(batch, size)
         captured: _Graph = self._of(size, forward, batch)
         captured.token_ids[:num_rows].copy_(token_ids)
-        captured.token_ids[num_rows:].copy_(captured.token_ids[repeated : repeated + 1].expand(size - num_rows))
+        if num_rows < size:
+            captured.token_ids[num_rows:].copy_(captured.token_ids[repeated : repeated + 1].expand(size - num_rows))
         self._refill(captured, batch)
         captured.graph.replay()
         return captured.hidden[:num_rows]

@@ -36,7 +36,7 @@ class StepKind:
     shared: int = 0
     draft: str | None = None
     graphs: Callable[[int], int] = lambda num_layers: 1
-    kernels: int = 8  # beside the graphs, at most: token feed, head and drawing
+    kernels: int = 4  # beside the graphs, at most: head and drawing
     waits: int = 1
 
 
@@ -54,7 +54,7 @@ KINDS = {
     "decode with penalties and log-probabilities": StepKind(
         sampling={"presence_penalty": 0.5, "logprobs": 2}, kernels=45
     ),
-    "prompt": StepKind(sequences=0, prompt=700, graphs=_pieces),
+    "prompt": StepKind(sequences=0, prompt=700, graphs=_pieces, kernels=8),
     "prompt, more than 512 tokens a step": StepKind(
         sequences=0, prompt=4000, config={"token_budget": 640}, graphs=lambda num_layers: 0, kernels=30
     ),

@@ -19,7 +19,7 @@ CONFIG = EngineConfig(block_size=16, kv_memory_bytes=1 << 20, token_budget=32, m
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrelay.kernels.cuda.paged_attention._TOKENS", 40)
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill_kernels._TOKENS", 40)
     monkeypatch.setitem(TINY_CONFIGS, "llama", TINY_CONFIGS["llama"] | {"head_dim": 64})
     return tiny_checkpoint("llama", tmp_path)
 

@@ -205,8 +205,9 @@ class FakeDecode:
         self._fixed = [buffers[f"paged_kv_{name}_buffer"] for name in names] if use_cuda_graph else None
         self._gpu, self._starts = gpu, None
 
-    def plan(self, indptr, indices, last, num_heads, num_kv_heads, head_dim, page_size, **options):
+    def plan(self, indptr, indices, last, num_heads, num_kv_heads, head_dim, page_size, *, seq_lens, **options):
         assert self._gpu.calls is None, "plans may not happen in a capture"
+        assert torch.equal(seq_lens, (indptr.diff() - 1) * page_size + last) and seq_lens.dtype == torch.int32
         index = (indptr, indices, last)
         assert all(t.dtype == torch.int32 for t in index)
         if self._fixed is None:
@@ -238,10 +239,8 @@ class FakeDecode:
 class FakePrefill(FakeDecode):
     """BatchPrefillWithPagedKVCacheWrapper. Without `causal` it attends to the whole sequence, and has no window."""
 
-    def plan(self, qo_indptr, *index_and_shape, causal, seq_lens, **options):
+    def plan(self, qo_indptr, *index_and_shape, causal, **options):
         assert qo_indptr.dtype == torch.int32 and (causal or options["window_left"] == -1)
-        indptr, _, last, *_, size = index_and_shape
-        assert torch.equal(seq_lens, (indptr.diff() - 1) * size + last) and seq_lens.dtype == torch.int32
         super().plan(*index_and_shape, **options)
         self._starts, self._is_causal = qo_indptr.tolist(), causal
         self._gpu.not_causal_plans += not causal

@@ -33,6 +33,15 @@ def test_what_the_host_does_not_know_is_taken_from_the_device(fake_gpu):  # noqa
     assert OnHost.num_waits == 0
 
 
+def test_a_step_of_the_same_rows_takes_the_last_ones_tokens_as_they_are(fake_gpu):  # noqa: F811
+    tokens = torch.tensor([70, 71, 72])
+    assert fake_gpu.place(torch.zeros(3, dtype=torch.int64), TokenFeed(torch.arange(3), tokens)) is tokens
+    for sources in ([0, 1], [0, 2, 1], [0, 1, -1], [0, 1, 2, -1]):
+        sources = torch.tensor(sources)
+        placed = fake_gpu.place(torch.full_like(sources, 9), TokenFeed(sources, tokens))
+        assert placed is not tokens and placed.tolist() == [9 if at < 0 else 70 + at for at in sources.tolist()]
+
+
 def test_a_wrapper_is_planned_again_when_the_copies_of_its_last_plan_were_made(fake_gpu):  # noqa: F811
     staging, first, second = DeviceStaging(torch.device("cpu:0")), object(), object()
     for wrapper, num_waits in ((first, 0), (second, 0), (first, 1), (first, 2), (second, 3)):
