@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvrelay.errors import BackendUnavailable
+from kvrelay.errors import BackendUnavailable, ConfigError
 from kvrelay.types import Role
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def command(
     settings, console = settings_from_flags(config, {"model": {"source": model}}, set_ or []), Console(soft_wrap=True)
     compile_cpu_kernels(console)
     if arch:
+        if wrong := [one for one in arch if not re.fullmatch(r"(7\.5|[89]\.\d|1\d\.\d)[af]?", one)]:
+            raise ConfigError(f"--arch {wrong[0]}: a compute capability from 7.5 on, such as 9.0a")
         os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(arch)
     if (why := why_no_gpu_kernels(settings)) is not None:
         if output is not None or arch or settings.engine.backend == "cuda":
@@ -113,10 +116,9 @@ def compile_gpu_kernels(modules: "list[KernelModule]", console: Console) -> bool
     with _bar(console) as show:
         build = Build(modules, lambda done, of, what: show(done, of, f"GPU: {what}"))
         failures = build.run()
-    for module in modules:
-        if module.name in failures:
-            console.print(f"{module.title} ({module.name}) does not compile:", style="red", highlight=False)
-            console.print(failures[module.name], highlight=False, markup=False)
+    for why in dict.fromkeys(failures.values()):
+        titles = ", ".join(f"{one.title} ({one.name})" for one in modules if failures.get(one.name) == why)
+        console.print(f"not compiled: {titles}:\n{why}", style="red", highlight=False, markup=False)
     counts = len(modules) - build.num_modules, build.num_modules - len(failures), len(failures)
     console.print("{} GPU modules were there, {} are compiled, {} failed".format(*counts))
     return not failures

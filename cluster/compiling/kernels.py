@@ -71,7 +71,7 @@ def _link_without_driver() -> None:
     folder = cache_dir() / "libcuda-stub"
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"unfinished-{os.getpid()}"
-    command = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(unfinished), "-x", "c", os.devnull]
+    command = ["c++", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(unfinished), "-x", "c++", os.devnull]
     subprocess.run(command, check=True, capture_output=True)
     unfinished.replace(folder / "libcuda.so")
     add_to("LIBRARY_PATH", str(folder), os.pathsep)
@@ -243,5 +243,5 @@ def _compile(modules: Sequence[KernelModule]) -> None:
 
 
 def _compile_late(modules: Sequence[KernelModule]) -> None:
-    for name, why in Build(modules, lambda *progress: None, jobs=1, is_late=True).run().items():
+    for name, why in Build(modules, lambda *_: None, jobs=1, is_late=True).run().items():
         logger.warning("%s does not compile, fa2 stays in use: %s", name, why)

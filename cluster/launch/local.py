@@ -290,8 +290,6 @@ def main() -> int:
 async def _child() -> int:
     config = json.loads(sys.stdin.buffer.readline())
     settings, secret, name = settings_from(config["settings"]), bytes.fromhex(config["secret"]), config["name"]
-    from kvrelay.cluster.compiling.kernels import compile_missing
-
     served: WorkerService | StoreService
     try:
         if config["role"] == STORE_ROLE:
@@ -300,6 +298,8 @@ async def _child() -> int:
         else:
             cores = tuple(config["cores"]) if config["cores"] else None
             stores = [StoreAddress(**store) for store in config["stores"]]
+            from kvrelay.cluster.compiling.kernels import compile_missing  # imports torch, which a store does without
+
             await asyncio.to_thread(compile_missing, settings, Role(config["role"]), Path(config["model_dir"]))
             served = make_worker(Role(config["role"]), settings, Path(config["model_dir"]), secret, name, cores, stores)
             tracing.configure(name, config["role"])

@@ -10,14 +10,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from filelock import FileLock
+from rich.console import Console
 
+from kvrelay.cluster.commands import cli, prepare
 from kvrelay.cluster.compiling import kernels as building
 from kvrelay.cluster.compiling.kernels import Build
 from kvrelay.config import load_settings
+from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.engine.execution.runner import _graph_spec
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.cuda.modules import KernelModule
+from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.types import Role
 
 # -C FOLDER is the module's; a file `fails` or `hangs` there says how it goes
@@ -239,3 +246,43 @@ def test_what_is_tried_out_only_if_it_is_there_does_not_delay_the_start(module, 
 
 def compiling():
     return [thread for thread in threading.enumerate() if thread.name == "compile kernels"]
+
+
+# ---- which models need what, and what the command prints
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "deepseek_v2"])
+def test_needs_are_those_of_the_loaded_model(family, tmp_path):
+    folder = tiny_checkpoint(family, tmp_path / family)
+    settings = load_settings(None, {"engine": {"block_size": 32, "kv_layout": "HND", "kv_dtype": "float32"}})
+    (needs,) = building.needs_of(settings, ModelSpec.from_folder(folder))
+    backend = ReferenceBackend("cpu")
+    options = {"block_size": 32, "kv_layout": "HND", "kv_dtype": torch.float32}
+    model = load_model(folder, backend, torch.bfloat16, **options)
+    assert needs.shape == model.attention_shape
+    assert needs.variants == _graph_spec(model, max_blocks=1, max_running=1, max_tokens=1).variants
+
+
+def test_the_command_names_what_does_not_compile(module, tmp_path, capsys):
+    bad, good = module("bad", "fails"), module("good")
+    assert not prepare.compile_gpu_kernels([bad, good], Console(soft_wrap=True))
+    printed = capsys.readouterr().out
+    assert "not compiled: bad kernels (bad):" in printed and "a.cu(3): error: no such type" in printed
+    assert printed.endswith("0 GPU modules were there, 1 are compiled, 1 failed\n")
+    (tmp_path / "bad" / "fails").unlink()
+    assert prepare.compile_gpu_kernels([bad, good], Console(soft_wrap=True))
+    assert capsys.readouterr().out.endswith("1 GPU modules were there, 1 are compiled, 0 failed\n")
+    prepare.copy([bad, good], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").glob("*/*.so")) == ["bad.so", "good.so"]
+
+
+def test_without_cuda_the_cpus_kernels_are_compiled_and_the_rest_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # to be as it was afterwards
+    folder = str(tiny_checkpoint("llama", tmp_path / "model"))
+    assert cli.run(["prepare", folder]) == 0
+    printed = capsys.readouterr().out
+    assert "7 CPU libraries are there" in printed and "GPU kernels are left out: torch" in printed
+    assert cli.run(["prepare", folder, "--arch", "9.0a"]) == 1
+    assert "cuda is not available here: torch" in capsys.readouterr().err
+    assert cli.run(["prepare", folder, "--arch", "hopper"]) == 2
+    assert "--arch hopper: a compute capability" in capsys.readouterr().err
