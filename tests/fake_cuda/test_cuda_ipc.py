@@ -25,7 +25,7 @@ from kvrelay.kvtransfer.transports import cuda_ipc
 from kvrelay.kvtransfer.transports.cuda_ipc import CUDA_IPC
 from tests.fake_cuda import ipc_peer
 from tests.fake_cuda.counters import counted, is_loaded, read
-from tests.kvtransfer.peer_process import LAYOUT, SECRET
+from tests.kvtransfer.peer_process import LAYOUT, SECRET, allocate, digest
 
 SCRIPT = Path(ipc_peer.__file__)
 COPIES = CopyList(np.array([4096, 0]), np.array([0, 65536]), np.array([4096, 8192]))
@@ -270,3 +270,19 @@ async def test_kv_crosses_with_its_checksums(config, outcome):
         source.tell(op="digest", blocks=blocks)
         is_equal = (await target.hear())["digest"] == (await source.hear())["value"]
         assert is_equal == (not config)
+
+
+async def test_a_source_killed_in_the_middle_of_a_transfer_fails_it_and_touches_no_other_block():
+    kernels, blocks = {"TRITON_INTERPRET": "1"}, [5, 2, 9]
+    others = [block for block in range(LAYOUT.num_blocks) if block not in blocks]
+    config = {"transport": "cuda_ipc"}
+    async with peer("source", kernels, fill=3, **config) as source, peer("target", kernels, **config) as target:
+        target.tell(op="grant", request_id="r1", blocks=blocks)
+        source.tell(op="open", request_id="r1", ticket=(await target.hear())["ticket"])
+        source.tell(op="announce", request_id="r1", blocks=blocks, layers=(0, 2))
+        await asyncio.sleep(1)  # it may be connecting, reading, or done with what was announced
+        await source.kill()
+        for kind in ("failed", "released"):
+            target.tell(op="await", kind=kind, request_id="r1", blocks=others)
+            untouched = (await target.hear())["digest"]
+        assert untouched == digest(allocate(), others)
