@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,11 +59,11 @@ def copies(layout: KvLayout, count: int, seed: int) -> tuple[CopyList, np.ndarra
     return both.copies(both.source.offsets(sources), both.target.offsets(targets), both.layers), sources, targets
 
 
-def source_process(pipe: Connection, layout: dict[str, Any], device: str, transport: str) -> None:
+def source_process(pipe: Connection, layout: KvLayout, device: str, transport: str) -> None:
     """Exports a pool until it receives the end message."""
 
     async def serve() -> None:
-        storage = pool(KvLayout(**layout), device, seed=1)
+        storage = pool(layout, device, seed=1)
         exporter = TRANSPORTS[transport].make_exporter(storage.memory, SECRET, HOST)
         await exporter.start()
         exporter.set_busy(1)
@@ -100,11 +99,7 @@ def one_way(
     way = {"way": f"{source} -> {target}", "over": transport.name}
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    fields = {
-        name: getattr(layout, name)
-        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "dtype")
-    }
-    child = spawn.Process(target=source_process, args=(theirs, fields, source, transport.name), daemon=True)
+    child = spawn.Process(target=source_process, args=(theirs, layout, source, transport.name), daemon=True)
     child.start()
     try:
         answer = ours.recv() if ours.poll(_CHILD_S) else "the source did not come up"

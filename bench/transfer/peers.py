@@ -119,8 +119,7 @@ class NixlTarget(PullingSide):
             self._rows[size] = (mine, theirs)
 
     def _table(self, address: int, size: int) -> Any:
-        starts = np.arange(address, address + self._pool.num_bytes // size * size, size, dtype=np.uint64)
-        return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+        return np.array([[address, size, 0, size, self._pool.num_bytes // size]], dtype=np.uint64)  # stride and count
 
     def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
         sources, targets = by_source((sources, targets))
