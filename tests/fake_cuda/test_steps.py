@@ -50,6 +50,32 @@ def test_the_counters_see_a_step_that_waits(llama, monkeypatch):
         assert any(stalls(counts) for counts in engines.counts_of(step))
 
 
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_a_pool_whose_blocks_lie_apart_costs_no_kernel_more(measurements, model, monkeypatch):
+    """Decode rows beside a prompt without graphs, in which kernels would not count: no cache is made contiguous."""
+    engine = engines.make(measurements.folder(model))
+    runner, found = engine.runner, []
+    runner._graphs = runner._pieces = None
+    apart = list(runner._kv_layers)
+    assert all(layer[0].is_contiguous() and not layer.is_contiguous() for layer in apart)
+    attend = runner._backend.paged.attend
+
+    def copying(out, queries, kv_layer, *rest):
+        attend(out, queries, kv_layer.contiguous(), *rest)
+
+    with engines.decoding(engine, 4) as step:
+        engines.add_prompt(engine, 3000)
+        for _ in range(3):
+            step()  # from now on all are alike: four rows and 124 tokens of the prompt
+        for layers, attending in ((apart, attend), ([layer.contiguous() for layer in apart], attend), (apart, copying)):
+            runner._kv_layers = layers
+            monkeypatch.setattr(runner._backend.paged, "attend", attending)
+            found.append(engines.counts_of(step))
+    engine.close()
+    assert found[0] == found[1]
+    assert all(copied["kernels"] > plain["kernels"] for copied, plain in zip(found[2], found[0], strict=True))
+
+
 def test_all_work_is_on_the_engines_own_device(measurements):
     gc.collect()  # what earlier engines leave is freed now
     before = counters.read(0)
