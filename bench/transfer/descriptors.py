@@ -37,8 +37,8 @@ def main() -> None:
         found["tcp"] = max(runs, long // PIECE_BYTES), sum(len(piece.sizes) for piece in pieces)
         found["nixl"] = regions, sum(len(piece.num_bytes) for each in copies for piece, _ in pieces_of(each))
         for transport, (before, after) in found.items():
-            told = [f"{count:,} x {long // count >> 10:,} KiB" for count in (before, after)]
-            print(f"{name:>10} {groups:>6} {transport:>9} {told[0]:>20} {told[1]:>20}")
+            sizes = [f"{count:,} x {long // count >> 10:,} KiB" for count in (before, after)]
+            print(f"{name:>10} {groups:>6} {transport:>9} {sizes[0]:>20} {sizes[1]:>20}")
 
 
 if __name__ == "__main__":
