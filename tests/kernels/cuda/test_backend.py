@@ -44,6 +44,26 @@ def test_without_a_device_the_backend_says_why():
         CapturingCudaBackend("cuda")
 
 
+def test_norms_that_flashinfer_cannot_build_run_in_torch_and_refuse_no_gpu(fake_gpu, reference, caplog, monkeypatch):
+    """They need cublasLt.h. Built after what no model goes without, and once."""
+    built = []
+
+    def fails(*args, **kwargs):
+        built.append("norms")
+        raise RuntimeError("cublasLt.h: No such file or directory")
+
+    activation = fake_gpu.gpu.silu_and_mul
+    monkeypatch.setattr(fake_gpu.gpu, "silu_and_mul", lambda x: built.append("activation") or activation(x))
+    monkeypatch.setattr(fake_gpu.gpu, "rmsnorm", fails)
+    monkeypatch.setattr(fake_gpu.gpu, "fused_add_rmsnorm", fails)
+    backend = CapturingCudaBackend("cpu:0")
+    assert built == ["activation", "norms"] and caplog.text.count("norms run in torch, slower") == 1
+    x, residual, weight = (random(*shape, dtype=torch.bfloat16, seed=2) for shape in ((7, 64), (7, 64), (64,)))
+    expected = reference.rms_norm(x, weight, 1e-5), *reference.add_rms_norm(x, residual, weight, 1e-5)
+    found = backend.rms_norm(x, weight, 1e-5), *backend.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and len(built) == 2
+
+
 def test_block_tables_flatten_to_the_blocks_in_use():
     index = paged_index(
         torch.tensor([1, 16, 17], dtype=torch.int32), torch.tensor([[5, 0], [7, 0], [2, 9]], dtype=torch.int32), 16
