@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 Packing = Literal["fp8", "int8", "int32", "gptq", "awq", "mxfp4"]
 
 _INSTEAD = """use an fp8, int8, int4 (compressed-tensors, GPTQ, AWQ) or MXFP4 checkpoint, a GGUF file, or the bf16 \
-checkpoint (with model.quantization int8 or int4 on the CPU)"""
+checkpoint (with model.quantization int8 or int4)"""
 
 
 @dataclass(frozen=True, slots=True)
