@@ -1,13 +1,12 @@
-"""What kvrelay needs on a machine that has torch's CUDA build but reaches no package index, as folders of wheels.
+"""What kvrelay needs on a machine that has torch's CUDA build but reaches no package index, as a folder of wheels.
 
-    python -m bench.gpu.carry [--kernels FOLDER] [--ray]
+    python -m bench.gpu.carry [--kernels FOLDER]
 
 Run where an index can be reached, in an environment that has kvrelay installed: packages are carried in the versions
-that this environment has. Writes .whlA (FlashInfer, NIXL, what kvrelay imports) and with --ray .whlB (Ray with Serve);
-each is to travel with the checkout, and both together must fit LIMIT_MIB. Wheels are trimmed to what Linux on x86-64,
-Python 3.12 and an sm_90 device need; the result is for carrying, not for publishing. --kernels: a folder with
-FlashInfer's modules compiled ahead (NAME/NAME.so, at any depth), which are carried inside its wheel and then found
-without a compiler.
+that this environment has. Writes .whl (FlashInfer, NIXL, what kvrelay imports), which travels with the checkout: both
+must fit LIMIT_MIB. Wheels are trimmed to what Linux on x86-64, Python 3.12 and an sm_90 device need; the result is for
+carrying, not for publishing. --kernels: FlashInfer's modules compiled ahead (NAME/NAME.so; bench.gpu.compile), which
+are carried inside its wheel and then found without a compiler.
 """
 
 import argparse
@@ -27,16 +26,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_MIB = 64.0
-FLASHINFER = ("flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2")  # optional here: not installed
+FOLDER = ".whl"
+FLASHINFER, TVM_FFI = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"  # optional here: not installed
 NIXL = "nixl-cu13"
 IMPORTED = (  # by kvrelay and its benches, beyond what comes with torch, transformers and pytest
     "pydantic", "pydantic-core", "typing-inspection", "annotated-types", "msgspec", "cryptography", "cffi", "pycparser",
     "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "gguf", "starlette",
     "pytest-asyncio", "pytest-timeout",
-)  # fmt: skip
-WITH_RAY = (
-    "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "fastapi", "uvicorn", "opentelemetry-proto",
-    "opentelemetry-exporter-prometheus", "grpcio-reflection",
 )  # fmt: skip
 DROPPED = {  # by package: files that no kernel or path of ours needs
     "flashinfer": (
@@ -51,7 +47,6 @@ DROPPED = {  # by package: files that no kernel or path of ours needs
         "nixl_ep_cu13/*", "nixl_cu13.scripts/*", "*.data/headers/*", "*/libplugin_[!U]*", "*/libtelemetry_*",
         "*/libtrace_*", "*.la",
     ),
-    "ray": ("ray/jars/*", "ray/rllib/*", "ray/dashboard/client/*"),
 }  # fmt: skip
 _TAGS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in (17, 24, 27, 28, 31, 34, 35)))
 _MIB = 1 << 20
@@ -138,42 +133,27 @@ def checkout_mib() -> float:
     return sum((ROOT / name).lstat().st_size for name in names.split("\0") if name and (ROOT / name).exists()) / _MIB
 
 
-def build(out: Path, kernels: Path | None, *, with_ray: bool) -> list[Path]:
-    """The folders; what stood there is replaced."""
-    folders = [out / ".whlA", *([out / ".whlB"] if with_ray else [])]
-    for folder in (out / ".whlA", out / ".whlB"):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder in folders:
-        folder.mkdir(parents=True)
+def build(folder: Path, kernels: Path | None) -> None:
+    """The folder; what stood there is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        flashinfer, *rest = (download(scratch, [one])[0] for one in FLASHINFER)
-        trim(flashinfer, folders[0], DROPPED["flashinfer"], modules_in(kernels) if kernels else None)
-        (nixl,) = download(scratch, pinned((NIXL,)))
-        trim(nixl, folders[0], (*DROPPED["nixl"], *unused_libraries(nixl)))
-        for wheel in rest:
-            shutil.copy(wheel, folders[0])
-        download(folders[0], pinned(IMPORTED))
-        if with_ray:
-            (ray,) = download(scratch, pinned(("ray",)))
-            trim(ray, folders[1], DROPPED["ray"])
-            download(folders[1], pinned(WITH_RAY))
-    return folders
+        flashinfer, nixl = (download(Path(name), [one])[0] for one in (FLASHINFER, *pinned((NIXL,))))
+        trim(flashinfer, folder, DROPPED["flashinfer"], modules_in(kernels) if kernels else None)
+        trim(nixl, folder, (*DROPPED["nixl"], *unused_libraries(nixl)))
+    download(folder, [TVM_FFI, *pinned(IMPORTED)])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=Path, help="FlashInfer's modules compiled ahead: NAME/NAME.so")
-    parser.add_argument("--ray", action="store_true", help="Ray with Serve, too, in a second folder")
     options = parser.parse_args()
     if options.kernels is not None and not modules_in(options.kernels):
         parser.error(f"--kernels {options.kernels}: no NAME/NAME.so there")
-    own, fits = checkout_mib(), True
-    for folder in build(ROOT, options.kernels, with_ray=options.ray):
-        size = mib(folder)
-        fits &= size + own <= LIMIT_MIB
-        print(f"{folder.name}: {size:.1f} MiB, with the checkout {size + own:.1f} of {LIMIT_MIB:.0f} MiB")
-    return 0 if fits else 1
+    build(ROOT / FOLDER, options.kernels)
+    size, own = mib(ROOT / FOLDER), checkout_mib()
+    print(f"{FOLDER}: {size:.1f} MiB, with the checkout {size + own:.1f} of {LIMIT_MIB:.0f} MiB")
+    return 0 if size + own <= LIMIT_MIB else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,21 @@
 """FlashInfer's kernels for the models that are measured, and those of another head size and activation, compiled as
 `kvrelay prepare` does.
 
-Those that a wheel brings, or that an earlier run left in FlashInfer's cache, are there already.
+Those that a wheel brings, or that an earlier run left in FlashInfer's cache, are there already. Ahead of time, where
+there is no GPU, for bench.gpu.carry: `python -m bench.gpu.compile FOLDER` writes FOLDER/NAME/NAME.so.
 """
 
+import os
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
 
 from bench.gpu.models import CONFIGS
 from bench.gpu.section import Context
+from kvrelay.cluster.commands.prepare import compile_gpu_kernels, copy
 from kvrelay.cluster.compiling.kernels import Build, needs_of
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
@@ -56,3 +63,11 @@ def run(context: Context) -> None:
                 context.add(kernel=module.title, left_out=f"fa2 is used: {why[-300:]}")
             else:
                 context.add(kernel=module.title, ok=why is None, note=state if why is None else why[-300:])
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # H100, H200
+    wanted = modules()
+    is_whole = compile_gpu_kernels(wanted, Console(soft_wrap=True))
+    copy(wanted, Path(sys.argv[1]))
+    sys.exit(not is_whole)

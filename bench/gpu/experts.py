@@ -1,8 +1,9 @@
 """A layer of experts in Qwen3-30B-A3B's sizes, bf16: equal to the loop over experts, captured, and against the
-limits.
+limits. And a Llama-8B's largest product over quantised weights, beside bf16.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from bench.gpu.engines import seconds_of
 from bench.gpu.section import Context
 from kvrelay.kernels.backend import Backend, Experts
 from kvrelay.kernels.common.quant_scheme import ExpertChoice
+from kvrelay.kernels.common.stored_weights import Fp8Weight, Mxfp4Weight, QuantizedWeight, StoredWeight
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
 
@@ -94,3 +96,57 @@ def captured(layer: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return out
 
     return replay
+
+
+QUANTISED_TOLERANCE = 5e-2  # inputs become fp8, too, where both factors are
+
+
+def stored_weights(rows: int, inner: int, device: str) -> dict[str, StoredWeight]:
+    """[rows, inner], random, of each kind that checkpoints have."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def integers(end: int, *shape: int) -> Tensor:
+        return torch.randint(0, end, shape, generator=generator, device=device)
+
+    def scales(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=generator, device=device) + 0.5) / 256
+
+    e4m3 = torch.randn(rows, inner, generator=generator, device=device).to(torch.float8_e4m3fn)
+    of_groups = scales(rows, inner // 32)
+    return {
+        "fp8 per output": Fp8Weight(e4m3, scales(rows, 1), (1, inner)),
+        "fp8 in blocks": Fp8Weight(e4m3, scales(rows // 128, inner // 128), (128, 128)),
+        "int4": QuantizedWeight(
+            integers(16, rows, inner // 32, 32).to(torch.int8), of_groups, -8 * of_groups, inner, 4
+        ),
+        "mxfp4": Mxfp4Weight(integers(256, rows, inner // 2).byte(), (118 + integers(4, rows, inner // 32)).byte()),
+    }
+
+
+def run_quantised(context: Context) -> None:
+    """gate and up stacked; "product" names what computes: a plain one where the weight had to be restored."""
+    backend = select_backend("cuda" if context.is_cuda else "cpu", context.device)
+    rows, inner = (256, 128) if context.tiny else (512, 512) if context.rehearse else (28672, 4096)
+    generator = torch.Generator(backend.device).manual_seed(1)
+    for kind, weight in stored_weights(rows, inner, context.device).items():
+        restored = weight.restored().to(torch.bfloat16)
+        plain, (packed, _) = backend.pack_linear(restored), backend.pack_stored(weight, None, torch.bfloat16)
+        for tokens in (1, 3) if context.tiny else (1, 16, 64, 2048):
+            x = torch.randn(tokens, inner, generator=generator, device=backend.device).to(torch.bfloat16)
+            ways = {name: partial(linear, x) for name, linear in (("plain", plain), ("packed", packed))}
+            runs = {name: captured(way) if context.is_cuda else way for name, way in ways.items()}
+            expected, found = (run().clone() for run in runs.values())
+            seconds = {name: min(seconds_of(context, run, 3 if context.tiny else 20)) for name, run in runs.items()}
+            context.add(
+                weight=kind,
+                product=type(packed).__name__,
+                tokens=tokens,
+                us=1e6 * seconds["packed"],
+                bf16_us=1e6 * seconds["plain"],
+                times_faster=seconds["plain"] / seconds["packed"],
+                share_of_memory_limit=context.share_of("read_gb_s", weight.num_bytes / seconds["packed"] / 1e9),
+                share_of_gemm_peak=context.share_of("gemm_gflop_s", 2e-9 * rows * inner * tokens / seconds["packed"]),
+                relative_error=(off := error(found, expected)),
+                control=(control := error(found.roll(1, 1), expected)),
+                ok=off <= QUANTISED_TOLERANCE < control,
+            )

@@ -54,6 +54,7 @@ SECTIONS = (  # first whether it is right, then the targets, then choices
     Section("decode", 2, "throughput", "run_decode", 120, "Decode, Llama-8B shape, bf16"),
     Section("prefill", 2, "throughput", "run_prefill", 70, "Prefill, Llama-8B shape, bf16"),
     Section("nixl", 2, "transfer", "run", 60, "CUDA IPC and NIXL between two processes"),
+    Section("quantised", 2, "experts", "run_quantised", 60, "A Llama-8B's largest product over quantised weights"),
     Section("pair", 3, "pair", "run", 160, "One prefill and one decode worker on one device"),
     Section("tests", 3, "pair", "run_tests", 120, "pytest -m gpu"),
     Section("verify", 4, "pair", "run_verify", 140, "kvrelay verify"),

@@ -39,7 +39,9 @@ def rows_of(name, scratch, tmp_path):
     return report.rows_of(context.rows_file)
 
 
-@pytest.mark.parametrize("name", ["limits", "compile", "kernels", "choices", "graphs", "experts", "decode", "prefill"])
+@pytest.mark.parametrize(
+    "name", ["limits", "kernels", "choices", "graphs", "experts", "quantised", "decode", "prefill"]
+)
 def test_a_section_runs_here_and_all_that_it_checks_holds(name, scratch, tmp_path):
     rows = rows_of(name, scratch, tmp_path)
     assert rows and [row for row in rows if row.get("ok") is False] == []
@@ -70,8 +72,9 @@ def test_a_graph_that_replays_something_else_fails(scratch, tmp_path, monkeypatc
 def test_what_needs_a_gpu_is_left_out_without_one(scratch, tmp_path):
     from bench.gpu.section import LeftOut
 
-    with pytest.raises(LeftOut, match="need a GPU"):
-        rows_of("tests", scratch, tmp_path)
+    for name in ("compile", "tests"):
+        with pytest.raises(LeftOut, match="need a GPU"):
+            rows_of(name, scratch, tmp_path)
 
 
 def test_weights_that_do_not_fit_the_disk_are_left_out(scratch, tmp_path):
