@@ -41,11 +41,12 @@ DEEPSEEK_LITE: dict[str, Any] = {
     "hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 
-TINY_QWEN3_MOE = QWEN3_MOE | {
+_TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 32,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 320,
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048,
 }  # fmt: skip
+TINY_QWEN3_MOE = QWEN3_MOE | _TINY
 
 # for a rehearsal: what decides which kernels run stays (heads and their sizes, experts for a token)
 _NARROW = {
