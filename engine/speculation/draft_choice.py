@@ -28,7 +28,7 @@ TRY_TOKENS = 2  # of a trial draft
 _BLEND = 0.25  # weight of the newest pass in the average
 _CATCHING_UP = 8  # tokens of text per pass time, until it is measured
 _LEAST_SHARE = 0.03  # of a step's time: a pass costs more than reading its weights
-_MEASURABLE = 8  # tokens of a pass beyond one per sequence, from which their time is measured
+MEASURABLE = 8  # tokens of a pass beyond one per sequence, from which their time is measured
 
 
 @dataclass(slots=True)
@@ -262,7 +262,7 @@ class PassTimes:
         size, more = one.num_sequences.bit_length(), one.num_tokens - one.num_sequences
         if more == 0:
             self._pass_s[size] = _moved(self.one_pass(one.num_sequences, plain_s), one.seconds)
-        elif more >= _MEASURABLE:
+        elif more >= MEASURABLE:
             newest = max(0.0, one.seconds - self.one_pass(one.num_sequences, plain_s)) / more
             self.behind_s = _moved(self.behind(one.num_sequences, plain_s), newest)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvrelay.config import Settings
 from kvrelay.engine.checkpoints.loading import load_model
@@ -25,13 +26,15 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence
 from kvrelay.engine.speculation.draft_cache import DraftCache, Shadow
-from kvrelay.engine.speculation.draft_choice import Pass
+from kvrelay.engine.speculation.draft_choice import MEASURABLE, Pass
 from kvrelay.engine.speculation.draft_fit import prepare_draft_model, weight_share
-from kvrelay.kernels.backend import Backend
+from kvrelay.kernels.backend import Backend, TokenFeed
 from kvrelay.kvcache.memory.storage import DTYPES, KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
+
+_UNREAD = -1  # in a shadow's text: a token that is still on the device
 
 
 @dataclass(slots=True)
@@ -81,7 +84,8 @@ class DraftModel:
             max_running=max_running,
             max_blocks=-(-self.max_model_len // block_size) + 1,
         )
-        self._sampler = Sampler(backend, ())
+        self._sampler, self._device = Sampler(backend, ()), backend.asynchronous
+        self._unread: list[tuple[list[Sequence], Tensor]] = []  # tokens on the device, in the order of passes
         pool = BlockPool(num_blocks, block_size=block_size)
         self.cache = DraftCache(pool, vocab_size=spec.vocab_size, forget=self._runner.forget)
 
@@ -107,11 +111,12 @@ class DraftModel:
         chunk: most tokens of their texts that are computed first. Sequences further behind, or without free blocks, get
         none.
         """
-        drafted = Drafted()
+        drafted, self._unread = Drafted(), []
         ready = self._catch_up(wanted, chunk, drafted)
         going = ready
         while going := [(shadow, most) for shadow, most in going if shadow.num_drafted < most]:
             self._pass([Scheduled(shadow.seq, shadow.seq.num_computed, 1) for shadow, _ in going], drafted)
+        self._wait(drafted)
         drafted.tokens = {id(shadow.of): shadow.seq.token_ids[shadow.num_sure :] for shadow, _ in ready}
         return drafted
 
@@ -135,11 +140,15 @@ class DraftModel:
         return ready
 
     def _pass(self, work: list[Scheduled], drafted: Drafted) -> None:
-        """One pass over the model; shadows without an uncomputed token recompute their last one."""
+        """One pass over the model; shadows without an uncomputed token recompute their last one.
+
+        On a device that computes asynchronously the tokens stay there, for the next pass, where none depends on those
+        before it otherwise: `_wait` brings them all.
+        """
         begin_s = self._clock()
         singles = [item for item in work if item.num_tokens == 1]
         plan = StepPlan((*singles, *(item for item in work if item.num_tokens > 1)), len(singles), ())
-        hidden = self._runner.run(plan)
+        hidden = self._runner.run(plan, feed=self._feed(plan))
         ends = itertools.accumulate(item.num_tokens for item in plan.work)
         last = [(end - 1, item.seq) for end, item in zip(ends, plan.work, strict=True) if item.samples]
         if last:
@@ -147,13 +156,43 @@ class DraftModel:
             logits = self._runner.logits(hidden, rows)
             if logits.shape[1] > self._vocab_size:  # padded differently from the target model
                 logits = logits[:, : self._vocab_size].contiguous()
-            tokens, _ = self._sampler.sample(logits, seqs)
+            if self._device is not None and self._sampler.is_memoryless(seqs):
+                drawn, _ = self._sampler.draw(logits, seqs)
+                self._unread.append((seqs, drawn))
+                tokens = [_UNREAD] * len(seqs)
+            else:
+                tokens, _ = self._sampler.sample(logits, seqs)
         for item in plan.work:
             item.seq.num_computed = item.start + item.num_tokens
         if last:
             for seq, token in zip(seqs, tokens, strict=True):
                 seq.token_ids.append(token)
         drafted.passes.append(Pass(len(work), plan.num_tokens, self._clock() - begin_s))
+        if plan.num_tokens - len(work) >= MEASURABLE:  # its time is not that of the passes behind it
+            self._wait(drafted)
+
+    def _feed(self, plan: StepPlan) -> TokenFeed | None:
+        """The last pass's tokens, for a pass that continues all of its rows' sequences."""
+        if not self._unread:
+            return None
+        seqs, tokens = self._unread[-1]
+        row_of = {id(seq): row for row, seq in enumerate(seqs)}
+        return TokenFeed(torch.tensor([row_of[id(item.seq)] for item in plan.work]), tokens)
+
+    def _wait(self, drafted: Drafted) -> None:
+        """Read the tokens of the passes since the last call. Their time is shared out between these passes."""
+        if not self._unread:
+            return
+        assert self._device is not None
+        unread, self._unread = self._unread, []
+        begin_s, count = self._clock(), len(unread)
+        tokens = iter(self._device.pending(torch.cat([tokens for _, tokens in unread])).wait())
+        for seqs, _ in unread:
+            for seq in seqs:
+                seq.token_ids[seq.token_ids.index(_UNREAD, -count)] = next(tokens)
+        passes = drafted.passes[-count:]
+        seconds = (sum(one.seconds for one in passes) + self._clock() - begin_s) / count
+        drafted.passes[-count:] = [replace(one, seconds=seconds) for one in passes]
 
 
 def make_draft_model(settings: Settings, folder: Path, backend: Backend, max_running: int) -> DraftModel | None:

@@ -72,7 +72,7 @@ KINDS = {
         draft="llama",
         graphs=lambda num_layers: 2 * _pieces(num_layers) + 2,
         kernels=40,
-        waits=4,
+        waits=2,
     ),
 }
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvrelay.engine.execution.runner import Runner
+from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.step.engine import Engine
 from kvrelay.kernels.backend import SamplingBatch, TokenFeed
 from kvrelay.kernels.common.logits import packed_log_probabilities
@@ -25,6 +27,10 @@ class OnDevice(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.cat:  # of drafts
+            parts = args[0]
+            out = torch.full((sum(part.shape[0] for part in parts),), UNDRAWN)
+            return parts[0].stream.launch(out, lambda: torch.cat([plain(part) for part in parts]))
         for one in args:
             if isinstance(one, OnDevice) and func not in _KNOWN:
                 one.stream.finish()
@@ -120,8 +126,17 @@ class LateBackend(ReferenceBackend):
 
 def late(engine: Engine) -> Engine:
     """The same engine, its model and its pool's copies launched on its backend's stream."""
-    model, runner, storage, stream = engine.model, engine.runner, engine.cache.storage, engine.backend.stream
-    forward, logits, copy = model.forward, runner.logits, storage.copy_blocks
+    storage, stream = engine.cache.storage, engine.backend.stream
+    copy = storage.copy_blocks
+    storage.copy_blocks = lambda copies: stream.launch(torch.empty(0), lambda: copy(copies) or torch.empty(0))
+    _launch(engine.model, engine.runner, stream)
+    if (drafts := engine.drafts.model) is not None:
+        _launch(drafts._runner._model, drafts._runner, stream)
+    return engine
+
+
+def _launch(model: DecoderModel, runner: Runner, stream: Stream) -> None:
+    forward, logits = model.forward, runner.logits
     hidden_size, vocab = model.spec.hidden_size, model.spec.vocab_size
 
     def late_forward(token_ids, batch, plan, kv_layers, on_layer=None):
@@ -132,5 +147,3 @@ def late(engine: Engine) -> Engine:
         return stream.launch(torch.full((len(rows), vocab), torch.nan), lambda: logits(plain(hidden), rows))
 
     model.forward, runner.logits = late_forward, late_logits
-    storage.copy_blocks = lambda copies: stream.launch(torch.empty(0), lambda: copy(copies) or torch.empty(0))
-    return engine

@@ -16,8 +16,10 @@ from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import make_swap_area
 from kvrelay.hashing import block_hashes
+from kvrelay.kernels.backend import Backend
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
+from tests.engine.execution.late_device import LateBackend, late
 from tests.engine.tiny import tiny_llama
 
 VOCAB, BLOCK = 61, 8
@@ -64,6 +66,7 @@ def make(folders, monkeypatch):
         always: bool = True,
         budget: int = 64,
         lookup: bool = False,
+        backend: Backend | None = None,
     ) -> Engine:
         if always:
             monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
@@ -71,7 +74,7 @@ def make(folders, monkeypatch):
             monkeypatch.setattr(
                 DraftModelChoice, "lengths", lambda self, candidates, *_, **__: [one.most for one in candidates]
             )
-        backend = select_backend("cpu", "cpu", 1)
+        backend = backend or select_backend("cpu", "cpu", 1)
         config = EngineConfig(
             block_size=BLOCK,
             kv_memory_bytes=blocks * BLOCK_BYTES,
@@ -157,6 +160,18 @@ def test_tokens_are_those_of_plain_steps(make, draft, name):
             steps < plain_steps or not load.model_drafted_tokens
         )
     assert load.drafted_tokens == load.model_drafted_tokens
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "penalties"])
+def test_on_a_device_that_computes_late_drafts_are_the_same_and_are_read_at_once(make, name):
+    """A pass takes the last one's tokens on the device: a step waits for its drafts once and for its tokens once."""
+    expected, _ = serve(make("another"), **SAMPLINGS[name])
+    engine = late(make("another", backend=LateBackend()))
+    got, steps = serve(engine, **SAMPLINGS[name])
+    assert got == expected
+    stream, num_drafted = engine.backend.stream, engine.reports.load().model_drafted_tokens
+    if name != "penalties":  # tokens that change the next one's logits are read pass by pass
+        assert num_drafted and engine.backend.num_fed > steps and stream.num_waits <= 2 * steps + 4
 
 
 @pytest.mark.parametrize(("draft", "temperature"), [("fewer tokens", 0.0), ("more tokens", 0.8)])
