@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kvrelay.kernels.backend import Linear
 from kvrelay.kernels.common.quant_scheme import Scheme
-from kvrelay.kernels.common.stored_weights import QuantizedWeight, error_of
+from kvrelay.kernels.common.stored_weights import QuantizedWeight, error_against
 
 _CHUNK_VALUES = 8 << 20  # quantised in one pass, to bound memory
 _HALF_MOST = 65504.0
@@ -42,9 +42,10 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """Quantise a weight [N, K] of any floating type."""
     unit = unit_of(weight)
     rows = max(1, _CHUNK_VALUES // max(weight.shape[1], 1))
-    parts = [_quantize_rows(part.float() / unit, scheme) for part in weight.split(rows)]
+    fits = (_quantize_rows(part.float() / unit, scheme) for part in weight.split(rows))
+    parts = ((q.to(torch.int8), scale, offset) for q, scale, offset in fits)
     integers, scales, offsets = (torch.cat(column) for column in zip(*parts, strict=True))
-    return QuantizedWeight(integers.to(torch.int8), scales * unit, offsets * unit, weight.shape[1], scheme.bits)
+    return QuantizedWeight(integers, scales * unit, offsets * unit, weight.shape[1], scheme.bits)
 
 
 def _quantize_rows(rows: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +102,7 @@ class TorchQuantLinear:
         self._weight = quantize(weight, scheme)
         self._bias = None if bias is None else bias.float()
         num_bytes = weight.numel() + 4 * self._weight.scales.numel() * (2 if scheme.bits == 4 else 1)
-        self.error = error_of(self._weight.restored(), weight.float(), num_bytes)
+        self.error = error_against(weight, self._weight, num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self._weight.restored(), self._bias).to(x.dtype)

@@ -5,9 +5,9 @@ are (`Backend.pack_stored`) or restores them first.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvrelay.kernels.common.quant_scheme import WeightError
 
 MXFP4_GROUP = 32  # inputs that share a scale
+_PIECE_VALUES = 8 << 20  # restored at a time: some 20 bytes for each, where a whole weight may leave no room
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the code's lower three bits; the fourth is the sign
 
 
@@ -50,11 +51,11 @@ class Fp8Weight:
 
     def rows(self, index: Tensor) -> Self | None:
         """The rows at index [M] int64, in that order; None where a tile would mix rows of several tiles."""
-        height = self.out_features if self.tile[0] >= self.out_features else self.tile[0]
-        tiles = (index // height).split(height)
-        if any(bool((tile != tile[0]).any()) for tile in tiles):
+        height = min(self.tile[0], self.out_features)
+        tiles = index // height
+        first, tile = tiles[::height], (min(height, len(index)), self.tile[1])
+        if not torch.equal(tiles, first.repeat_interleave(height)[: len(index)]):
             return None
-        first, tile = torch.stack([tile[0] for tile in tiles]), (min(height, len(index)), self.tile[1])
         return replace(self, values=self.values[index], scales=self.scales[first], tile=tile)
 
     def in_tiles_of(self, rows: int) -> Self:
@@ -175,11 +176,37 @@ def _stacked_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight:
     return Fp8Weight(values, scales, parts[0].tile, static)
 
 
+def pieces(weight: StoredWeight) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their numbers [M, K] float32), a bounded number at a time, in order."""
+    if isinstance(weight, Fp8Weight) and weight.tile[0] >= weight.out_features:
+        weight = weight.in_tiles_of(1)
+    height, num_rows = weight.tile[0] if isinstance(weight, Fp8Weight) else 1, weight.out_features
+    rows = max(_PIECE_VALUES // max(weight.in_features, 1) // height, 1) * height
+    tensors = {field.name: x for field in fields(weight) if isinstance(x := getattr(weight, field.name), Tensor)}
+    columns = [x.split(rows if len(x) == num_rows else rows // height) for x in tensors.values()]
+    for index, parts in enumerate(zip(*columns, strict=True)):
+        piece: dict[str, Any] = dict(zip(tensors, parts, strict=True))
+        yield slice(index * rows, (index + 1) * rows), replace(weight, **piece).restored()
+
+
 def dequantised(weight: StoredWeight, dtype: torch.dtype) -> tuple[Tensor, WeightError]:
     """The weight [N, K] rounded to `dtype`, and the error of that."""
-    exact = weight.restored()
-    rounded = exact.to(dtype)
-    return rounded, error_of(rounded.float(), exact, rounded.numel() * rounded.itemsize)
+    rounded = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.scales.device)
+    error = WeightError()
+    for rows, exact in pieces(weight):
+        rounded[rows] = exact
+        error += error_of(rounded[rows].float(), exact, 0)
+    return rounded, replace(error, num_bytes=rounded.numel() * rounded.itemsize)
+
+
+def error_against(
+    exact: Tensor | None, weight: StoredWeight, num_bytes: int, dtype: torch.dtype = torch.float32
+) -> WeightError:
+    """The error of a weight of `num_bytes`, rounded to `dtype`, against `exact` [N, K]; None: against itself."""
+    error = WeightError()
+    for rows, numbers in pieces(weight):
+        error += error_of(numbers.to(dtype).float(), numbers if exact is None else exact[rows].float(), 0)
+    return replace(error, num_bytes=num_bytes)
 
 
 def error_of(held: Tensor, exact: Tensor, num_bytes: int) -> WeightError:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvrelay.kernels.common.experts import ExpertLoop, Gate, with_base
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import quantize
-from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, error_of, plain_weight
+from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, error_against, plain_weight
 from kvrelay.kernels.cuda.quantized import Products, multiply_by_experts, on_device
 from kvrelay.kernels.cuda.stacked_weights import StackedWeights
 from kvrelay.kernels.oracle.reference import ReferenceLinear
@@ -145,7 +145,7 @@ def pack_experts(
             wide = [plain_weight(weight).to(products.device) for weight in held]
             integers = [quantize(weight, scheme) for weight in wide]
             for quantized, weight in zip(integers, wide, strict=True):
-                lost += error_of(quantized.restored(), weight.float(), quantized.num_bytes)
+                lost += error_against(weight, quantized, quantized.num_bytes)
             held = [*integers]
         pairs.append(held)
     gate_up, down = (products.stacked(column, dtype) for column in zip(*pairs, strict=True))

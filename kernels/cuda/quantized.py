@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import quantize
-from kvrelay.kernels.common.stored_weights import AnyWeight, Fp8Weight, StoredWeight, dequantised, error_of
+from kvrelay.kernels.common.stored_weights import AnyWeight, Fp8Weight, StoredWeight, error_against
 from kvrelay.kernels.cuda.plan import HALF
 from kvrelay.kernels.cuda.stacked_weights import StackedWeights, as_stored, stack
 from kvrelay.kernels.oracle import exact
@@ -119,8 +119,7 @@ class Products:
         """The weight as it is stored, on the device, and its error; None: no product takes it."""
         weight, bias = on_device(weight, self.device), None if bias is None else bias.to(self.device)
         if isinstance(weight, Fp8Weight) and self._is_scaled(weight, dtype):
-            exactly = weight.restored()
-            error = error_of(exactly, exactly, weight.num_bytes)
+            error = error_against(None, weight, weight.num_bytes)
             return Fp8Linear(weight, bias, error), error
         stacked = self.stacked([weight], dtype)
         return None if stacked is None else (StoredLinear(stacked[0], bias, stacked[1]), stacked[1])
@@ -135,7 +134,7 @@ class Products:
         stacked = self.stacked([integers], dtype)
         if stacked is None:
             return None
-        error = error_of(integers.restored(), weight.float(), stacked[0].num_bytes)
+        error = error_against(weight, integers, stacked[0].num_bytes)
         return StoredLinear(stacked[0], bias, error)
 
     def stacked(self, weights: Sequence[AnyWeight], dtype: torch.dtype) -> tuple[StackedWeights, WeightError] | None:
@@ -149,7 +148,7 @@ class Products:
         packed = stack(forms)
         if packed is None:
             return None
-        errors = (dequantised(weight, dtype)[1] for weight in stored)  # the kernel rounds to `dtype`, too
+        errors = (error_against(None, weight, 0, dtype) for weight in stored)  # the kernel rounds to `dtype`, too
         return packed, replace(sum(errors, WeightError()), num_bytes=packed.num_bytes)
 
     def _tried_out(self, product: str, dtype: torch.dtype) -> bool:

@@ -31,6 +31,12 @@ CONFIGS = {
     "qwen3-moe": models.QWEN3_MOE | SMALL | {"num_experts": 16},
     "deepseek": models.DEEPSEEK_LITE | SMALL | {"n_routed_experts": 16},
 }
+# for weights that loops quantise
+NARROW = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1}
+CONFIGS |= {
+    "narrow llama": CONFIGS["llama"] | NARROW | {"head_dim": 128},
+    "narrow qwen3-moe": CONFIGS["qwen3-moe"] | NARROW | {"moe_intermediate_size": 128},
+}
 TOKEN = 7  # what every row draws: kernels do nothing, so the drawn ones would be whatever lies in the memory
 
 

@@ -1,39 +1,33 @@
 """Engines over quantised weights: their steps cost what those of plain weights cost."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.stored_weights import Fp8Weight
-from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.experts import StoredExperts
-from kvrelay.kernels.cuda.quantized import Fp8Linear, StoredLinear
+from kvrelay.kernels.cuda.quantized import Fp8Linear, Products, StoredLinear, on_device
+from kvrelay.kernels.oracle.stored_examples import EXAMPLES
+from tests.engine.checkpoints.quantised_folders import FORMATS, fp8_blocks, quantised_folder
 from tests.fake_cuda import engines
 from tests.fake_cuda.test_steps import measurements, patched, stalls  # noqa: F401
 
-BF16 = torch.bfloat16
+MAKERS = FORMATS | {"fp8 blocks of 128": fp8_blocks(128)}
 
 
-def as_fp8(weight, tile):
-    rows, columns = (min(*pair) for pair in zip(tile, weight.shape, strict=True))
-    shape = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
-    return Fp8Weight(weight.to(torch.float8_e4m3fn), torch.ones(shape, device=weight.device), (rows, columns))
+@pytest.fixture
+def stored(measurements, tmp_path):  # noqa: F811
+    """A model's folder with its weights in a published format."""
 
+    def without_order(tensors):  # it is compared with the usual one on the device, where no kernel compares
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            del tensors[name]
 
-def store_fp8(monkeypatch, tile):
-    """Loading takes every bfloat16 weight for an fp8 one."""
-    plain, experts = CudaBackend.pack_linear, CudaBackend.pack_experts
-
-    def pack_linear(self, weight, bias=None):
-        if weight.dtype != BF16:
-            return plain(self, weight, bias)
-        return self.pack_stored(as_fp8(weight, tile), bias, BF16)[0]
-
-    def pack_experts(self, pairs, *args):
-        return experts(self, (tuple(as_fp8(weight, tile) for weight in pair) for pair in pairs), *args)
-
-    monkeypatch.setattr(CudaBackend, "pack_linear", pack_linear)
-    monkeypatch.setattr(CudaBackend, "pack_experts", pack_experts)
+    return lambda model, kind: quantised_folder(
+        measurements.folder(model), tmp_path / "made", MAKERS[kind], without_order
+    )[0]
 
 
 def check(engine, num_layers):
@@ -48,13 +42,21 @@ def check(engine, num_layers):
 
 
 @pytest.mark.parametrize(
-    ("tile", "kind"),
-    [((1 << 20, 1 << 20), Fp8Linear), ((1, 1 << 20), Fp8Linear), ((128, 128), Fp8Linear), ((64, 64), StoredLinear)],
+    ("kind", "product"),
+    [
+        ("fp8", Fp8Linear),
+        ("fp8 channels", Fp8Linear),
+        ("fp8 blocks of 128", Fp8Linear),
+        ("fp8 blocks", StoredLinear),
+        ("int4", StoredLinear),
+        ("gptq", StoredLinear),
+        ("mxfp4", StoredLinear),
+    ],
 )
-def test_fp8_weights(measurements, monkeypatch, tile, kind):  # noqa: F811
-    store_fp8(monkeypatch, tile)
-    engine = engines.make(measurements.folder("llama"))
-    assert all(type(layer.attention.qkv) is kind for layer in engine.model.layers)
+def test_published_weights(stored, kind, product):
+    engine = engines.make(stored("narrow llama", kind))
+    attentions = [layer.attention for layer in engine.model.layers]
+    assert {type(linear) for it in attentions for linear in (it.qkv, it.o)} == {product}
     check(engine, 2)
     engine.close()
 
@@ -67,11 +69,33 @@ def test_weights_that_are_quantised_at_load(measurements, bits):  # noqa: F811
     engine.close()
 
 
-@pytest.mark.parametrize("scheme", [None, Scheme(4)])
-def test_experts(measurements, monkeypatch, scheme):  # noqa: F811
-    if scheme is None:
-        store_fp8(monkeypatch, (128, 128))
-    engine = engines.make(measurements.folder("qwen3-moe"), quantization=scheme)
+@pytest.mark.parametrize("kind", ["fp8 blocks of 128", "int4", "bf16"])
+def test_experts(measurements, stored, kind):  # noqa: F811
+    model = "narrow qwen3-moe"
+    folder = measurements.folder(model) if kind == "bf16" else stored(model, kind)
+    engine = engines.make(folder, quantization=Scheme(4) if kind == "bf16" else None)
     assert all(isinstance(layer.mlp.experts, StoredExperts) for layer in engine.model.layers)
     check(engine, 2)
     engine.close()
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_weight_is_packed_in_little_more_room_than_it_takes(kind):
+    """Where weights fill a device, restoring them for their error must not: a copy and a piece are there besides."""
+    small = on_device(EXAMPLES[kind](0), torch.device("cuda:0"))
+    if isinstance(small, Fp8Weight):
+        small = replace(small, scales=small.scales[:1], tile=(1 << 20, small.tile[1]))
+    num_rows = (64 << 20) // small.in_features
+    tensors = {field.name: getattr(small, field.name) for field in fields(small)}
+    large = {
+        name: x.repeat(num_rows // len(x) + 1, *(1 for _ in x.shape[1:]))[:num_rows]
+        for name, x in tensors.items()
+        if isinstance(x, torch.Tensor) and len(x) == small.out_features
+    }
+    weight = replace(small, **large)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear, _ = Products(torch.device("cuda:0")).linear(weight, None, torch.bfloat16)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert linear.out_features == num_rows
+    assert taken < 5 * (64 << 20)

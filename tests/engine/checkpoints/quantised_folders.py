@@ -52,9 +52,14 @@ def channel(weight):
     return {"weight": values, "weight_scale": scales}, plain
 
 
-def block(weight):
-    values, scales, plain = fp8_parts(weight, (16, 16))
-    return {"weight": values, "weight_scale_inv": scales}, plain
+def fp8_blocks(size):
+    """The format with scales for blocks of size x size."""
+
+    def write(weight):
+        values, scales, plain = fp8_parts(weight, (size, size))
+        return {"weight": values, "weight_scale_inv": scales}, plain
+
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}, write
 
 
 def integers(weight, bits, group, *, symmetric, dtype=torch.float16):
@@ -126,7 +131,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 FORMATS = {  # name: (quantization_config, writer of one weight)
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, whole),
-    "fp8 blocks": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}, block),
+    "fp8 blocks": fp8_blocks(16),
     "fp8 channels": (
         scheme({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized", DYNAMIC), channel,
     ),
@@ -159,8 +164,10 @@ def is_linear(name, tensor):
 
 
 def quantised_folder(source: Path, target: Path, kind: str, change=lambda tensors: None):
-    """(folder in that format, folder of the same numbers in float32) of a plain one; `change` spoils the former."""
-    config, write = FORMATS[kind]
+    """(folder in that format, folder of the same numbers) of a plain one; `change` spoils the former. kind: of FORMATS,
+    or such a pair.
+    """
+    config, write = FORMATS[kind] if isinstance(kind, str) else kind
     stored, plain = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         stored[name] = plain[name] = tensor

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+from kvrelay.kernels.common import stored_weights
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.stored_weights import (
     Fp8Weight,
     Mxfp4Weight,
     QuantizedWeight,
     dequantised,
+    error_against,
+    pieces,
     plain_weight,
     shape_of,
     stacked,
@@ -123,6 +126,34 @@ def test_rows_are_taken_where_no_tile_mixes_rows_of_several(weight, stays):
     assert (taken is not None) == stays
     if taken is not None:
         assert torch.equal(taken.restored(), weight.restored()[index]) and taken.out_features == 6
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        *(fp8(11, 10, tile) for tile in ((11, 10), (1, 10), (4, 4), (8, 1), (1 << 20, 1 << 20))),
+        integers(11, 70, 32),
+        mxfp4(11, 64),
+        fp8(0, 8, (4, 4)),
+    ],
+)
+def test_weights_are_restored_in_pieces(weight, monkeypatch):
+    whole = weight.restored()
+    due = error_against(None, weight, 7), dequantised(weight, torch.bfloat16)
+    monkeypatch.setattr(stored_weights, "_PIECE_VALUES", 30)
+    found = list(pieces(weight))
+    assert all(torch.equal(whole[rows], numbers) for rows, numbers in found)
+    assert torch.equal(torch.cat([numbers for _, numbers in found]), whole)
+    most = 8 if isinstance(weight, Fp8Weight) else 1  # rows that share a scale stay together
+    assert all(len(numbers) <= max(most, 30 // whole.shape[1]) for _, numbers in found)
+    held, error = dequantised(weight, torch.bfloat16)
+    assert torch.equal(held, whole.to(torch.bfloat16)) and torch.equal(held, due[1][0])
+    for ours, theirs in ((error, due[1][1]), (error_against(None, weight, 7), due[0])):
+        assert (ours.num_weights, ours.num_bytes) == (theirs.num_weights, theirs.num_bytes)
+        assert ours.relative == pytest.approx(theirs.relative, rel=1e-4)
+        assert ours.squares == pytest.approx(theirs.squares, rel=1e-4)
+    off = error_against(whole + 1, weight, 7)
+    assert off.squared_error == pytest.approx(whole.numel(), rel=1e-4), "the control"
 
 
 # ---- the compiled kernels' layout
