@@ -12,10 +12,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory, mkdtemp
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,20 +33,15 @@ LATENT_FAMILY = "deepseek_v3"
 QUICK = ("1 token", "one block", "block + 1", "several chunks", "shared prefix 0", "shared prefix 1", "Chinese")
 
 
-def pool_memory(backend: str) -> "KvMemory":
+def pool_memory(backend: str, device: str) -> "KvMemory":
     """A pool of a few bytes where a worker with this kernel backend has its own. Raises BackendUnavailable."""
-    import torch
-
     from kvrelay.cluster.verify.prompts import BLOCK_SIZE
-    from kvrelay.kernels.select import why_no_cuda
+    from kvrelay.kernels.select import select_backend
     from kvrelay.kvcache.memory.storage import KvStorage
     from kvrelay.types import KvLayout
 
-    why = why_no_cuda() if backend in ("auto", "cuda") else "another backend was named"
-    if backend == "cuda" and why is not None:
-        raise BackendUnavailable("cuda", why)
     layout = KvLayout(num_layers=1, num_blocks=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=16, dtype="float32")
-    return KvStorage(layout, torch.device("cpu" if why is not None else "cuda")).memory
+    return KvStorage(layout, select_backend(backend, device, num_threads=1).device).memory  # type: ignore[arg-type]
 
 
 def usable_transports(named: Sequence[str] | None, memory: "KvMemory") -> tuple[list[str], dict[str, str]]:
@@ -82,17 +77,21 @@ def command(
     family: Annotated[
         list[str] | None, typer.Option(help="Instead of a model, tiny random weights of a family, or 'all' of them.")
     ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<n>; a named one: in bfloat16.")] = "auto",
     backend: Annotated[str, typer.Option(help="Kernel backend: auto, cpu, reference, cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: what the model computes in.")] = "float32",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (the default without --device), bfloat16 or float16: of the model.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there, row by row.")] = None,
     is_all: Annotated[bool, typer.Option("--all/--quick", help="Every row, or one transport's paths.")] = False,
 ) -> None:
     """Compare every path's tokens with Hugging Face's. Exit code 1 on any difference.
 
-    In 16 bits: every path's tokens with one worker's, and a text's log-probabilities and perplexity with Hugging
-    Face's.
+    In 16 bits (--device cuda, --dtype bfloat16): log-probabilities and tokens of every kind of step and path with those
+    of the reference backend on the same device, over 384 tokens at least.
     """
     console = Console()
+    dtype = dtype or ("float32" if device == "auto" else "bfloat16")
     for what, name, known in [("dtype", dtype, DTYPES), *(("transport", one, TRANSPORTS) for one in transport or ())]:
         if name not in known:
             console.print(f"unknown {what} {name!r}; choose from {', '.join(known)}", style="red")
@@ -100,32 +99,40 @@ def command(
     from kvrelay.cluster.verify.rows import run_setup
     from kvrelay.cluster.verify.verifier import Verifier, VerifyReport, print_summary, row_printer
 
+    if dtype != "float32":
+        max_model_len, tokens = max(max_model_len, 384), max(tokens, 8)  # for a prefix of 256 tokens, damage after 4
     reports: list[VerifyReport] = []
+
+    def ended(*row: Any) -> None:
+        show(*row)
+        if json_file is not None:
+            json_file.write_text(json.dumps([{**asdict(report), "ok": report.ok} for report in reports], indent=1))
+
     try:
-        memory = pool_memory(backend)
+        memory = pool_memory(backend, device)
         chosen, left_out = usable_transports(transport, memory)
         with console.status("preparing the model") as status, TemporaryDirectory() as scratch:
-            for folder in _folders(model, family, Path(scratch), status.update):
-                verifier = Verifier(folder, max_model_len, tokens, backend, dtype, progress=status.update)
+            for folder in _folders(model, family, Path(scratch), status.update, is_wide=dtype != "float32"):
+                verifier = Verifier(folder, max_model_len, tokens, backend, dtype, device, progress=status.update)
                 verifier.report.device, verifier.report.left_out = memory.device, dict(left_out)
+                if dtype == "float32" and memory.device != "cpu":
+                    verifier.report.left_out["FlashInfer's kernels"] = "they compute in 16 bits: --device cuda"
+                own = Path(mkdtemp(dir=scratch))
                 if is_all:
-                    own = Path(mkdtemp(dir=scratch))
                     setups = all_setups(verifier, chosen, own, is_random=bool(family), is_first=not reports)
                 else:
-                    setups = quick_setups(verifier, chosen[0])
+                    setups = quick_setups(verifier, chosen[0], own)
                     verifier.report.left_out["everything else"] = "kvrelay verify --all"
                 reports.append(verifier.report)
                 show = row_printer(verifier.report, sum(setup.num_rows for _, setup in setups), console)
                 with workers_log(console, verifier.report):
                     for one, setup in setups:
-                        one.on_row = show
+                        one.on_row = ended
                         asyncio.run(run_setup(one, setup))
                 print_summary(verifier.report, console)
     except KvrelayError as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}")
         raise typer.Exit(1) from None
-    if json_file is not None:
-        json_file.write_text(json.dumps([{**asdict(report), "ok": report.ok} for report in reports], indent=1))
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
@@ -160,7 +167,7 @@ def kernels(verifier: "Verifier") -> "Setup":
     from kvrelay.kernels.select import select_backend
 
     async def serve(verifier: "Verifier", cluster: None, row: "RowResult") -> None:
-        backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
+        backend = select_backend(verifier.backend, verifier.device, num_threads=1)  # type: ignore[arg-type]
         num_cases = 0
         for family in FAMILIES:
             verifier.progress(f"kernels: {family}")
@@ -174,9 +181,12 @@ def kernels(verifier: "Verifier") -> "Setup":
     return Setup("kernels", (OwnRows((name,), serve),), transport=None)
 
 
-def quick_setups(verifier: "Verifier", transport: str) -> "list[tuple[Verifier, Setup]]":
+def quick_setups(verifier: "Verifier", transport: str, scratch: Path) -> "list[tuple[Verifier, Setup]]":
     """The paths of one transport, with their controls, for some of the prompts."""
-    from kvrelay.cluster.verify import suites
+    from kvrelay.cluster.verify import parity, suites
+
+    if verifier.dtype != "float32":
+        return parity.setups(verifier, [transport], scratch)
 
     verifier.prompts = [prompt for prompt in verifier.prompts if prompt.name in QUICK]
     verifier.report.prompts = [prompt.name for prompt in verifier.prompts]
@@ -190,24 +200,22 @@ def all_setups(
 
     is_random: the model's weights are noise. is_first: no model before it has shown what is the same for all.
     """
-    import torch
-
-    from kvrelay.cluster.verify import suites
-    from kvrelay.cluster.verify.dtypes import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, DtypeRows, near
+    from kvrelay.cluster.verify import parity, suites
+    from kvrelay.cluster.verify.dtypes import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, near
     from kvrelay.cluster.verify.groups import groups
-    from kvrelay.kernels.select import select_backend
 
     first, is_float32, setups = transports[0], verifier.dtype == "float32", list["Setup"]()
-    if is_first:
-        setups.append(kernels(verifier))
+    served, is_on_host = list[tuple["Verifier", "Setup"]](), verifier.report.device == "cpu"
+    if is_first and is_on_host:
+        served.append((verifier, kernels(verifier)))
+    elif not is_on_host:
+        verifier.report.left_out["kernels against their definitions"] = "bench/gpu/gpu.py, section kernels"
     if not is_float32:
-        backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
-        stands_alone = backend.is_batch_invariant(getattr(torch, verifier.dtype))
-        setups += DtypeRows(verifier, first, scratch, stands_alone=stands_alone).setups()
-        if not stands_alone:
+        served += parity.setups(verifier, transports, scratch, is_all=True, is_first=is_first)
+        if not parity.stands_alone(verifier):
             why = "with these kernels a row's bits depend on its batch, so tokens may differ where two are close"
             verifier.report.left_out["tokens of every path"] = why
-            return [(verifier, setup) for setup in setups]
+            return served
     setups += suites.paths(transports)
     if is_float32:
         setups += near(first, FP8_KV)
@@ -218,30 +226,20 @@ def all_setups(
     setups += suites.preemption(first)
     for suite in (suites.queue_order, suites.mixed_batches, suites.cascade, suites.speculation):
         setups += suite(verifier, first)
-    served = [(verifier, setup) for setup in setups]
+    served += [(verifier, setup) for setup in setups]
     if is_float32 and not is_random:
-        tiny = latent_verifier(verifier, scratch)
+        tiny = verifier.of_family(LATENT_FAMILY, scratch / "tiny-latent")
         served += [(tiny, setup) for setup in suites.latent(tiny, first)]
     return served
 
 
-def latent_verifier(verifier: "Verifier", scratch: Path) -> "Verifier":
-    """Of a tiny random model with latent KV (MLA), made below `scratch`, with the same report."""
-    from kvrelay.cluster.verify.prompts import CHUNK, latent_prompts
-    from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-
-    folder = tiny_checkpoint(LATENT_FAMILY, scratch / "tiny-latent")
-    return replace(
-        verifier, model_dir=folder, max_model_len=4 * CHUNK, num_output=8, prompts=latent_prompts(), expected={}
-    )
-
-
 def _folders(
-    model: str | None, families: list[str] | None, scratch: Path, progress: Callable[[str], None]
+    model: str | None, families: list[str] | None, scratch: Path, progress: Callable[[str], None], *, is_wide: bool
 ) -> Iterator[Path]:
-    """The checkpoint folders to verify, one after the other."""
+    """The checkpoint folders to verify, one after the other. is_wide: see tiny_model."""
+    from kvrelay.cluster.verify.verifier import tiny_model
     from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
-    from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
+    from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS
     from kvrelay.settings.engine import ModelSettings
 
     if not families:
@@ -249,8 +247,4 @@ def _folders(
         yield prepare_checkpoint(settings, lambda what, share: progress(f"{what} {share:.0%}"))
         return
     for name in TINY_CONFIGS if "all" in families else (family.replace("-", "_") for family in families):
-        yield tiny_checkpoint(name, scratch / f"tiny-{name}")
-
-
-if __name__ == "__main__":
-    typer.run(command)
+        yield tiny_model(name, scratch / f"tiny-{name}", is_wide=is_wide)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+TEXT = Path(__file__).with_name("text.txt")
 BLOCK_SIZE = 16
 CHUNK = 64  # token budget of a step, so that prompts take several
 _TEXTS = {
@@ -19,7 +20,7 @@ _TEXTS = {
     "Arabic": "تتطلب النماذج اللغوية الكبيرة ذاكرة واسعة وسرعة عالية في نقل البيانات. ",
     "code": "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n",
 }
-_NUM_SHARED = 6  # requests side by side over one prefix
+_NUM_SHARED = 8  # requests side by side over one prefix: so many that a GPU reads it once
 _MOST_OWN = 20  # tokens of such a prompt after the prefix
 _MOST_SHARED = 320  # tokens of the prefix
 _PERIODS = (1, 3, 7, 20)  # tokens after which a prompt repeats itself
@@ -63,11 +64,12 @@ def shared_prompts(prompts: Sequence[VerifyPrompt], longest: int) -> list[Verify
     ]
 
 
-def unlike_prompts(prompts: Sequence[VerifyPrompt], longest: int) -> list[VerifyPrompt]:
-    """Prompts of the same tokens that have no prefix in common."""
-    tokens = sorted({token for prompt in prompts for token in prompt.token_ids})
-    length = min(longest, _MOST_SHARED // 2)
-    return [VerifyPrompt(f"unlike {seed}", random.Random(seed).choices(tokens, k=length)) for seed in range(4)]
+def unlike_prompts(
+    prompts: Sequence[VerifyPrompt], longest: int, *, count: int = 4, length: int = _MOST_SHARED // 2
+) -> list[VerifyPrompt]:
+    """So many prompts of the same tokens that have no prefix in common."""
+    tokens, length = sorted({token for prompt in prompts for token in prompt.token_ids}), min(longest, length)
+    return [VerifyPrompt(f"unlike {seed}", random.Random(seed).choices(tokens, k=length)) for seed in range(count)]
 
 
 def repeating_prompts(prompts: Sequence[VerifyPrompt], longest: int) -> list[VerifyPrompt]:
@@ -134,20 +136,13 @@ def logit_gaps(model_dir: Path, prompts: Sequence[list[int]], answers: Sequence[
     return found
 
 
-def log_probabilities(model_dir: Path, texts: Sequence[list[int]], dtype: str = "float32") -> list["torch.Tensor"]:
-    """Log-probabilities [positions, vocabulary] in float64 of the token after each of a text's tokens but the last.
-
-    A 16-bit dtype is emulated: float32 with weights and every module's result rounded, because not every processor
-    multiplies such numbers fast. Rounding inside a module is left out, so this is nearer to float32 than a model
-    loaded in the dtype.
-    """
+def log_probabilities(model_dir: Path, text: list[int]) -> "torch.Tensor":
+    """Log-probabilities [positions, vocabulary] in float64 of the token after each of a text's tokens but the last."""
     import torch
 
-    model = _float32(model_dir)
     with torch.inference_mode():
-        if dtype != "float32":
-            _round_everything(model, getattr(torch, dtype))
-        return [model(torch.tensor([text])).logits[0, :-1].double().log_softmax(-1) for text in texts]
+        logprobs: torch.Tensor = _float32(model_dir)(torch.tensor([text])).logits[0, :-1].double().log_softmax(-1)
+        return logprobs
 
 
 def _float32(model_dir: Path) -> Any:
@@ -155,17 +150,3 @@ def _float32(model_dir: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-
-
-def _round_everything(model: Any, dtype: "torch.dtype") -> None:
-    import torch
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(rounded, value))
-        return value.to(dtype).float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    for parameter in model.parameters():
-        parameter.copy_(rounded(parameter))
-    for module in model.modules():
-        module.register_forward_hook(lambda module, args, out: rounded(out))

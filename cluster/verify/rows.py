@@ -5,6 +5,7 @@ controls are rows as well: damage that must be refused, or must change the answe
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -21,6 +22,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.plane.reports import LoadReport
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 ROW_TIMEOUT_S = 300.0
 REFUSAL = "did not arrive as they left"  # of ChecksumMismatch
@@ -155,6 +157,7 @@ class Setup:
         overrides: settings over the verifier's; a function is called in a thread before the cluster starts.
         prompts: of its rows; none: the verifier's.
         prepare: is awaited before the first row.
+        learns: the expected tokens of its prompts, before the first row.
     """
 
     title: str
@@ -165,6 +168,7 @@ class Setup:
     num_prefill: int = 1
     prompts: tuple[VerifyPrompt, ...] = ()
     prepare: Callable[[Verifier, LocalCluster], Awaitable[object]] | None = None
+    learns: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -172,9 +176,9 @@ class Setup:
 
 
 async def run_setup(verifier: Verifier, setup: Setup) -> None:
-    """Start the setup's cluster and add its rows to the report. Raises KvrelayError when a worker cannot start."""
+    """Start the setup's cluster and add its rows to the report. Workers that cannot start are a row that failed."""
     prompts = setup.prompts or tuple(verifier.prompts)
-    if any(isinstance(row, VerifyRow) for row in setup.rows):
+    if setup.learns and any(isinstance(row, VerifyRow) for row in setup.rows):
         await verifier.learn(prompts)
     verifier.progress(setup.title)
     overrides = await asyncio.to_thread(setup.overrides) if callable(setup.overrides) else setup.overrides
@@ -182,7 +186,10 @@ async def run_setup(verifier: Verifier, setup: Setup) -> None:
         cluster: Any = None
         if setup.transport is not None:
             started = verifier.cluster(setup.transport, setup.checks, overrides, num_prefill=setup.num_prefill)
-            cluster = await stack.enter_async_context(started)
+            try:
+                cluster = await stack.enter_async_context(started)
+            except KvrelayError as error:
+                return _report(verifier, RowResult(setup.title, total=1, note=f"{type(error).__name__}: {error}"))
         if setup.prepare is not None:
             await setup.prepare(verifier, cluster)
         for row in setup.rows:
@@ -198,6 +205,7 @@ async def run_row(
     if isinstance(row, VerifyRow) and not row.when(case):
         return
     verifier.progress(row.names[0])
+    note = ""
     try:
         async with asyncio.timeout(ROW_TIMEOUT_S), AsyncExitStack() as stack:
             if isinstance(row, OwnRows):
@@ -209,11 +217,20 @@ async def run_row(
                     await stack.enter_async_context(one(case))
                 case.answers += await row.answers(case, prompts)
                 case.judge(row.must)
-    except (KvrelayError, TimeoutError) as error:
-        note = str(error) if isinstance(error, KvrelayError) else f"not served within {ROW_TIMEOUT_S:.0f} s"
-        for result in results:
-            result.check(note, holds=False)
+    except TimeoutError:
+        note = f"not served within {ROW_TIMEOUT_S:.0f} s"
+    except KvrelayError as error:
+        note = str(error) or type(error).__name__
+    except Exception as error:  # a device's kernels raise errors of many types; other rows follow
+        logger.exception("row %r", row.names[0])
+        note = f"{type(error).__name__}: {error}"
+    for result in results if note else ():
+        result.check(note, holds=False)
     seconds = (time.monotonic() - began_s) / len(results)
     for result in results:
-        verifier.report.rows.append(result)
-        verifier.on_row(result, seconds)
+        _report(verifier, result, seconds)
+
+
+def _report(verifier: Verifier, result: RowResult, seconds: float = 0.0) -> None:
+    verifier.report.rows.append(result)
+    verifier.on_row(result, seconds)

@@ -7,7 +7,6 @@ Functions with `@during` return a `During` of rows.py; the engine is that of the
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -181,7 +180,7 @@ def shares_prefixes(case: Case) -> bool:
 
 
 def has_native_cascade(case: Case) -> bool:
-    """Whether it does so in the compiled CPU kernels, which `sharing_unlike_kv` can steer."""
+    """Whether it does so in the compiled CPU kernels, where any prefix is worth it."""
     return shares_prefixes(case) and getattr(case.engine.backend, "compiled_kernels", None) is not None
 
 
@@ -191,20 +190,6 @@ async def prefix_read_once(case: Case) -> AsyncIterator[None]:
     can_share = shares_prefixes(case)
     note = "{} tokens of KV not read again" if can_share else "this backend reads for every sequence"
     async with counted("cascade_saved_tokens", note=note, holds=lambda count: (count > 0) is can_share)(case):
-        yield
-
-
-@during
-async def sharing_unlike_kv(case: Case) -> AsyncIterator[None]:
-    """All decode rows are taken to share the first one's blocks."""
-    native: Any = case.engine.backend.compiled_kernels  # type: ignore[attr-defined]
-    share = native.share
-
-    def share_first(schedule: Any, batch: Any, shape: Any) -> None:
-        tables = batch.block_tables[:1].expand_as(batch.block_tables).contiguous()
-        share(schedule, replace(batch, block_tables=tables), shape)
-
-    with mock.patch.object(native, "share", share_first):
         yield
 
 
@@ -299,13 +284,8 @@ async def in_flight(case: Case, change: Change, *, most: int | None = None) -> A
 
 
 def flip_exponent_bit(region: "torch.Tensor", layout: KvLayout) -> None:
-    """The top exponent bit of one float32: byte 3 of the first one in the second half, where values are."""
-    region[len(region) // 2 + 3].bitwise_xor_(0x40)
-
-
-def flip_lowest_bits(region: "torch.Tensor", layout: KvLayout) -> None:
-    """The lowest bit of every number."""
-    region[:: layout.itemsize].bitwise_xor_(1)
+    """The top exponent bit of one number, in its last byte: of the first one in the second half, where values are."""
+    region[len(region) // 2 + layout.itemsize - 1].bitwise_xor_(0x40)
 
 
 def scale_fp8_scales(region: "torch.Tensor", layout: KvLayout) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.cluster.launch.local import LocalCluster
+from kvrelay.cluster.verify import computing
 from kvrelay.cluster.verify import steering as steer
 from kvrelay.cluster.verify.prompts import BLOCK_SIZE, VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, blocks_freed, during
@@ -233,7 +234,7 @@ def cascade(verifier: Verifier, transport: str) -> list[Setup]:
     unlike = unlike_prompts(verifier.prompts, verifier.longest_prompt)
     one, other = tuple(prompt.name for prompt in shared), tuple(prompt.name for prompt in unlike)
     not_again = partial(steer.counted, "cascade_saved_tokens", note="{} tokens of KV not read again")
-    nothing, wrong = (not_again(holds=lambda count: count == 0),), (not_again(), steer.sharing_unlike_kv())
+    nothing, wrong = (not_again(holds=lambda count: count == 0),), (not_again(), computing.sharing_unlike_kv())
     side_by_side = VerifyRow("cascade: nothing in common, nothing shared", prompts=other, together=True)
     once = replace(side_by_side, name="cascade: a shared prefix is read once", prompts=one, num_first=1)
     unlike_kv = replace(side_by_side, name="cascade: sharing unlike KV changes the answer", must=Must.CHANGE)

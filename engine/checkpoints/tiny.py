@@ -86,14 +86,14 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
+def tiny_checkpoint(family: str, folder: Path, *, seed: int = 0, **own: Any) -> Path:
     """Write a complete folder (config, float32 weights, byte tokenizer, chat template) and return it.
 
-    Raises UnsupportedModel for a family that is not in TINY_CONFIGS.
+    own: keys of its config. Raises UnsupportedModel for a family that is not in TINY_CONFIGS.
     """
     if family not in TINY_CONFIGS:
         raise UnsupportedModel(family, f"tiny checkpoints exist for {', '.join(TINY_CONFIGS)}")
-    random_weights(TINY_CONFIGS[family], folder, seed=seed)
+    random_weights(TINY_CONFIGS[family] | own, folder, seed=seed)
     byte_tokenizer(folder)
     return folder
 

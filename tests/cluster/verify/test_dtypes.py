@@ -9,26 +9,22 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from kvrelay.cluster.verify import cli
+from kvrelay.cluster.verify.closeness import DtypeError, dtype_error, on_same_tokens
 from kvrelay.cluster.verify.dtypes import (
     LAYER_FACTORS,
     THETA_FACTOR,
-    DtypeError,
-    DtypeRows,
-    _changed_copy,
-    _scale_first_layer,
-    _scale_rotary_base,
-    dtype_error,
-    first_difference,
-    on_same_tokens,
+    changed_copy,
+    scale_first_layer,
+    scale_rotary_base,
 )
+from kvrelay.cluster.verify.parity import setups
 from kvrelay.cluster.verify.prompts import expected_tokens, log_probabilities
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import paths
-from kvrelay.cluster.verify.verifier import Verifier
+from kvrelay.cluster.verify.verifier import Verifier, tiny_model
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.oracle.reference import ReferenceBackend
-from kvrelay.plane.messages import TokenLogprob
 
 THEIRS = DtypeError(rms=0.02, worst=0.2, surprise=0.001, spread=0.02, agreement=0.98, num_positions=400)
 
@@ -38,15 +34,12 @@ def failures(report):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_way(dtype, tmp_path):
-    folder = tiny_checkpoint("qwen3", tmp_path / "model")
-    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype)
-    stands_alone = CpuBackend(1).is_batch_invariant(getattr(torch, dtype))
-    for setup in DtypeRows(verifier, "shm", tmp_path, stands_alone=stands_alone).setups():
-        await run_setup(verifier, setup)
+async def test_a_float16_model_is_the_reference_in_every_way(tmp_path):
+    folder = tiny_model("qwen3", tmp_path / "model", is_wide=True)
+    verifier = Verifier(folder, max_model_len=384, num_output=8, dtype="float16")
+    for one, setup in setups(verifier, ["shm"], tmp_path):
+        await run_setup(one, setup)
     assert failures(verifier.report) == []
-    assert len(verifier.report.rows) == 8
 
 
 @pytest.mark.slow
@@ -92,28 +85,10 @@ def test_how_far_off_a_model_is():
     assert other.rms == 0.0 and other.agreement == 0.0
 
 
-def token(which, logprob, *top):
-    return TokenLogprob(which, logprob, list(top))
-
-
-def test_answers_are_compared_bit_for_bit_or_up_to_where_two_tokens_are_close():
-    one = [token(5, -0.5), token(6, -0.7, (6, -0.7), (9, -0.75))]
-    assert first_difference(one, one, 0.0) is None
-    assert first_difference(one, [one[0], token(6, -0.7 + 1e-7, *one[1].top)], 0.0) == 1
-    assert first_difference(one, [token(5, -0.52), one[1]], 0.03) is None
-    assert first_difference(one, [token(5, -0.55), one[1]], 0.03) == 0
-    assert first_difference(one, [one[0], token(9, -0.72)], 0.03) is None  # as likely as the other, nearly
-    assert first_difference(one, [one[0], token(9, -0.72)], 0.02) == 1
-    assert first_difference(one, [one[0], token(4, -0.72)], 0.03) == 1
-    assert first_difference(one, one[:1], 0.03) == 1 and first_difference([], [], 0.0) == 0
-
-
 def test_a_changed_copy_model_differs_in_what_was_changed_copy_alone(tmp_path):
     plain = tiny_checkpoint("gemma3", tmp_path / "plain")
-    base = _changed_copy(plain, tmp_path / "base", _scale_rotary_base)
-    layer = _changed_copy(
-        plain, tmp_path / "layer", lambda folder: _scale_first_layer(folder, LAYER_FACTORS["float16"])
-    )
+    base = changed_copy(plain, tmp_path / "base", scale_rotary_base)
+    layer = changed_copy(plain, tmp_path / "layer", lambda folder: scale_first_layer(folder, LAYER_FACTORS["float16"]))
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (plain, base))
     parameters = before["rope_parameters"]
     assert {kind: one["rope_theta"] for kind, one in after["rope_parameters"].items()} == {
@@ -122,9 +97,9 @@ def test_a_changed_copy_model_differs_in_what_was_changed_copy_alone(tmp_path):
     weights, scaled = (load_file(folder / "model.safetensors") for folder in (plain, layer))
     changed = {name for name in weights if not torch.equal(weights[name], scaled[name])}
     assert changed and all(".layers.0." in name and weights[name].dim() == 2 for name in changed)
-    text = [list(range(3, 90))]
-    exact, *others = (log_probabilities(folder, text)[0] for folder in (plain, base, layer))
-    assert all(dtype_error([on_same_tokens(other, text[0], 5)], exact).rms > 1e-3 for other in others)
+    text = list(range(3, 90))
+    exact, *others = (log_probabilities(folder, text) for folder in (plain, base, layer))
+    assert all(dtype_error([on_same_tokens(other, text, 5)], exact).rms > 1e-3 for other in others)
 
 
 def test_only_the_compiled_kernels_promise_that_rows_stand_alone(monkeypatch):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvrelay.cluster.verify import suites
-from kvrelay.cluster.verify.cli import LATENT_FAMILY, latent_verifier
+from kvrelay.cluster.verify.cli import LATENT_FAMILY
 from kvrelay.cluster.verify.prompts import latent_prompts
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import is_latent_layout
@@ -26,7 +26,7 @@ def tiny_verifier(tmp_path):
 @pytest.mark.slow
 async def test_latent_blocks_are_transferred_whole_and_both_parts_matter(tmp_path):
     verifier = tiny_verifier(tmp_path)
-    tiny = latent_verifier(verifier, tmp_path)
+    tiny = verifier.of_family(LATENT_FAMILY, tmp_path / "tiny")
     for setup in suites.latent(tiny, "tcp"):
         await run_setup(tiny, setup)
     assert [(row.name, row.note) for row in verifier.report.rows if not row.ok] == []

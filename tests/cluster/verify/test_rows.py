@@ -97,16 +97,19 @@ async def test_a_row_that_checks_nothing_fails():
     assert not RowResult("empty").ok and not VerifyReport("empty", []).ok
 
 
-async def test_rows_that_compare_something_else_fail_together_with_their_error():
+@pytest.mark.parametrize(
+    ("error", "note"), [(KvrelayError("gone"), "gone"), (RuntimeError("refused"), "RuntimeError: refused")]
+)
+async def test_rows_that_compare_something_else_fail_together_with_their_error(error, note):
     async def serve(verifier, cluster, first, second):
         first.check("seen", holds=True)
-        raise KvrelayError("gone")
+        raise error
 
     verifier = FakeVerifier()
     await run_row(verifier, verifier, OwnRows(("first", "second"), serve))
     assert [(row.name, row.passed, row.total, row.note) for row in verifier.report.rows] == [
-        ("first", 1, 2, "gone"),
-        ("second", 0, 1, "gone"),
+        ("first", 1, 2, note),
+        ("second", 0, 1, note),
     ]
 
 

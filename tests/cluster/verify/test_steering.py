@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.cluster.verify import suites
+from kvrelay.cluster.verify.computing import sharing_unlike_kv
 from kvrelay.cluster.verify.prompts import VerifyPrompt
 from kvrelay.cluster.verify.rows import Case
 from kvrelay.cluster.verify.steering import (
@@ -19,7 +20,6 @@ from kvrelay.cluster.verify.steering import (
     preempting,
     prefix_read_once,
     served_in_order,
-    sharing_unlike_kv,
 )
 from kvrelay.cluster.verify.verifier import RowResult, ServedAnswer
 from kvrelay.plane.reports import LoadReport
