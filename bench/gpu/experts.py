@@ -4,6 +4,7 @@ limits. And a Llama-8B's largest product over quantised weights, beside bf16.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,31 +113,60 @@ def stored_weights(rows: int, inner: int, device: str) -> dict[str, StoredWeight
         return (torch.rand(*shape, generator=generator, device=device) + 0.5) / 256
 
     e4m3 = torch.randn(rows, inner, generator=generator, device=device).to(torch.float8_e4m3fn)
-    of_groups = scales(rows, inner // 32)
+    of_groups = scales(rows, inner // 128).to(torch.bfloat16).float()  # as published: ours holds them as half floats
     return {
         "fp8 per output": Fp8Weight(e4m3, scales(rows, 1), (1, inner)),
         "fp8 in blocks": Fp8Weight(e4m3, scales(rows // 128, inner // 128), (128, 128)),
         "int4": QuantizedWeight(
-            integers(16, rows, inner // 32, 32).to(torch.int8), of_groups, -8 * of_groups, inner, 4
+            integers(16, rows, inner // 128, 128).to(torch.int8), of_groups, -8 * of_groups, inner, 4
         ),
         "mxfp4": Mxfp4Weight(integers(256, rows, inner // 2).byte(), (118 + integers(4, rows, inner // 32)).byte()),
     }
 
 
+def torch_int4(weight: QuantizedWeight) -> Callable[[Tensor], Tensor]:
+    """torch's own int4 product, bfloat16 times groups of 32, 64, 128 or 256: number = scale * (integer - 8) + middle.
+
+    Raises RuntimeError: it does not work on the weight's device.
+    """
+    integers, group = weight.integers.flatten(1).int(), weight.group
+    pairs = torch.stack((weight.scales, weight.offsets + 8 * weight.scales), -1)
+    factors = pairs.transpose(0, 1).to(torch.bfloat16).contiguous()  # [K / group, N, 2]
+    if integers.is_cuda:
+        pack, product = torch.ops.aten._convert_weight_to_int4pack, torch.ops.aten._weight_int4pack_mm
+        packed = pack((integers[:, 0::2] << 4 | integers[:, 1::2]).byte(), 8)
+    else:
+        pack, product = torch.ops.aten._convert_weight_to_int4pack_for_cpu, torch.ops.aten._weight_int4pack_mm_for_cpu
+        packed = pack(integers, 1)
+    product(torch.zeros(1, weight.in_features, dtype=torch.bfloat16, device=packed.device), packed, group, factors)
+    return lambda x: product(x, packed, group, factors)
+
+
 def run_quantised(context: Context) -> None:
-    """gate and up stacked; "product" names what computes: a plain one where the weight had to be restored."""
+    """gate and up stacked; "product" names what computes: a plain one where the weight had to be restored. int4 beside
+    torch's own product.
+    """
     backend = select_backend("cuda" if context.is_cuda else "cpu", context.device)
     rows, inner = (256, 128) if context.tiny else (512, 512) if context.rehearse else (28672, 4096)
     generator = torch.Generator(backend.device).manual_seed(1)
     for kind, weight in stored_weights(rows, inner, context.device).items():
         restored = weight.restored().to(torch.bfloat16)
         plain, (packed, _) = backend.pack_linear(restored), backend.pack_stored(weight, None, torch.bfloat16)
+        linears: dict[str, Callable[[Tensor], Tensor]] = {"plain": plain, "packed": packed}
+        beside: dict[str, Any] = {}
+        if isinstance(weight, QuantizedWeight):
+            try:
+                linears["torch"] = torch_int4(weight)
+            except RuntimeError as failure:
+                beside = {"torch_failure": str(failure)}
         for tokens in (1, 3) if context.tiny else (1, 16, 64, 2048):
             x = torch.randn(tokens, inner, generator=generator, device=backend.device).to(torch.bfloat16)
-            ways = {name: partial(linear, x) for name, linear in (("plain", plain), ("packed", packed))}
+            ways = {name: partial(linear, x) for name, linear in linears.items()}
             runs = {name: captured(way) if context.is_cuda else way for name, way in ways.items()}
-            expected, found = (run().clone() for run in runs.values())
+            expected, found, *others = (run().clone() for run in runs.values())
             seconds = {name: min(seconds_of(context, run, 3 if context.tiny else 20)) for name, run in runs.items()}
+            if others:
+                beside = {"torch_us": 1e6 * seconds["torch"], "torch_relative_error": error(others[0], expected)}
             context.add(
                 weight=kind,
                 product=type(packed).__name__,
@@ -149,4 +179,5 @@ def run_quantised(context: Context) -> None:
                 relative_error=(off := error(found, expected)),
                 control=(control := error(found.roll(1, 1), expected)),
                 ok=off <= QUANTISED_TOLERANCE < control,
+                **beside,
             )

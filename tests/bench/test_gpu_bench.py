@@ -8,10 +8,12 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from bench.gpu import gpu, report
 from kvrelay.kernels.cpu.backend import CpuBackend
@@ -47,6 +49,18 @@ def test_a_section_runs_here_and_all_that_it_checks_holds(name, scratch, tmp_pat
     assert rows and [row for row in rows if row.get("ok") is False] == []
     speeds = {"decode": "share_of_memory_limit", "prefill": "share_of_gemm_peak"}
     assert name not in speeds or all(row[speeds[name]] > 0 for row in rows)
+
+
+def test_torchs_int4_product_is_measured_beside_ours(scratch, tmp_path):
+    from bench.gpu import experts
+
+    rows = [row for row in rows_of("quantised", scratch, tmp_path) if row["weight"] == "int4"]
+    assert rows and all(row["torch_us"] > 0 and row["torch_relative_error"] < 0.02 < row["control"] for row in rows)
+    weight = experts.stored_weights(256, 128, "cpu")["int4"]
+    shifted = replace(weight, offsets=weight.offsets + 3 * weight.scales)
+    x = torch.eye(128, dtype=torch.bfloat16)
+    assert experts.error(experts.torch_int4(shifted)(x).T, shifted.restored()) < 0.02
+    assert experts.error(experts.torch_int4(weight)(x).T, shifted.restored()) > 0.1, "the control"
 
 
 def test_a_kernel_that_is_wrong_fails_its_row_alone(scratch, tmp_path, monkeypatch):
