@@ -48,8 +48,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def test_the_product_equals_that_with_the_restored_weight(kind):
     """As at the start on a GPU: of one weight and of experts, few rows and many."""
     program = f"""
+blocks_of, taken = quantized_triton.blocks_of, set()
+def seen(num_rows, **more):
+    taken.add(blocks_of(num_rows, **more)["BLOCK_M"])
+    return blocks_of(num_rows, **more)
+quantized_triton.blocks_of = seen
 for dtype in (torch.float32, torch.float16):
     quantized.check("{kind}", CPU, dtype)
+    assert taken == {{16, 32, 64, 128}}
     print("right")
 real = quantized.stack
 def spoiled(weights):
