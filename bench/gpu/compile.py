@@ -1,5 +1,5 @@
-"""FlashInfer's kernels for the models that are measured, and those of another head size and activation, compiled as
-`kvrelay prepare` does.
+"""FlashInfer's kernels for the models that are measured, and those that pytest's GPU tests need, compiled as `kvrelay
+prepare` does.
 
 Those that a wheel brings, or that an earlier run left in FlashInfer's cache, are there already. Ahead of time, where
 there is no GPU, for bench.gpu.carry: `python -m bench.gpu.compile FOLDER` writes FOLDER/NAME/NAME.so.
@@ -25,11 +25,12 @@ _LEFT_S = 15.0  # of the section's time, when what is not compiled yet is given 
 
 
 def modules() -> list[KernelModule]:
-    """Those that a worker only tries out (fa3) last."""
+    """What a worker only tries out (fa3) is last; pytest's GPU tests have heads of 64, windows and softcaps."""
     needs = [one for config, _ in CONFIGS.values() for one in needs_of(Settings(), ModelSpec.from_config(config))]
     shape = replace(needs[0].shape, head_dim=64)
-    other = replace(needs[0], shape=shape, rotary_dim=64, activation="gelu_tanh")
-    found = {module.name: module for module in kernel_modules(*needs, other)}
+    variants = ((1.0, None, None), (1.0, None, 50.0), (1.0, 8, 50.0))
+    of_tests = kernel_modules(replace(needs[0], shape=shape, variants=variants, rotary_dim=64, activation="gelu_tanh"))
+    found = {one.name: one for one in (*(one for one in of_tests if not one.is_late), *kernel_modules(*needs))}
     return sorted(found.values(), key=lambda module: module.is_late)
 
 
