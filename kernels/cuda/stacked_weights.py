@@ -1,6 +1,5 @@
 """Quantised weights in the form that the Triton kernels read, one weight or those of a layer's experts."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -8,6 +7,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.common.quantized import unit_of
 from kvrelay.kernels.common.stored_weights import MXFP4_GROUP, Fp8Weight, Mxfp4Weight, StoredWeight, powers_of_two
 
 Kind = Literal["int8", "int4", "fp8", "mxfp4"]
@@ -81,8 +81,7 @@ def _compact(weights: StackedWeights) -> StackedWeights:
     if weights.kind not in ("int8", "int4"):
         return weights
     wide = [weights.scales] if weights.offsets is None else [weights.scales, weights.offsets]
-    most = max(float(x.abs().max()) for x in wide)
-    unit = math.ldexp(1.0, math.frexp(most)[1] - 15) if 0 < most < math.inf else 1.0
+    unit = max(map(unit_of, wide))
     halves = [(x / unit).half() for x in wide]
     if not all(bool((half.float() * unit == x).all()) for half, x in zip(halves, wide, strict=True)):
         return weights
