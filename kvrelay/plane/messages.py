@@ -27,6 +27,28 @@ MAX_PRIORITY = 8  # of SequenceRequest.priority, either sign: each is a class in
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker returns to prefill: no fault
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an output's text must match: see kvrelay/grammar. Checked at the ingress.
+
+    text: a JSON schema or a structural tag as JSON, else a regular expression or a Lark grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark", "structural_tag"]
+    text: str
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How reasoning stands in an output. A grammar binds what follows it.
+
+    start, end: token ids of the markers around reasoning. is_open: the prompt ends inside reasoning.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False
+    budget: int | None = None  # most tokens of reasoning: then `end` is forced
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen. Validated at the ingress; engines trust it.
 
@@ -49,6 +71,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
     prompt_logprobs: int | None = None  # the same for every prompt token but the first (echo)
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # none: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    grammar: GrammarSpec | None = None
+    thinking: Thinking | None = None
 
     @property
     def has_penalties(self) -> bool:

@@ -31,7 +31,7 @@ from tests.fakes import OwnSessions
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_FILES = 66
+MAX_FILES = 69
 SETTINGS = {
     "model": {"dtype": "float32", "max_model_len": 1024},
     "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},
