@@ -5,6 +5,7 @@ published folders have them (normaliser, pre-tokenizer, post-processor, decoder,
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,15 @@ def special(*names: str) -> list[AddedToken]:
     return [AddedToken(name, special=True, normalized=False) for name in names]
 
 
-def byte_level(pattern: str, *, nfc: bool = False, ignore_merges: bool = False) -> Tokenizer:
-    """A trained byte-level BPE, its text cut by `pattern`."""
+def byte_level(
+    pattern: str,
+    *,
+    nfc: bool = False,
+    ignore_merges: bool = False,
+    corpus: Sequence[str] = CORPUS,
+    vocab_size: int = 420,
+) -> Tokenizer:
+    """A byte-level BPE trained on `corpus`, its text cut by `pattern`."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -196,9 +204,9 @@ def byte_level(pattern: str, *, nfc: bool = False, ignore_merges: bool = False) 
     )
     tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 
 
