@@ -1,6 +1,5 @@
 """POST /v1/completions and /v1/chat/completions: from a body to OpenAI's objects, streamed or whole."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -10,7 +9,6 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api import parameters, replies
 from kvrelay.serve.api.endpoint import (
     DONE_EVENT,
@@ -25,17 +23,18 @@ from kvrelay.serve.api.endpoint import (
     traceparent_of,
     unless_client_leaves,
 )
+from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.schemas import ChatBody, CompletionBody
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.text.tokenizer import TextOptions, TextPiece, encode_text
+from kvrelay.serve.text.tokenizer import TextOptions, TextPiece
 
 
 async def completions(front: Front, request: Request) -> Response:
     """Text or token prompts, one or many, echoed or not. Raises RequestError, WorkerError, ClientLeft."""
     arrived_s = front.dispatcher.clock()
     body = await front.read(request, CompletionBody)
-    given = parameters.prompts_of(body, front.codec.vocab_size)
+    given = prompts_of(body, front.codec.vocab_size)
     parameters.check_count(len(given), body, front.settings.router.max_inflight)
     prompts = [await completion_prompt(front, body, item) for item in given]
     generation = await _generation(front, request, body, prompts, arrived_s)
@@ -89,52 +88,6 @@ async def _respond(request: Request, reply: "_ChatReply | _CompletionReply", *, 
     if is_stream:
         return EventStream(reply.events(), headers)
     return json_response(await unless_client_leaves(request.receive, reply.whole()), 200, headers)
-
-
-# ---- prompts
-
-
-async def completion_prompt(front: Front, body: CompletionBody, given: str | list[int]) -> Prompt:
-    """One prompt, text or token ids, as tokens. Raises InvalidRequest."""
-    if isinstance(given, str):
-        token_ids = await encode_text(front.codec, given, add_special_tokens=body.add_special_tokens is not False)
-        text = given
-    else:
-        token_ids = given
-        text = await asyncio.to_thread(front.codec.decode, given) if body.echo else ""
-    if not token_ids:
-        raise InvalidRequest("prompt: must not be empty", "prompt")
-    limit = parameters.output_limit(body, len(token_ids), front.max_model_len)
-    return Prompt(
-        token_ids, text, parameters.make_sampling(body, limit, front.codec.vocab_size), discards_output=limit == 0
-    )
-
-
-async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
-    """The messages through the model's template, as tokens. Raises InvalidRequest."""
-    text = _template_text(front, body)
-    token_ids = await encode_text(front.codec, text, add_special_tokens=bool(body.add_special_tokens))
-    if not token_ids:
-        raise InvalidRequest("messages: the prompt is empty", "messages")
-    limit = parameters.output_limit(body, len(token_ids), front.max_model_len)
-    return Prompt(token_ids, text, parameters.make_sampling(body, limit, front.codec.vocab_size))
-
-
-def _template_text(front: Front, body: ChatBody) -> str:
-    """The prompt's text; with `continue_final_message` it ends inside the last message."""
-    messages = parameters.template_messages(body.messages)
-    variables = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
-    if not body.continue_final_message:
-        has_prompt = body.add_generation_prompt is not False
-        return front.codec.chat_text(messages, add_generation_prompt=has_prompt, **variables)
-    final = str(messages[-1]["content"]).strip()
-    text = front.codec.chat_text(messages, add_generation_prompt=False, **variables)
-    if not final or final not in text:
-        raise InvalidRequest("continue_final_message: the template does not keep the last message", "messages")
-    return text[: text.rindex(final) + len(final)]
-
-
-_RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 
 
 # ---- replies

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import KvHints, Prefetched, SequenceRequest
-from kvrelay.serve.api.completions import chat_prompt, completion_prompt
 from kvrelay.serve.api.endpoint import Front, forced_path, json_response, new_id, read_json_body, unless_client_leaves
-from kvrelay.serve.api.parameters import check_count, kv_hints, merged_hints, pins_name, prompts_of
+from kvrelay.serve.api.parameters import check_count, kv_hints, merged_hints, pins_name
+from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.schemas import (
     Common,
     KvFields,

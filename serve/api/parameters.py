@@ -1,4 +1,4 @@
-"""From a checked body to the request's parameters: sampling, choices, limits, prompts, queue rank, KV hints. Refuses by
+"""From a checked body to the request's parameters: sampling, choices, limits, queue rank, KV hints. Refuses by
 field name.
 
 `best_of` has OpenAI's and vLLM's meaning: of so many samples, the n with the largest summed log-probability are
@@ -14,7 +14,8 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane.messages import Beams, KvHints, Sampling
 from kvrelay.router.types import SloRequirement, SloTarget
-from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message, SloFields, unsupported
+from kvrelay.serve.api.messages import Tool, check_tools
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, SloFields, unsupported
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
 from kvrelay.serve.requests.generation import SEED_MASK
 from kvrelay.serve.telemetry.explain import SloRecord
@@ -26,7 +27,6 @@ T = TypeVar("T")
 MAX_BEAMS = 16
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's API
 MAX_N = 16  # choices share one KV transfer, but each holds a place in the batch; more belong in several requests
-MAX_PROMPTS = 64  # of one completions request: as many sequences as a worker runs by default
 _MIN_TOP_P = 1e-6
 
 
@@ -34,11 +34,12 @@ def refuse_unsupported(body: Common) -> None:
     """Raise InvalidRequest for what this server cannot honour, rather than ignore it."""
     checks: list[tuple[str, Any]] = [("response_format", (body.response_format or {}).get("type", "text") != "text")]
     if isinstance(body, ChatBody):
+        check_tools(body.tools or [], body.tool_choice)
+        own = [Tool(type="function", function=one) for one in body.functions or ()]
+        check_tools(own, body.function_call, "functions", "function_call")
         checks += [
-            ("tools", body.tools and body.tool_choice != "none"),
-            ("tool_choice", body.tool_choice not in (None, "none", "auto")),
-            ("functions", body.functions and body.function_call != "none"),
-            ("function_call", body.function_call not in (None, "none", "auto")),
+            ("tools", body.tools and (body.tool_choice is None or body.tool_choice.mode != "none")),
+            ("functions", body.functions and (body.function_call is None or body.function_call.mode != "none")),
             ("modalities", set(body.modalities or ["text"]) != {"text"}),
         ]
     for name, is_used in checks:
@@ -54,7 +55,7 @@ def check_limits(body: Common, vocab_size: int) -> None:
     if (body.n or 1) > MAX_N:
         raise InvalidRequest(f"n: at most {MAX_N}", "n")
     for token_id in body.stop_token_ids or ():
-        _check_token(token_id, "stop_token_ids", vocab_size)
+        check_token(token_id, "stop_token_ids", vocab_size)
     field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
     if (getattr(body, field) or 0) > MAX_LOGPROBS:
         raise InvalidRequest(f"{field}: at most {MAX_LOGPROBS}", field)
@@ -72,7 +73,7 @@ def check_count(num_prompts: int, body: Common, max_inflight: int) -> None:
         raise InvalidRequest(f"{field}: {counted} are more sequences than the {max_inflight} that run at once", field)
 
 
-def _check_token(token_id: int, field: str, vocab_size: int) -> None:
+def check_token(token_id: int, field: str, vocab_size: int) -> None:
     if not 0 <= token_id < vocab_size:
         raise InvalidRequest(f"{field}: {token_id} is not a token id; the vocabulary has {vocab_size}", field)
 
@@ -82,7 +83,7 @@ def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
     for key, value in (bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise InvalidRequest(f"logit_bias: {key[:32]!r} is not a token id", "logit_bias")
-        _check_token(int(key), "logit_bias", vocab_size)
+        check_token(int(key), "logit_bias", vocab_size)
         checked[int(key)] = value
     return checked
 
@@ -150,54 +151,6 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
         prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
     )
-
-
-def prompts_of(body: CompletionBody, vocab_size: int) -> list[str | list[int]]:
-    """One or several prompts, each text or token ids. Raises InvalidRequest."""
-    prompt = body.prompt
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest("prompt: must be a non-empty text, list of texts, or list(s) of token ids", "prompt")
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts", "prompt")
-    for item in prompt:
-        _check_prompt(item, vocab_size)
-    return prompt
-
-
-def _check_prompt(item: object, vocab_size: int) -> None:
-    if not isinstance(item, str | list):
-        raise InvalidRequest("prompt: each must be a text or a list of token ids", "prompt")
-    if not item:
-        raise InvalidRequest("prompt: must not be empty", "prompt")
-    if isinstance(item, list):
-        for token_id in item:
-            if type(token_id) is not int:
-                raise InvalidRequest("prompt: token ids must be integers", "prompt")
-            _check_token(token_id, "prompt", vocab_size)
-
-
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: content is text. Raises InvalidRequest."""
-    return [_template_message(message, index) for index, message in enumerate(messages)]
-
-
-def _template_message(message: Message, index: int) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        for place, part in enumerate(content):
-            if part.type not in ("text", "refusal"):
-                field = f"messages[{index}].content[{place}].type"
-                raise InvalidRequest(f"{field}: {part.type!r} content is not supported", field)
-        content = "".join(part.text or part.refusal or "" for part in content)
-    if content is None and message.role != "assistant":
-        field = f"messages[{index}].content"
-        raise InvalidRequest(f"{field}: required for role {message.role}", field)
-    role = "system" if message.role == "developer" else message.role
-    answer: dict[str, Any] = {"role": role, "content": content or ""}
-    optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
-    return answer | {name: value for name, value in optional.items() if value is not None}
 
 
 def tenant(body: Common, tenant_by: TenantBy, api_key: str) -> str:

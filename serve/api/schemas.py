@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import MAX_PRIORITY
+from kvrelay.serve.api.messages import MAX_TOOLS, Body, Function, FunctionCall, Message, Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,7 @@ Stops = Annotated[
 ]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -98,7 +95,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-class Common(_Body):
+class Common(Body):
     """The fields of both bodies."""
 
     model: str | None = None
@@ -164,21 +161,6 @@ class CompletionBody(Common):
     unsupported = Common.unsupported | {"suffix"}
 
 
-class ContentPart(_Body):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-
-
 class ChatBody(Common):
     """POST /v1/chat/completions."""
 
@@ -189,10 +171,14 @@ class ChatBody(Common):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: FunctionCall | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Count | None = None
     modalities: list[str] | None = None
 
     unsupported = Common.unsupported | {"documents", "chat_template", "audio"}
