@@ -68,6 +68,9 @@ class SamplingBatch:
     temperature: [R] float32, 0 = greedy. top_k: [R] int64, 0 = all. top_p, min_p: [R] float32.
     uniform: [R] float64 in [0, 1): the row's one random number. The token is the inverse CDF at it,
     so equal (logits, uniform) give equal tokens on every backend up to rounding.
+    masks: [K, ceil(vocab / 32)] int32, bit b of word w is set where token 32 w + b is allowed; others count as -inf
+    before all filters and are never drawn. mask_rows: [R] int32, each row's of `masks`; -1: all are allowed. Where no
+    allowed logit is a number above -inf, the lowest allowed id is drawn; a mask without a bit gives any id.
     """
 
     temperature: Tensor
@@ -75,6 +78,8 @@ class SamplingBatch:
     top_p: Tensor
     min_p: Tensor
     uniform: Tensor
+    masks: Tensor | None = None
+    mask_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +379,11 @@ class Backend(Protocol):
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """Sample one token id per row of float32 logits [R, vocab] -> [R] int64 on the CPU.
 
-        Order of filters: temperature, top-k, top-p, min-p (Hugging Face's and vLLM's); ties at the
+        Order of filters: masks, temperature, top-k, top-p, min-p (Hugging Face's and vLLM's); ties at the
         k-th value all stay. temperature 0: argmax, lowest id first.
+
+        Raises:
+            ValueError: the masks' shapes or types are others, or a row's mask is not among them.
         """
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

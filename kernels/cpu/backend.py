@@ -33,6 +33,7 @@ from kvrelay.kernels.common import sampling_search
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight
+from kvrelay.kernels.common.token_masks import token_masks_of
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
 from kvrelay.kernels.cpu.native_kernels import (
     SUPPORTED,
@@ -86,7 +87,8 @@ class TorchCpuBackend(ReferenceBackend):
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         settings = self._settings.of(batch)
         if settings.has_top_k or settings.has_top_p:  # a sort takes longer than the search
-            return sampling_search.draw(logits, settings, batch.uniform)
+            masks = token_masks_of(batch, logits)
+            return sampling_search.draw(logits if masks is None else masks.applied(logits), settings, batch.uniform)
         return super().sample_on_device(logits, batch)
 
 
@@ -340,7 +342,9 @@ class CpuBackend(TorchCpuBackend):
         floats = (x.to(torch.float32).contiguous() for x in (batch.temperature, batch.top_p, batch.min_p))
         temperature, top_p, min_p = floats
         top_k, uniform = batch.top_k.to(torch.int64).contiguous(), batch.uniform.to(torch.float64).contiguous()
-        at = addresses(logits, temperature, top_k, top_p, min_p, uniform, out)
+        masks = token_masks_of(batch, logits)
+        masked = (None, None) if masks is None else (masks.words.contiguous(), masks.rows.contiguous())
+        at = addresses(logits, temperature, top_k, top_p, min_p, uniform, out, *masked)
         native.lib.kr_sample(native.pool, *at, *logits.shape)
         return out
 

@@ -52,7 +52,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_widen": ([_P, _P, _P, _L], None),
     "kr_choose": ([*[_P] * 5, _L, _L, _L, _I, _L, _L, _I, _F], None),
     "kr_experts": ([_P, _I, _I, _I, _P, _L, *[_P] * 8, *[_L] * 6], None),
-    "kr_sample": ([_P] * 8 + [_L, _L], None),
+    "kr_sample": ([_P] * 10 + [_L, _L], None),
 }
 
 

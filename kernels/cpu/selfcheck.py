@@ -4,6 +4,7 @@ The C code has paths for processors that it was not developed on; a wrong one is
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +118,11 @@ def _sampling(backend: Any, numbers: _Numbers) -> Results:
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.05]),
         uniform=torch.tensor([0.3, 0.6, 0.1, 0.8], dtype=torch.float64),
     )
-    yield backend.sample(4 * numbers(4, 333, dtype=torch.float32), batch)
+    logits = 4 * numbers(4, 333, dtype=torch.float32)
+    yield backend.sample(logits, batch)
+    masks = numbers(2, 11, dtype=torch.float32).view(torch.int32)  # about half of the bits
+    masks[:, 2:7] = 0
+    yield backend.sample(logits, replace(batch, masks=masks, mask_rows=torch.tensor([0, 1, 1, -1], dtype=torch.int32)))
 
 
 def _widening(backend: Any, numbers: _Numbers) -> Results:

@@ -248,8 +248,18 @@ def sampling(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
             torch.full((rows,), min_p),
             torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)),
         )
-        due = exact.unrounded(reference.sample(logits.cpu(), batch))
-        yield _compare(f"{rows} rows, top_k {top_k}, top_p {top_p}", backend.sample(logits, batch), due)
+        for kind, masked in {"": batch, ", masked": _masked(batch, logits.shape[1])}.items():
+            due = exact.unrounded(reference.sample(logits.cpu(), masked))
+            yield _compare(f"{rows} rows, top_k {top_k}, top_p {top_p}{kind}", backend.sample(logits, masked), due)
+
+
+def _masked(batch: SamplingBatch, vocab: int) -> SamplingBatch:
+    """A few masks for all rows but each fifth: half of the bits, one bit in seven words, one bit, all bits."""
+    rows, generator = batch.uniform.shape[0], torch.Generator().manual_seed(vocab)
+    masks = torch.randint(-(1 << 31), 1 << 31, (4, -(-vocab // 32)), generator=generator).to(torch.int32)
+    masks[1], masks[2], masks[3] = torch.where(torch.arange(masks.shape[1]) % 7 == 0, 1 << 20, 0), 0, -1
+    masks[2, 40] = -(1 << 31)  # the highest bit
+    return replace(batch, masks=masks, mask_rows=(torch.arange(rows) % 5 - 1).to(torch.int32))
 
 
 def attend(backend: Backend, step: KernelStep, scale: float) -> Tensor:

@@ -33,6 +33,7 @@ from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
 from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightError
 from kvrelay.kernels.common.quantized import TorchQuantLinear
 from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight, dequantised, plain_weight
+from kvrelay.kernels.common.token_masks import token_masks_of
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +344,8 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     The token is the first id, in id order, whose cumulative weight exceeds uniform * total.
     """
-    device = logits.device
+    device, masks = logits.device, token_masks_of(batch, logits)
+    logits = logits if masks is None else masks.applied(logits)
     greedy = logits.argmax(dim=1)  # the first of equal maxima, as torch documents
     if bool((batch.temperature <= 0).all()):
         return greedy

@@ -1,4 +1,6 @@
-/* One token per row of logits: temperature, top-k, top-p, min-p, then the inverse CDF in id order at the row's number. */
+/* One token per row of logits: its mask, temperature, top-k, top-p, min-p, then the inverse CDF in id order at the row's
+ * number. Groups of 32 tokens of which none is allowed are skipped: the passes run over the other groups' weights, which
+ * stand one after the other. Where all are allowed these are all weights, so that such a mask changes no bit. */
 #include <stdlib.h>
 #include <string.h>
 #include "pool.h"
@@ -6,6 +8,7 @@
 
 #define BINS 0x3f81 /* weights are in [0, 1]: the high 16 bits of their float form (of 1.0: 0x3f80) sort them coarsely */
 #define CHUNK 256   /* weights whose sum is kept, so that a draw scans one chunk and not the row */
+#define GROUP 32    /* tokens of one word of a mask */
 
 typedef struct {
     const float *logits;
@@ -13,19 +16,89 @@ typedef struct {
     const int64_t *top_k;
     const double *uniform;
     int64_t *out;
+    const uint32_t *masks;
+    const int32_t *mask_rows;
     long vocab;
 } sample_job;
 
-static long argmax(const float *x, long n, float *value)
+/* A row of logits, with its mask or NULL. */
+typedef struct {
+    const float *x;
+    const uint32_t *mask;
+    long n;
+} masked_row;
+
+/* The allowed tokens of group g, as bits. */
+static uint32_t word_of(const masked_row *row, long g)
+{
+    const long rest = row->n - g * GROUP;
+    const uint32_t word = row->mask ? row->mask[g] : ~0u;
+    return rest < GROUP ? word & ((1u << rest) - 1) : word;
+}
+
+/* The logits of group g; of the last one a copy, as it may be shorter. */
+static const float *logits_of(const masked_row *row, long g, float *copy)
+{
+    const float *x = row->x + g * GROUP;
+    const long rest = row->n - g * GROUP;
+    if (rest >= GROUP) return x;
+    memset(copy, 0, GROUP * sizeof *copy);
+    return memcpy(copy, x, rest * sizeof *x);
+}
+
+/* The elements of a vector whose tokens are allowed: those from bit `shift` of a group's word on. */
+INLINE vi allowed(uint32_t word, int shift)
+{
+    vu bits;
+    for (int element = 0; element < VL; element++) bits[element] = 1u << (element + shift);
+    return (vi)((word & bits) == bits);
+}
+
+/* The first of the largest allowed logits; where none is a number above -INFINITY, the first allowed token, or 0. */
+static long argmax(const masked_row *row, float *value)
 {
     vf top = vset(-INFINITY);
-    long i = 0, best = 0;
-    for (; i + VL <= n; i += VL) top = vmax(top, vload(x + i));
-    float most = vmaximum(top);
-    for (; i < n; i++) most = x[i] > most ? x[i] : most;
-    while (best < n - 1 && x[best] != most) best++;
-    *value = most;
-    return x[best] == most ? best : 0;
+    vi at = {0}; /* the group of each element's largest */
+    long first = -1, best = row->n;
+    float copy[GROUP], most;
+    for (long g = 0; g * GROUP < row->n; g++) {
+        const uint32_t word = word_of(row, g);
+        if (!word) continue;
+        if (first < 0) first = g * GROUP + __builtin_ctz(word);
+        const float *x = logits_of(row, g, copy);
+        for (int i = 0; i < GROUP; i += VL) {
+            vf y = vload(x + i);
+            vi larger = (vi)(y > top) & allowed(word, i);
+            top = vselect(larger, y, top);
+            at = (vi)vselect(larger, (vf)((int32_t)g - (vi){0}), (vf)at);
+        }
+    }
+    *value = most = vmaximum(top);
+    for (int element = 0; element < VL && most > -INFINITY; element++) {
+        if (top[element] != most || at[element] * GROUP >= best) continue;
+        uint32_t word = word_of(row, at[element]);
+        for (best = at[element] * GROUP; !(word & 1) || row->x[best] != most; best++) word >>= 1;
+    }
+    return most > -INFINITY ? best : first < 0 ? 0 : first;
+}
+
+/* exp((logit - most) * inverse) of the groups with an allowed token, 0 for masked ones; returns how many numbers. */
+static long weigh(const masked_row *row, float most, float inverse, float *w, int32_t *groups)
+{
+    long num_groups = 0, g = 0;
+    float copy[GROUP];
+    for (; g * GROUP < row->n; g++) {
+        const uint32_t word = word_of(row, g);
+        if (!word) continue;
+        const float *x = logits_of(row, g, copy);
+        for (int i = 0; i < GROUP; i += VL) {
+            vf weight = vexp((vload(x + i) - most) * inverse);
+            vstore(w + num_groups * GROUP + i, vselect(allowed(word, i), weight, vset(0)));
+        }
+        groups[num_groups++] = g;
+    }
+    const long missing = num_groups && groups[num_groups - 1] == g - 1 ? g * GROUP - row->n : 0;
+    return num_groups * GROUP - missing;
 }
 
 static uint32_t bits_of(float x)
@@ -67,7 +140,7 @@ static float threshold(const float *w, long n, long count, double mass, float *s
         if (count == 0) sum += sums[bin];
     }
     for (long i = 0; i < n; i++)
-        if (bin_of(w[i]) == (uint32_t)bin) sorted[size++] = w[i];
+        if (bin_of(w[i]) == (uint32_t)bin && w[i] != 0) sorted[size++] = w[i];
     qsort(sorted, size, sizeof *sorted, descending);
     *spare = n;
     if (size == 0) return 0;
@@ -133,39 +206,42 @@ static long find(const float *w, long n, const double *sums, double target)
     return found;
 }
 
-static void sample_task(void *arg, long row)
+static void sample_task(void *arg, long number)
 {
     const sample_job *j = arg;
-    const float *x = j->logits + row * j->vocab;
-    const long n = j->vocab;
+    const long num_groups = (j->vocab + GROUP - 1) / GROUP, padded = num_groups * GROUP;
+    const int32_t own = j->mask_rows ? j->mask_rows[number] : -1;
+    const masked_row row = {j->logits + number * j->vocab, own < 0 ? NULL : j->masks + own * num_groups, j->vocab};
     float most;
-    long best = argmax(x, n, &most), spare;
-    j->out[row] = best;
-    if (!(j->temperature[row] > 0) || !(most > -INFINITY) || most == INFINITY) return;
-    float *w = malloc(2 * n * sizeof(float) + (n / CHUNK + 1) * sizeof(double));
-    if (!w) return;
-    const float inverse = 1.0f / j->temperature[row];
-    long i = 0;
-    for (; i + VL <= n; i += VL) vstore(w + i, vexp((vload(x + i) - most) * inverse));
-    for (; i < n; i++) w[i] = vexp(vset((x[i] - most) * inverse))[0];
-    if (j->top_k[row] > 0 && j->top_k[row] < n)
-        keep_from(w, n, threshold(w, n, j->top_k[row], 0, w + n, &spare), n);
-    double *sums = (double *)(w + 2 * n), total = sum_chunks(w, n, sums);
-    if (j->top_p[row] < 1) {
-        float least = threshold(w, n, 0, j->top_p[row] * total, w + n, &spare);
+    long best = argmax(&row, &most), spare;
+    j->out[number] = best;
+    if (!(j->temperature[number] > 0) || !(most > -INFINITY) || most == INFINITY) return;
+    const long num_sums = padded / CHUNK + 1;
+    double *sums = malloc(num_sums * sizeof(double) + 2 * padded * sizeof(float) + num_groups * sizeof(int32_t));
+    if (!sums) return;
+    float *w = (float *)(sums + num_sums);
+    int32_t *groups = (int32_t *)(w + 2 * padded);
+    const long n = weigh(&row, most, 1.0f / j->temperature[number], w, groups);
+    if (j->top_k[number] > 0 && j->top_k[number] < n)
+        keep_from(w, n, threshold(w, n, j->top_k[number], 0, w + padded, &spare), n);
+    double total = sum_chunks(w, n, sums);
+    if (j->top_p[number] < 1) {
+        float least = threshold(w, n, 0, j->top_p[number] * total, w + padded, &spare);
         keep_from(w, n, least, spare);
     }
-    if (j->min_p[row] > 0) keep_from(w, n, j->min_p[row], n);
-    if (j->top_p[row] < 1 || j->min_p[row] > 0) total = sum_chunks(w, n, sums);
-    long drawn = find(w, n, sums, j->uniform[row] * total);
-    if (drawn >= 0) j->out[row] = drawn;
-    free(w);
+    if (j->min_p[number] > 0) keep_from(w, n, j->min_p[number], n);
+    if (j->top_p[number] < 1 || j->min_p[number] > 0) total = sum_chunks(w, n, sums);
+    long drawn = find(w, n, sums, j->uniform[number] * total);
+    if (drawn >= 0) j->out[number] = groups[drawn / GROUP] * GROUP + drawn % GROUP;
+    free(sums);
 }
 
-/* logits [rows, vocab] contiguous -> out [rows]. */
+/* logits [rows, vocab] contiguous -> out [rows]. mask_rows: [rows], each row's in masks [?, ceil(vocab / 32)], -1: none;
+ * NULL: no masks. */
 void kr_sample(pool *p, const float *logits, const float *temperature, const int64_t *top_k, const float *top_p,
-               const float *min_p, const double *uniform, int64_t *out, long rows, long vocab)
+               const float *min_p, const double *uniform, int64_t *out, const uint32_t *masks, const int32_t *mask_rows,
+               long rows, long vocab)
 {
-    sample_job j = {logits, temperature, top_p, min_p, top_k, uniform, out, vocab};
+    sample_job j = {logits, temperature, top_p, min_p, top_k, uniform, out, masks, mask_rows, vocab};
     pool_run(p, sample_task, &j, rows);
 }
