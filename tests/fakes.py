@@ -52,7 +52,7 @@ class ByteCodec:
     def _visible(self, token_id: int) -> bytes | None:
         return bytes([token_id]) if token_id < 256 else None
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> ByteDetokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text=False, kept_ids=()) -> ByteDetokenizer:
         return ByteDetokenizer(self._visible if skip_special_tokens else self.token_bytes)
 
 

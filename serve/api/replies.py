@@ -18,11 +18,16 @@ class PromptDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -68,10 +73,31 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionReply(msgspec.Struct, kw_only=True):
+    """`arguments` is JSON text; in chunks it comes in parts, after the name."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallReply(msgspec.Struct, kw_only=True):
+    """A tool call. The index is there in chunks only, id and type not in those that bring arguments alone."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionReply
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """`reasoning` is vLLM's and OpenRouter's name for `reasoning_content`; both have the same text."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -84,6 +110,9 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):

@@ -16,6 +16,7 @@ import msgspec
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Beams, Group, KvHints, Sampling, SequenceRequest, TokenOutput
+from kvrelay.serve.chat.output import OutputFormat
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force, RequestDriver
 from kvrelay.serve.telemetry.explain import Explain, SloRecord
 from kvrelay.serve.telemetry.observer import Arrival
@@ -34,6 +35,7 @@ class Prompt:
     text: str
     sampling: Sampling
     discards_output: bool = False  # max_tokens 0: only the prompt's log-probabilities are wanted
+    output: OutputFormat | None = None  # of a chat; None: its text is the content
 
 
 @dataclass(frozen=True, slots=True)

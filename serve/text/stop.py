@@ -25,7 +25,7 @@ class StopMatcher:
             end, _, self.stopped = min(ends)
             self._held = ""
             return whole[:end] if self._include else whole[: end - len(self.stopped)]
-        cut = len(whole) - max((_overlap(whole, stop) for stop in self._stops), default=0)
+        cut = len(whole) - max((overlap(whole, stop) for stop in self._stops), default=0)
         self._held = whole[cut:]
         return whole[:cut]
 
@@ -35,7 +35,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with, and does not end with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)

@@ -214,18 +214,25 @@ class Tokenizer:
             return self._bytes_function(token)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
-    def _visible_bytes(self, token_id: int) -> bytes | None:
-        return None if token_id in self._special_ids else self.token_bytes(token_id)
-
-    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, starts_text: bool = False, kept_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
         """A new sequence's detokenizer. At a text's start a dummy space goes, as in `decode`; in its middle it is real.
 
         A text of tokens from its middle on keeps its first space, so that prompt + completion is the whole text.
+
+        kept_ids: special tokens that are not skipped.
         """
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = skipped - kept_ids if kept_ids else skipped
         if self._bytes_function is not None:
-            bytes_of = self._visible_bytes if skip_special_tokens else self.token_bytes
-            return ByteDetokenizer(bytes_of, strip=self._leading_spaces if starts_text else 0)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+            return ByteDetokenizer(
+                lambda token_id: None if token_id in skipped else self.token_bytes(token_id),
+                strip=self._leading_spaces if starts_text else 0,
+            )
+        return WindowDetokenizer(
+            lambda ids: self.decode([one for one in ids if one not in skipped], skip_special_tokens=False)
+        )
 
 
 async def encode_text(codec: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -247,6 +254,7 @@ class TextOptions:
     skip_special_tokens: bool = True
     starts_text: bool = False  # the output is a new text, not the prompt's continuation
     min_tokens: int = 0  # stop strings are ignored before that many tokens
+    kept_ids: frozenset[int] = frozenset()  # markers: tokens that are never skipped, and whose offset is exact
 
 
 @dataclass(slots=True)
@@ -267,8 +275,11 @@ class ChoiceText:
     def __init__(self, codec: Tokenizer, options: TextOptions, *, start: int = 0) -> None:
         """start: characters before the first token (an echoed prompt)."""
         self.num_tokens = 0
+        self._codec = codec
         self._detokenizer = codec.detokenizer(
-            skip_special_tokens=options.skip_special_tokens, starts_text=options.starts_text
+            skip_special_tokens=options.skip_special_tokens,
+            starts_text=options.starts_text,
+            kept_ids=options.kept_ids,
         )
         self._options = options
         self._matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
@@ -284,6 +295,8 @@ class ChoiceText:
             is_stop_token = ends and output.stop_token == token_id
             piece.offsets.append(self._num_chars)
             fragment = "" if is_stop_token and not self._options.include_stop else self._detokenizer.push(token_id)
+            if token_id in self._options.kept_ids:  # a character left incomplete before it may be in the fragment
+                piece.offsets[-1] += max(0, len(fragment) - len(self._codec.token_bytes(token_id).decode()))
             piece.num_tokens += 1
             self.num_tokens += 1
             texts.append(self._after_stops(fragment))
