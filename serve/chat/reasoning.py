@@ -1,4 +1,4 @@
-"""Reasoning in a choice's text: the markers of each family of models, and the splitter that takes reasoning out. Pure."""
+"""Reasoning in a choice's text: each family's markers, and the splitter that takes reasoning out. Pure."""
 
 import enum
 

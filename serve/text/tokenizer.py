@@ -277,9 +277,7 @@ class ChoiceText:
         self.num_tokens = 0
         self._codec = codec
         self._detokenizer = codec.detokenizer(
-            skip_special_tokens=options.skip_special_tokens,
-            starts_text=options.starts_text,
-            kept_ids=options.kept_ids,
+            skip_special_tokens=options.skip_special_tokens, starts_text=options.starts_text, kept_ids=options.kept_ids
         )
         self._options = options
         self._matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None

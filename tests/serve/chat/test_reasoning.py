@@ -159,9 +159,13 @@ def test_calls_are_looked_for_after_reasoning_only():
     choice = output(parser=Calls)
     parts = [part for piece in pieces_of(["<think>", "[", "</think>", "so ", "[", "{}"]) for part in choice.push(piece)]
     assert parts == [
-        Reasoning("["), Content("so "), ToolCallStart(0, "call_1", "f"), ToolArguments(0, ""), ToolArguments(0, "{}"),
+        Reasoning("["),
+        Content("so "),
+        ToolCallStart(0, "call_1", "f"),
+        ToolArguments(0, ""),
+        ToolArguments(0, "{}"),
         Content("!"),
-    ]  # fmt: skip
+    ]
     assert choice.has_calls
 
 
