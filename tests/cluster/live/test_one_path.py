@@ -5,10 +5,8 @@ arrival at the ingress to its last token, with the number of functions that ran 
 """
 
 import ast
-import asyncio
 import contextlib
 import re
-import secrets
 import sys
 import threading
 from collections import defaultdict
@@ -17,16 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrelay.cluster.launch.local import HOST, make_worker
-from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.router.decision.router import Router
-from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.requests.dispatcher import Dispatcher
-from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.worker_link import Member
-from kvrelay.types import Role
-from tests.fakes import OwnSessions
+from tests.cluster.live.small_cluster import small_cluster
 
 pytestmark = pytest.mark.alone
 
@@ -83,23 +73,11 @@ def _few(names: set[str]) -> str:
 
 @contextlib.asynccontextmanager
 async def one_of_each(folder):
-    """A prefill worker, a decode worker and an ingress in this process, paired; the HTTP client of the ingress."""
-    settings, secret = settings_from(SETTINGS), secrets.token_bytes(32)
-    workers = [make_worker(role, settings, folder, secret, f"{role}-0", None) for role in Role]
-    dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), secret, settings)
-    app = create_app(dispatcher, Tokenizer(folder), settings, ModelCard("tiny", 1024, 0), OwnSessions(dispatcher.clock))
-    async with contextlib.AsyncExitStack() as stack:
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
-        stack.push_async_callback(client.aclose)
-        stack.push_async_callback(dispatcher.aclose)
-        infos = []
-        for worker in workers:
-            infos.append(await worker.start())
-            stack.push_async_callback(worker.aclose)
-        await dispatcher.start()
-        dispatcher.workers.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
-        async with asyncio.timeout(60):
-            await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
+    """The HTTP client of a small cluster's ingress, without a socket between them."""
+    async with (
+        small_cluster(folder, SETTINGS) as app,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client,
+    ):
         yield client
 
 
