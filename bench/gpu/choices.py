@@ -6,6 +6,7 @@ two attention calls. What is chosen by measuring at start (prefill attention) an
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from bench.gpu.engines import seconds_of
 from bench.gpu.section import Context
 from kvrelay.kernels.backend import AttentionShape, Backend, SamplingBatch
 from kvrelay.kernels.common import sampling_search
+from kvrelay.kernels.common.token_masks import token_masks_of
+from kvrelay.kernels.cuda.backend import Draw, draw_by_torch
 from kvrelay.kernels.oracle import reference
 from kvrelay.kernels.select import select_backend
 
@@ -53,7 +56,8 @@ def prefill_attention(context: Context, backend: Backend) -> None:
 def drawing(context: Context) -> None:
     """With sorts (the reference), by search in torch, and by Triton where it is installed; the same tokens from all."""
     device = torch.device(context.device)
-    ways: dict[str, Callable[[Tensor, SamplingBatch], Tensor]] = {"sort": reference.draw, "search": _searched(device)}
+    ways: dict[str, Callable[[Tensor, SamplingBatch], Tensor]] = {"sort": reference.draw}
+    ways["search"] = _searched(device, draw_by_torch)
     if context.is_cuda:
         from kvrelay.kernels.cuda import sampling_triton
 
@@ -63,29 +67,41 @@ def drawing(context: Context) -> None:
         generator = torch.Generator().manual_seed(rows)
         logits = (4 * torch.randn(rows, vocab, generator=generator)).to(device)
         uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
-        for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.95, 0.02)):
+        cases = ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.95, 0.02))
+        for (top_k, top_p, min_p), masks in product(cases, (None, random_masks(rows, vocab, generator))):
             batch = SamplingBatch(
                 torch.full((rows,), 0.8),
                 torch.full((rows,), top_k),
                 torch.full((rows,), top_p),
                 torch.full((rows,), min_p),
                 uniform,
+                masks,
+                None if masks is None else torch.arange(rows, dtype=torch.int32),
             )
+            kind = "" if masks is None else ", masked"
             tokens = {name: draw(logits, batch).tolist() for name, draw in ways.items()}
             seconds = {name: min(seconds_of(context, partial(draw, logits, batch), 3)) for name, draw in ways.items()}
             context.add(
-                choice=f"draw of {rows}: top_k {top_k}, top_p {top_p}, min_p {min_p}",
+                choice=f"draw of {rows}: top_k {top_k}, top_p {top_p}, min_p {min_p}{kind}",
                 faster=faster(seconds),
                 ok=all(found == tokens["sort"] for found in tokens.values()),
                 **microseconds(seconds),
             )
 
 
-def _searched(
-    device: torch.device, draw: Callable[..., Tensor] = sampling_search.draw
-) -> Callable[[Tensor, SamplingBatch], Tensor]:
+def random_masks(rows: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """A mask for each row, as in SamplingBatch, of about half of the tokens."""
+    return torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocab // 32)), generator=generator).to(torch.int32)
+
+
+def _searched(device: torch.device, draw: Draw) -> Callable[[Tensor, SamplingBatch], Tensor]:
     settings = sampling_search.SettingsCache(device)
-    return lambda logits, batch: draw(logits, settings.of(batch), sampling_search.to_device(batch.uniform, device))
+
+    def drawn(logits: Tensor, batch: SamplingBatch) -> Tensor:
+        uniform, masks = sampling_search.to_device(batch.uniform, device), token_masks_of(batch, logits)
+        return draw(logits, settings.of(batch), uniform, masks)
+
+    return drawn
 
 
 class Segment:

@@ -3,11 +3,12 @@ included.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from bench.gpu.choices import random_masks
 from bench.gpu.section import Context
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, SamplingBatch
 from kvrelay.kernels.oracle.grid import DTYPES, FAMILIES, judge
@@ -266,9 +267,12 @@ class Grid:
                 torch.full((rows,), min_p),
                 torch.rand(rows, generator=self.generator, dtype=torch.float64),
             )
-            if not torch.equal(self.backend.sample(logits, batch), self.reference.sample(logits, batch)):
-                wrong.append(f"top_k {top_k}, top_p {top_p}, min_p {min_p}")
-        self.context.add(kernel="sampling, the same tokens", cases=4, ok=not wrong, wrong="; ".join(wrong))
+            own = torch.arange(rows, dtype=torch.int32) - 1  # the first row has no mask
+            masked = replace(batch, masks=random_masks(rows, vocab, self.generator), mask_rows=own)
+            for name, one in (("", batch), (", masked", masked)):
+                if not torch.equal(self.backend.sample(logits, one), self.reference.sample(logits, one)):
+                    wrong.append(f"top_k {top_k}, top_p {top_p}, min_p {min_p}{name}")
+        self.context.add(kernel="sampling, the same tokens", cases=8, ok=not wrong, wrong="; ".join(wrong))
 
     def definitions(self) -> None:
         """The CPUs' grid (kernels/oracle/grid.py), attention aside: each kernel against float64, within bounds that

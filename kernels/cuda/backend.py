@@ -39,6 +39,7 @@ from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import TorchQuantLinear
 from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
 from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight
+from kvrelay.kernels.common.token_masks import TokenMasks, token_masks_of
 from kvrelay.kernels.cuda.experts import pack_experts
 from kvrelay.kernels.cuda.jit import import_flashinfer
 from kvrelay.kernels.cuda.paged_attention import CudaPlan, PagedAttention, Queries
@@ -50,7 +51,7 @@ from kvrelay.kernels.oracle.reference import ReferenceBackend, TorchBackend
 logger = logging.getLogger(__name__)
 
 
-Draw = Callable[[Tensor, SamplingSettings, Tensor], Tensor]
+Draw = Callable[[Tensor, SamplingSettings, Tensor, TokenMasks | None], Tensor]
 
 
 class DeviceSampler:
@@ -63,20 +64,25 @@ class DeviceSampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         settings = self._settings.of(batch)
         uniform = to_device(batch.uniform, self._device) if settings.draws else batch.uniform
-        return self._draw(logits, settings, uniform)
+        return self._draw(logits, settings, uniform, token_masks_of(batch, logits))
 
     def _chosen(self) -> tuple[str, Draw]:
         """("triton" | "torch", the function). Builds Triton's kernels at start."""
         if self._device.type != "cuda":
-            return "torch", sampling_search.draw
+            return "torch", draw_by_torch
         try:
             from kvrelay.kernels.cuda import sampling_triton
 
             _try_out(sampling_triton.draw, self._device)
         except Exception as error:  # not installed, or an error of its compiler or the driver
             logger.warning("tokens are drawn by torch, slower: triton's kernels do not work here (%s)", error)
-            return "torch", sampling_search.draw
+            return "torch", draw_by_torch
         return "triton", sampling_triton.draw
+
+
+def draw_by_torch(logits: Tensor, settings: SamplingSettings, uniform: Tensor, masks: TokenMasks | None) -> Tensor:
+    """As `sampling_triton.draw`."""
+    return sampling_search.draw(logits if masks is None else masks.applied(logits), settings, uniform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +383,12 @@ class CudaBackend(TorchBackend):
 def _try_out(draw: Draw, device: torch.device) -> None:
     """Raises RuntimeError: it draws a token that it must not. And the errors of its compiler and the driver."""
     batch = SamplingBatch(
-        torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()
+        *(torch.ones(1), torch.tensor([2]), torch.full((1,), 0.5), torch.full((1,), 0.1), torch.zeros(1).double()),
+        masks=torch.tensor([[-1, (1 << 31) - 1]], dtype=torch.int32),
+        mask_rows=torch.zeros(1, dtype=torch.int32),
     )
     logits = torch.arange(64, dtype=torch.float32, device=device).unsqueeze(0)
-    token = int(draw(logits, sampling_search.settings_of(batch, device), batch.uniform.to(device)))
-    if token != 63:
-        raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")
+    settings, uniform = sampling_search.settings_of(batch, device), batch.uniform.to(device)
+    for masks, right in ((None, 63), (token_masks_of(batch, logits), 62)):
+        if (token := int(draw(logits, settings, uniform, masks))) != right:
+            raise RuntimeError(f"token {right} is the only one that stays; it drew {token}")

@@ -1,9 +1,9 @@
 """`sampling_search` as two Triton kernels, one program per row. Import it only where triton is installed.
 
-UNVERIFIED ON A GPU: run in Triton's interpreter. The first kernel finds the largest logit and the smallest that top-k
-keeps, and writes weights. The second finds the smallest weight that top-p keeps, applies min-p, and samples. Thresholds
-are found four bits at a time: a pass over the row sums the values at or above each of 16 bounds. Weights are integers,
-so that sums do not depend on their order.
+UNVERIFIED ON A GPU: run in Triton's interpreter. The first kernel reads the row's mask, finds the largest logit and the
+smallest that top-k keeps, and writes weights: zero for masked tokens. The second finds the smallest weight that top-p
+keeps, applies min-p, and samples. Thresholds are found four bits at a time: a pass over the row sums the values at or
+above each of 16 bounds. Weights are integers, so that sums do not depend on their order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.common.sampling_search import SamplingSettings, scale_bits
+from kvrelay.kernels.common.token_masks import TokenMasks
 
 _BLOCK = 2048
 _SMALL = 512  # block in which each value is compared with 16 bounds
@@ -28,8 +29,18 @@ def _places(x):
 
 
 @triton.jit
-def _kth_place(row, k, vocab, BLOCK: tl.constexpr):
-    """The place of the k-th largest of the row's logits."""
+def _allowed(words, covered, ids, vocab, IS_MASKED: tl.constexpr):
+    """Whether these ids may be drawn by a row whose mask, at `words`, covers ids below `covered`; others all may."""
+    is_allowed = ids < vocab
+    if IS_MASKED:
+        word = tl.load(words + (ids >> 5), mask=ids < covered, other=-1)
+        is_allowed = is_allowed & (((word >> (ids & 31)) & 1) != 0)
+    return is_allowed
+
+
+@triton.jit
+def _kth_place(row, words, covered, k, vocab, IS_MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """The place of the k-th largest of the row's allowed logits; 0 where there are fewer."""
     steps = tl.arange(0, 16).to(tl.int64)
     found = tl.full((), 0, tl.int64)
     for index in range(8):
@@ -38,7 +49,8 @@ def _kth_place(row, k, vocab, BLOCK: tl.constexpr):
         counts = tl.zeros((16,), tl.int32)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            places = tl.where(ids < vocab, _places(tl.load(row + ids, mask=ids < vocab, other=0.0)), -1)
+            is_allowed = _allowed(words, covered, ids, vocab, IS_MASKED)
+            places = tl.where(is_allowed, _places(tl.load(row + ids, mask=is_allowed, other=0.0)), -1)
             counts += tl.sum((places[None, :] >= bounds[:, None]).to(tl.int32), axis=1)
         digit = tl.maximum(tl.sum((counts >= k).to(tl.int32)) - 1, 0)
         found += digit.to(tl.int64) << shift
@@ -54,41 +66,55 @@ def _weigh(
     weights,
     totals,
     tokens,
+    masks,
+    mask_rows,
     vocab,
     scale,
+    IS_MASKED: tl.constexpr,
     SMALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write weights [R, V] and their totals, zero for what top-k removes; for greedy rows only the token."""
+    """Write weights [R, V], 0 for what the mask and top-k remove, and their totals; for greedy rows only the token."""
     number = tl.program_id(0).to(tl.int64)
-    row, own = logits + number * stride, weights + number * vocab
+    row, weight = logits + number * stride, weights + number * vocab
+    words, covered = masks, vocab
+    if IS_MASKED:
+        own = tl.load(mask_rows + number).to(tl.int64)
+        words, covered = masks + own * ((vocab + 31) // 32), tl.where(own >= 0, vocab, 0)
     temperature = tl.load(temperatures + number)
-    largest = tl.full((), float("-inf"), tl.float32)
+    largest, lowest_id = tl.full((), float("-inf"), tl.float32), vocab
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.max(tl.load(row + ids, mask=ids < vocab, other=float("-inf"))))
+        is_allowed = _allowed(words, covered, ids, vocab, IS_MASKED)
+        largest = tl.maximum(largest, tl.max(tl.load(row + ids, mask=is_allowed, other=float("-inf"))))
+        lowest_id = tl.minimum(lowest_id, tl.min(tl.where(is_allowed, ids, vocab)))
+    has_number = largest > float("-inf")
     if temperature > 0:
         least = tl.full((), 0, tl.int64)
         k = tl.load(top_ks + number)
         if (k > 0) & (k < vocab):
-            least = _kth_place(row, k, vocab, SMALL)
+            least = _kth_place(row, words, covered, k, vocab, IS_MASKED, SMALL)
         total = tl.full((), 0, tl.int64)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+            is_allowed = _allowed(words, covered, ids, vocab, IS_MASKED)
+            x = tl.load(row + ids, mask=is_allowed, other=float("-inf"))
             difference = tl.where(x == largest, 0.0, x.to(tl.float64) - largest.to(tl.float64))
-            share = tl.exp(difference / temperature.to(tl.float64))
-            is_kept = (ids < vocab) & (share == share) & (_places(x) >= least)
+            share = tl.where(has_number, tl.exp(difference / temperature.to(tl.float64)), 1.0)
+            is_kept = is_allowed & (share == share) & (_places(x) >= least)
+            is_kept = tl.where(has_number, is_kept, ids == lowest_id)
             whole = (tl.where(is_kept, share, 0.0) * scale + 0.5).to(tl.int64)
             total += tl.sum(whole)
-            tl.store(own + ids, whole, mask=ids < vocab)
+            tl.store(weight + ids, whole, mask=ids < vocab)
         tl.store(totals + number, total)
     else:
         first = vocab
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
-            first = tl.minimum(first, tl.min(tl.where((x == largest) & (ids < vocab), ids, vocab)))
+            is_allowed = _allowed(words, covered, ids, vocab, IS_MASKED)
+            x = tl.load(row + ids, mask=is_allowed, other=float("-inf"))
+            first = tl.minimum(first, tl.min(tl.where((x == largest) & is_allowed, ids, vocab)))
+        first = tl.where(has_number, first, lowest_id)
         tl.store(tokens + number, tl.minimum(first, vocab - 1).to(tl.int64))
 
 
@@ -172,21 +198,23 @@ def _choose(
         tl.store(tokens + number, tl.where(token < vocab, token, 0).to(tl.int64))
 
 
-def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
-    """See `sampling_search.draw`."""
-    if not settings.draws:
+def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor, masks: TokenMasks | None = None) -> Tensor:
+    """See `sampling_search.draw`. masks: on the logits' device."""
+    if not settings.draws and masks is None:
         return logits.argmax(dim=1)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
-    weights = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device)
     totals, tokens = (torch.empty(rows, dtype=torch.int64, device=logits.device) for _ in range(2))
+    weights = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device) if settings.draws else totals
+    masked = (totals, totals, vocab) if masks is None else (masks.words, masks.rows, vocab)
     bits = scale_bits(vocab)
     scale = float(1 << bits)
     sizes = {"SMALL": _SMALL, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}
-    heat = settings.temperature
+    heat, top_k, is_masked = settings.temperature, settings.top_k, {"IS_MASKED": masks is not None}
     filters = settings.top_p, settings.min_p, uniform
     with torch.cuda.device_of(logits):
         weigh, choose = _weigh[(rows,)], _choose[(rows,)]
-        weigh(logits, logits.stride(0), heat, settings.top_k, weights, totals, tokens, vocab, scale, **sizes)
-        choose(weights, totals, heat, *filters, tokens, vocab, scale, bits // 4 + 1, **sizes)
+        weigh(logits, logits.stride(0), heat, top_k, weights, totals, tokens, *masked, scale, **is_masked, **sizes)
+        if settings.draws:
+            choose(weights, totals, heat, *filters, tokens, vocab, scale, bits // 4 + 1, **sizes)
     return tokens

@@ -14,8 +14,9 @@ from kvrelay.kvtransfer.mover import checksums_triton  # noqa: E402
 from kvrelay.kvtransfer.transports import cuda_ipc_triton  # noqa: E402
 
 ROW = {"temperatures": "*fp32", "weights": "*i64", "totals": "*i64", "tokens": "*i64", "vocab": "i32", "scale": "fp32"}
+MASKS = {"masks": "*i32", "mask_rows": "*i32"}
 KERNELS = {
-    sampling_triton._weigh: ROW | {"logits": "*fp32", "stride": "i32", "top_ks": "*i64"},
+    sampling_triton._weigh: ROW | MASKS | {"logits": "*fp32", "stride": "i32", "top_ks": "*i64"},
     sampling_triton._choose: ROW | {"top_ps": "*fp32", "min_ps": "*fp32", "uniforms": "*fp64", "num_digits": "i32"},
     checksums_triton._sum: {
         "halves": "*i32",
@@ -29,13 +30,16 @@ KERNELS = {
 SIZES = {"SMALL": sampling_triton._SMALL, "BLOCK": sampling_triton._BLOCK}
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_it_compiles(kernel, capability):
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("kernel", "is_masked"), [*((kernel, False) for kernel in KERNELS), (sampling_triton._weigh, True)]
+)
+def test_it_compiles(kernel, is_masked, capability):
     types = KERNELS[kernel]
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     assert types.keys() <= signature.keys()
-    sizes = {name: SIZES[name] for name, kind in signature.items() if kind == "constexpr"}
+    constants = SIZES | {"IS_MASKED": is_masked}
+    sizes = {name: constants[name] for name, kind in signature.items() if kind == "constexpr"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=sizes)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     assert len(built.asm["cubin"]) > 1000 and ".local" not in built.asm["ptx"]

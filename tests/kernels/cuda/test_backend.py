@@ -18,6 +18,7 @@ from kvrelay.kernels.cuda.plan import has_append, has_attention, paged_index
 from kvrelay.kernels.oracle.grid_steps import laid_out
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import why_no_cuda
+from tests.kernels.cpu.test_token_masks import masked, one_or_more
 from tests.kernels.cuda.fake_gpu import HALF, OnHost, fake_gpu, on_host  # noqa: F401
 from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, make_step, run_attention
 
@@ -187,6 +188,19 @@ def test_sampling_equals_the_reference(cuda, reference, filters):
         uniform.double(),
     )
     assert torch.equal(cuda.sample(logits.cuda(), batch), reference.sample(logits, batch))
+    for share in (1e-3, 0.5):
+        rows = [*range(11), -1] * 2
+        constrained = masked(batch, one_or_more(generator, 11, 5000, share), rows)
+        assert torch.equal(cuda.sample(logits.cuda(), constrained), reference.sample(logits, constrained))
+
+
+def test_masks_hold_where_torch_draws(fake_gpu, reference):
+    """Triton's kernels: test_sampling_triton.py."""
+    backend, generator = CapturingCudaBackend("cpu:0"), torch.Generator().manual_seed(2)
+    logits, settings = torch.randn(6, 333, generator=generator), torch.tensor([0.0, 0.8] * 3)
+    batch = SamplingBatch(settings, torch.full((6,), 40), torch.full((6,), 0.9), torch.zeros(6), settings.double())
+    batch = masked(batch, one_or_more(generator, 2, 333, 0.05), [0, 1, -1, 0, 1, -1])
+    assert torch.equal(backend.sample(logits, batch), reference.sample(logits, batch))
 
 
 @pytest.mark.gpu

@@ -12,9 +12,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # In a process of its own: triton decides at its import whether to interpret.
 PROGRAM = """
+import math
 import torch
+from kvrelay.kernels.common.token_masks import token_masks_of
 from kvrelay.kernels.cuda import sampling_triton
 from kvrelay.kernels.oracle import reference
+from tests.kernels.cpu.test_token_masks import masked, one_or_more
 from tests.kernels.common.test_sampling_search import drawn, mixture
 
 wrong = []
@@ -22,6 +25,29 @@ for seed, (rows, vocab) in enumerate(((4, 31), (4, 1003), (3, 2048), (2, 5003), 
     logits, batch = mixture(seed, rows, vocab)
     if drawn(logits, batch, sampling_triton.draw).tolist() != reference.draw(logits, batch).tolist():
         wrong.append((seed, rows, vocab))
+def drawn_masked(logits, batch, allowed, rows):
+    batch = masked(batch, allowed, rows)
+    draw = lambda *inputs: sampling_triton.draw(*inputs, masks=token_masks_of(batch, logits))
+    return drawn(logits, batch, draw).tolist(), reference.draw(logits, batch).tolist()
+
+for seed, (rows, vocab) in enumerate(((4, 31), (4, 1003), (3, 2080), (4, 33), (3, 257))):
+    logits, batch = mixture(seed, rows, vocab)
+    for share in (0.0, 0.1, 0.9):
+        allowed = one_or_more(torch.Generator().manual_seed(seed), 2, vocab, share)
+        ours, right = drawn_masked(logits, batch, allowed, [0, 1, -1, 1][:rows])
+        if ours != right:
+            wrong.append((seed, rows, vocab, share))
+    everything = drawn_masked(logits, batch, torch.ones(1, vocab), [0] * rows)[0]
+    if everything != drawn(logits, batch, sampling_triton.draw).tolist():
+        wrong.append("all allowed")
+_, batch = mixture(1, 4, 100)
+for worst in (-math.inf, math.nan):
+    allowed = torch.zeros(2, 100)
+    allowed[0, 70:73] = 1
+    ours, _ = drawn_masked(torch.randn(4, 100).masked_fill(allowed[0] > 0, worst), batch, allowed, [0] * 4)
+    empty, _ = drawn_masked(torch.randn(4, 100), batch, allowed, [1] * 4)
+    if ours != [70] * 4 or not all(0 <= token < 100 for token in empty):
+        wrong.append(("no number", ours, empty))
 logits, batch = mixture(5, 3, 64)
 control = drawn(logits, batch, sampling_triton.draw).tolist() != reference.draw(-logits, batch).tolist()
 print("wrong:", wrong, "control:", control)
