@@ -1,0 +1,111 @@
+"""The grammars of one process: compiled once each, and kept while they are used."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+import tokenizers
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.matcher import GrammarParser, Matcher
+from kvrelay.plane.messages import GrammarSpec
+
+if TYPE_CHECKING:
+    from kvrelay.grammar.llguidance_parser import LlguidanceLibrary
+    from kvrelay.grammar.xgrammar_parser import XgrammarLibrary
+
+MOST_GRAMMARS = 128  # kept compiled
+
+
+class _Parsers(Protocol):
+    def parser(self) -> GrammarParser: ...
+
+
+class CompiledGrammar:
+    """What outputs of one GrammarSpec are matched with."""
+
+    __slots__ = ("_eos_ids", "_parsers")
+
+    def __init__(self, parsers: _Parsers, eos_ids: frozenset[int]) -> None:
+        self._parsers, self._eos_ids = parsers, eos_ids
+
+    def matcher(self) -> Matcher:
+        """A matcher at the start of an output."""
+        return Matcher(self._parsers.parser(), self._eos_ids)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Thread-safe; a library is loaded with the first grammar that needs it."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: Iterable[int], *, num_threads: int = 2) -> None:
+        """vocab_size: the model's, the width of its logits. num_threads: threads that compute masks."""
+        self._folder, self._vocab_size, self._num_threads = folder, vocab_size, num_threads
+        self._eos_ids = frozenset(token_id for token_id in eos_ids if token_id < vocab_size)
+        self._lock = Lock()
+        self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        self._loading = Lock()
+        self._llguidance: LlguidanceLibrary | None = None
+        self._xgrammar: XgrammarLibrary | None = None
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask: ceil(vocab_size / 32)."""
+        return -(-self._vocab_size // 32)
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Blocks until compiled. Concurrent calls for one grammar compile it once; a refusal is remembered, too.
+
+        Raises InvalidRequest: the grammar is not supported, and the message names the key or the place. Raises
+        ModelError: the model's tokenizer cannot be used.
+        """
+        key = hashlib.blake2b(f"{spec.kind}\0{spec.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            future = self._grammars.get(key)
+            is_ours = future is None
+            if future is None:
+                future = self._grammars[key] = Future()
+                if len(self._grammars) > MOST_GRAMMARS:
+                    self._grammars.popitem(last=False)
+            self._grammars.move_to_end(key)
+        if is_ours:
+            try:
+                future.set_result(CompiledGrammar(self._compiled(spec), self._eos_ids))
+            except InvalidRequest as error:
+                future.set_exception(error)
+            except BaseException as error:
+                with self._lock:
+                    self._grammars.pop(key, None)
+                future.set_exception(error)
+        return future.result()
+
+    def _compiled(self, spec: GrammarSpec) -> _Parsers:
+        if not self._eos_ids:
+            raise InvalidRequest("this model has no eos token, so an output with a grammar could not end")
+        if spec.kind == "structural_tag":
+            return self._xgrammar_library().grammar(spec)
+        return self._llguidance_library().grammar(spec)
+
+    def _llguidance_library(self) -> "LlguidanceLibrary":
+        with self._loading:
+            if self._llguidance is None:
+                from kvrelay.grammar.llguidance_parser import LlguidanceLibrary
+
+                self._llguidance = LlguidanceLibrary(
+                    self._folder, self._vocab_size, sorted(self._eos_ids), num_threads=self._num_threads
+                )
+            return self._llguidance
+
+    def _xgrammar_library(self) -> "XgrammarLibrary":
+        token_bytes = self._llguidance_library().token_bytes()
+        with self._loading:
+            if self._xgrammar is None:
+                from kvrelay.grammar.xgrammar_parser import XgrammarLibrary
+
+                added = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json")).get_added_tokens_decoder()
+                special = {i: token.content for i, token in added.items() if token.special and i < self._vocab_size}
+                self._xgrammar = XgrammarLibrary(token_bytes, special, self._eos_ids, num_threads=self._num_threads)
+            return self._xgrammar

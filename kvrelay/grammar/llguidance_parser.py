@@ -1,0 +1,156 @@
+"""JSON schemas, regular expressions and Lark grammars, parsed by llguidance."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+
+from kvrelay.errors import InvalidRequest, ModelError
+from kvrelay.grammar.matcher import Masks
+from kvrelay.grammar.schema import normalised
+from kvrelay.plane.messages import GrammarSpec
+
+WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"  # between JSON tokens: compact or indented, but never endless
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 1_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,  # no text of an output in an error
+}
+
+
+def vocabulary(folder: Path, vocab_size: int) -> str:
+    """tokenizer.json for a model of `vocab_size` tokens: added tokens without an embedding are left out."""
+    source = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    parsed = json.loads(source)
+    added = parsed.get("added_tokens") or []
+    words = parsed.get("model", {}).get("vocab")
+    if not isinstance(words, dict) or max([*words.values(), *(token["id"] for token in added)], default=0) < vocab_size:
+        return source
+    parsed["added_tokens"] = [token for token in added if token["id"] < vocab_size]
+    parsed["model"]["vocab"] = {word: token_id for word, token_id in words.items() if token_id < vocab_size}
+    return json.dumps(parsed, ensure_ascii=False)
+
+
+class LlguidanceLibrary:
+    """llguidance over one model's vocabulary. Thread-safe."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int], *, num_threads: int) -> None:
+        """Takes 0.2 s to 0.5 s. Raises ModelError when the tokenizer's tokens cannot be mapped to bytes."""
+        try:
+            self._tokenizer = llguidance.LLTokenizer(
+                vocabulary(folder, vocab_size), n_vocab=vocab_size, eos_token=list(eos_ids)
+            )
+        except Exception as error:  # ValueError, and whatever a tokenizer.json of another form leads to
+            raise ModelError(str(folder), f"structured output cannot use its tokenizer: {error}") from error
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._executor = llguidance.LLExecutor(num_threads)
+
+    def grammar(self, spec: GrammarSpec) -> "LlguidanceGrammar":
+        """Raises InvalidRequest."""
+        try:
+            grammar = LlguidanceGrammar(self, _source(spec))
+            error = grammar.base_error()
+        except ValueError as fault:
+            error = str(fault)
+        if error:
+            raise InvalidRequest(_sentence(spec, error), code="invalid_grammar")
+        return grammar
+
+    def compiled(self, source: str) -> llguidance.LLMatcher:
+        """A matcher at the start; releases the GIL. A fault is the matcher's error."""
+        return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+
+    def token_bytes(self) -> list[bytes]:
+        """Each token's bytes; none for special tokens and for ids without a token."""
+        tokens = range(self._tokenizer.vocab_size)
+        is_special, decode = self._tokenizer.is_special_token, self._tokenizer.decode_bytes
+        return [b"" if is_special(token_id) else decode([token_id]) for token_id in tokens]
+
+    def fill(self, rows: list[tuple["LlguidanceParser", list[int], int]], out: Masks) -> None:
+        """Masks of parsers and of the states after each of their draft tokens, in rows from the given one on."""
+        size = out.strides[0]
+        plain = [(parser.matcher, row) for parser, drafts, row in rows if not drafts]
+        drafted = [(parser.matcher, row, drafts) for parser, drafts, row in rows if drafts]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, out.ctypes.data, size, len(out))
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, out.ctypes.data, size, len(out))
+
+
+class LlguidanceGrammar:
+    """A compiled grammar. Its parsers share the lexer's states, which are built as outputs need them."""
+
+    def __init__(self, library: LlguidanceLibrary, source: str) -> None:
+        self.library, self._source = library, source
+        self._base = library.compiled(source)
+
+    def base_error(self) -> str:
+        return self._base.get_error()
+
+    def parser(self) -> "LlguidanceParser":
+        """A parser at the start of an output."""
+        return LlguidanceParser(self._base.deep_copy(), self)
+
+    def renew(self) -> None:
+        """Start over with fresh lexer states: those that outputs share are beyond their limit."""
+        self._base = self.library.compiled(self._source)
+
+
+class LlguidanceParser:
+    """llguidance's matcher as a GrammarParser."""
+
+    __slots__ = ("_error", "_grammar", "matcher")
+
+    def __init__(self, matcher: llguidance.LLMatcher, grammar: LlguidanceGrammar) -> None:
+        self.matcher, self._grammar = matcher, grammar
+        self._error: str | None = None
+
+    @property
+    def library(self) -> LlguidanceLibrary:
+        return self._grammar.library
+
+    @property
+    def is_complete(self) -> bool:
+        return self.matcher.is_accepting()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        if self._error is None and self.matcher.is_error():
+            self._error = f"the output exceeds the grammar's limits: {' '.join(self.matcher.get_error().split())}"
+            self._grammar.renew()
+        return self._error
+
+    def consume(self, token_ids: list[int]) -> int:
+        return self.matcher.try_consume_tokens(token_ids)
+
+    def rollback(self, count: int) -> None:
+        self.matcher.rollback(count)
+
+
+def _source(spec: GrammarSpec) -> str:
+    if spec.kind == "json_schema":
+        options: Any = {
+            "whitespace_pattern": WHITESPACE,
+            "json_allow_general_unicode_escapes": True,
+            "lenient": False,
+            "coerce_one_of": False,
+        }
+        return llguidance.LLMatcher.grammar_from_json_schema(normalised(spec.text), overrides=options)
+    if spec.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(spec.text)
+    return llguidance.LLMatcher.grammar_from_lark(spec.text)
+
+
+def _sentence(spec: GrammarSpec, error: str) -> str:
+    name = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[spec.kind]
+    return f"the {name} is not supported: {' '.join(error.split())}"
