@@ -35,6 +35,7 @@ class ByteCodec:
     """Every byte is a token; 256 is the end of a text, 257 is special too."""
 
     vocab_size = VOCAB_SIZE
+    template = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

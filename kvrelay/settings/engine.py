@@ -4,7 +4,15 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, model_validator
 
-from kvrelay.settings.choices import BackendName, Dtype, KvDtype, KvOrder, PreemptionSetting, Quantization
+from kvrelay.settings.choices import (
+    BackendName,
+    Dtype,
+    KvDtype,
+    KvOrder,
+    PreemptionSetting,
+    Quantization,
+    ReasoningParser,
+)
 from kvrelay.settings.choices import Speculation as SpeculationMode
 from kvrelay.settings.section import Budget, Section, Size, setting
 
@@ -38,6 +46,12 @@ class ModelSettings(Section):
         "Longest prompt plus output; default: the model's own, reduced to what the KV pool holds.",
         unit="tokens",
         ge=16,
+    )
+
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        "How the model marks its reasoning, which chat replies return apart; auto: as its chat template shows; "
+        "deepseek_r1: <think> as in qwen3, and assumed where neither prompt nor output begins with it.",
     )
 
     @property

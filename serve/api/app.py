@@ -26,6 +26,7 @@ from kvrelay.serve.api.endpoint import (
 )
 from kvrelay.serve.api.kv import delete_session, get_session, prefetch, put_session
 from kvrelay.serve.api.sessions import Sessions
+from kvrelay.serve.chat.reasoning import find_markers
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ def create_app(
 ) -> Starlette:
     """The app; requests before the first worker is connected get 503. `sessions`: shared with other ingresses."""
     slo = settings.slo if settings.slo.is_on else None
-    front = Front(dispatcher, tokenizer, settings, model, sessions, slo)
+    reasoning = find_markers(settings.model.reasoning_parser, tokenizer)
+    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, reasoning=reasoning)
     live = ui.LiveFeed(partial(ui.front_snapshot, front))
     app = Starlette(
         routes=[

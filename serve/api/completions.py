@@ -18,6 +18,7 @@ from kvrelay.serve.api.endpoint import (
 )
 from kvrelay.serve.api.message_reply import MessageReply
 from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
+from kvrelay.serve.api.reasoning import REASONING_FIELDS, with_reasoning
 from kvrelay.serve.api.schemas import ChatBody, CompletionBody
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.explain import Explain
@@ -41,6 +42,8 @@ async def chat_completions(front: Front, request: Request) -> Response:
     body = await front.read(request, ChatBody)
     parameters.check_count(1, body, front.settings.router.max_inflight)
     prompt = await chat_prompt(front, body)
+    if front.reasoning is not None or body.model_fields_set & REASONING_FIELDS:
+        prompt = with_reasoning(front, body, prompt)
     generation = await _generation(front, request, body, [prompt], arrived_s)
     if prompt.output is None:
         reply = ChatReply(front, body, generation)

@@ -30,6 +30,7 @@ from kvrelay.serve.api.parameters import check_limits, refuse_unsupported
 from kvrelay.serve.api.replies import ErrorBody, ErrorReply
 from kvrelay.serve.api.schemas import Common, parse
 from kvrelay.serve.api.sessions import Sessions
+from kvrelay.serve.chat.reasoning import ReasoningMarkers
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.settings.router import SloSettings
@@ -234,6 +235,7 @@ class Front:
     model: ModelCard
     sessions: Sessions
     slo: SloSettings | None  # None: no request has one
+    reasoning: ReasoningMarkers | None = None  # None: the model does not reason
 
     @property
     def max_model_len(self) -> int:

@@ -17,7 +17,7 @@ class MessageReply(ChatReply):
     def __init__(self, front: Front, body: ChatBody, generation: Generation, form: OutputFormat) -> None:
         super().__init__(front, body, generation)
         self._outputs = [ChoiceOutput(form) for _ in range(generation.job.num_choices)]
-        self._has_reasoning = form.splitter is not None
+        self._has_reasoning, self._stats = form.splitter is not None, front.dispatcher.stats
 
     def usage(self) -> replies.Usage:
         usage = super().usage()
@@ -28,7 +28,7 @@ class MessageReply(ChatReply):
 
     def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> replies.ChatChoice:
         output = self._outputs[index]
-        parts = [part for piece in pieces for part in output.push(piece)]
+        parts = [part for piece in pieces for part in self._parts(index, piece)]
         choice = super().choice(place, index, pieces)
         choice.message = _message(parts, is_answer=not output.num_reasoning_tokens)
         choice.finish_reason = self._finish_reason(index, finish_reason_of(pieces))
@@ -36,7 +36,7 @@ class MessageReply(ChatReply):
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[replies.ChunkChoice]:
         deltas = [replies.Delta(role="assistant", content="")] if piece.first is not None else []
-        deltas += [_delta(part) for part in self._outputs[index].push(piece)]
+        deltas += [_delta(part) for part in self._parts(index, piece)]
         if not deltas and (piece.finish_reason is not None or piece.logprobs):
             deltas = [replies.Delta()]
         choices = [replies.ChunkChoice(index=index, delta=delta) for delta in deltas]
@@ -47,6 +47,13 @@ class MessageReply(ChatReply):
             if self._wants_logprobs and piece.logprobs:
                 last.logprobs = replies.chat_logprobs(self._codec, piece.logprobs, self._num_top)
         return choices
+
+    def _parts(self, index: int, piece: TextPiece) -> list[Part]:
+        output = self._outputs[index]
+        num_counted = output.num_reasoning_tokens
+        parts = output.push(piece)
+        self._stats.reasoning_tokens += output.num_reasoning_tokens - num_counted
+        return parts
 
     def _finish_reason(self, index: int, reason: str) -> str:
         return "tool_calls" if reason == "stop" and self._outputs[index].has_calls else reason

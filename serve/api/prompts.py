@@ -8,6 +8,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api.endpoint import Front
 from kvrelay.serve.api.messages import Message, ToolCall
 from kvrelay.serve.api.parameters import check_token, make_sampling, output_limit
+from kvrelay.serve.api.reasoning import REASONING_FIELDS, template_variables
 from kvrelay.serve.api.schemas import ChatBody, CompletionBody
 from kvrelay.serve.requests.generation import Prompt
 from kvrelay.serve.text.tokenizer import encode_text
@@ -74,7 +75,8 @@ async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
 def _template_text(front: Front, body: ChatBody) -> str:
     """The prompt's text; with `continue_final_message` it ends inside the last message."""
     messages = template_messages(body.messages)
-    variables = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
+    variables = template_variables(front, body) if body.model_fields_set & REASONING_FIELDS else {}
+    variables |= {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
     if not body.continue_final_message:
         has_prompt = body.add_generation_prompt is not False
         return front.codec.chat_text(messages, add_generation_prompt=has_prompt, **variables)

@@ -179,6 +179,7 @@ class ChatBody(Common):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Count | None = None
+    enable_thinking: bool | None = None  # as in chat_template_kwargs
     modalities: list[str] | None = None
 
     unsupported = Common.unsupported | {"documents", "chat_template", "audio"}

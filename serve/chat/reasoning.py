@@ -1,8 +1,74 @@
 """Reasoning in a choice's text: each family's markers, and the splitter that takes reasoning out. Pure."""
 
 import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvrelay.serve.text.stop import overlap
+from kvrelay.serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers around reasoning. is_assumed: outputs begin with reasoning even where the prompt does not open it."""
+
+    start: str
+    end: str
+    is_assumed: bool = False
+
+    def is_open(self, prompt: str) -> bool | None:
+        """Whether the prompt ends inside reasoning; False: right behind it; None: the model may begin it."""
+        end = prompt[-MAX_TAIL_CHARS:].rstrip()
+        if end.endswith(self.end.rstrip()):
+            return False
+        return True if self.is_assumed or end.endswith(self.start.rstrip()) else None
+
+    def is_open_in(self, message: str) -> bool:
+        """Whether a message that the model continues ends inside reasoning."""
+        return message.rfind(self.start.rstrip()) > message.rfind(self.end.rstrip())
+
+
+MAX_TAIL_CHARS = 256  # of a prompt, in which a marker at its end lies
+
+_THINK = ("<think>", "</think>")
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "qwen3": ReasoningFormat(*_THINK),  # of most families
+    "deepseek_r1": ReasoningFormat(*_THINK, is_assumed=True),  # for templates that do not open it
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """A model's format, and its markers in the model's tokens."""
+
+    form: ReasoningFormat
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    kept_ids: frozenset[int]  # tokens whose text a splitter must see, though they may be special
+
+
+def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
+    """The format that the setting model.reasoning_parser names; with auto that whose markers the template has."""
+    if parser != "auto":
+        return REASONING_FORMATS.get(parser)
+    fits = (one for one in REASONING_FORMATS.values() if one.end in template or one.start.rstrip() in template)
+    return next(fits, None)
+
+
+def find_markers(parser: str, codec: Tokenizer) -> ReasoningMarkers | None:
+    """Those of the model that is served; None: it does not reason, or in no way that is known."""
+    form = reasoning_format(parser, "" if codec.template is None else codec.template.source)
+    if form is None:
+        return None
+    start, end = (codec.encode(marker, add_special_tokens=False) for marker in (form.start, form.end))
+    singles = {ids[0] for ids in (start, end) if len(ids) == 1}
+    special = {token for token in (*start, *end) if not codec.decode([token])}
+    return ReasoningMarkers(form, tuple(start), tuple(end), frozenset(singles | special))
 
 
 class Stage(enum.Enum):

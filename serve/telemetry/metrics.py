@@ -59,6 +59,7 @@ _OF_INGRESS = (
     ("kvrelay_request_retries_total", "Attempts after a worker's fault.", "retries"),
     ("kvrelay_prompt_tokens_total", "Prompt tokens.", "prompt_tokens"),
     ("kvrelay_output_tokens_total", "Output tokens.", "output_tokens"),
+    ("kvrelay_reasoning_tokens_total", "Output tokens of reasoning in chat replies.", "reasoning_tokens"),
     ("kvrelay_router_cached_prefix_tokens_total", "Prompt tokens found in a prefix cache.", "cached_prefix_tokens"),
 )
 

@@ -80,6 +80,7 @@ class ServeStats:
     prompt_tokens: int = 0
     prompt_squares: int = 0  # sum of squared prompt lengths: how much lengths vary
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_prefix_tokens: int = 0
 
 

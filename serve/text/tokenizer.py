@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
@@ -169,7 +170,7 @@ class Tokenizer:
         )
         special = special_tokens(read_json(folder / "special_tokens_map.json"), tokenizer_config)
         template = template_source(folder, tokenizer_config)
-        self._template = ChatTemplate(template, special) if template is not None else None
+        self.template = ChatTemplate(template, special) if template is not None else None
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -188,9 +189,9 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt's text; encode it without special tokens. Raises InvalidRequest."""
-        if self._template is None:
+        if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence."""
@@ -369,7 +370,9 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError("chat_template.jinja", f"the template does not compile: {error}") from error

@@ -29,7 +29,14 @@ class Cluster:
     """Fake workers, a dispatcher connected to them, and the app in front."""
 
     def __init__(
-        self, prefill: int, decode: int, settings: Settings, script: Script, retry_budget: int, **info: object
+        self,
+        prefill: int,
+        decode: int,
+        settings: Settings,
+        script: Script,
+        retry_budget: int,
+        codec: ByteCodec,
+        **info: object,
     ) -> None:
         self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script, **info) for i in range(prefill)]
         self.decode = [FakeWorker(f"d{i}", Role.DECODE, script, **info) for i in range(decode)]
@@ -38,11 +45,7 @@ class Cluster:
         router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
         self.dispatcher = Dispatcher(router, SECRET, settings, retry_budget=retry_budget)
         self.app = create_app(
-            self.dispatcher,
-            ByteCodec(),
-            settings,
-            ModelCard(MODEL, 512, 1700000000),
-            OwnSessions(self.dispatcher.clock),
+            self.dispatcher, codec, settings, ModelCard(MODEL, 512, 1700000000), OwnSessions(self.dispatcher.clock)
         )
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
 
@@ -95,10 +98,12 @@ async def make_cluster() -> AsyncIterator[ClusterFactory]:
             pairings: Sequence[Callable[..., Any]] = (),
             info: dict[str, object] | None = None,
             retry_budget: int = RETRY_BUDGET,
+            codec: ByteCodec | None = None,
             **sections: dict[str, Any],
         ) -> Cluster:
             sections["router"] = {"local_prefill_tokens": 0} | sections.get("router", {})
-            cluster = Cluster(prefill, decode, settings_from(sections), script, retry_budget, **(info or {}))
+            settings = settings_from(sections)
+            cluster = Cluster(prefill, decode, settings, script, retry_budget, codec or ByteCodec(), **(info or {}))
             for worker, pairing in zip(cluster.prefill, pairings, strict=False):
                 worker.pairing = partial(pairing, worker)
             stack.push_async_callback(cluster.aclose)

@@ -1,6 +1,7 @@
 """Splitting reasoning from content: the same result however the text is cut, and every token on its side."""
 
 import itertools
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from kvrelay.plane.messages import TokenLogprob
 from kvrelay.serve.chat.output import ChoiceOutput, Content, OutputFormat, Reasoning, ToolArguments, ToolCallStart
-from kvrelay.serve.chat.reasoning import ReasoningSplitter, Stage
+from kvrelay.serve.chat.reasoning import REASONING_FORMATS, ReasoningSplitter, Stage, reasoning_format
 from kvrelay.serve.text.tokenizer import TextPiece
+from kvrelay.settings.choices import ReasoningParser
 
 pytestmark = pytest.mark.pure
 
@@ -180,3 +182,40 @@ def test_without_a_splitter_the_whole_text_is_searched_for_calls():
     [piece] = pieces_of(["<think>["])
     assert choice.push(piece)[:2] == [Content("<think>"), ToolCallStart(0, "call_1", "f")]
     assert len(piece.logprobs) == 1 and choice.num_reasoning_tokens == 0
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<think>\\n\\n</think>\\n\\n' }}", "qwen3"),
+        ("{% if '</think>' in content %}", "qwen3"),
+        ("[SYSTEM_PROMPT]First draft your thinking process: [THINK]Your thoughts[/THINK]", "mistral"),
+        ("<|im_start|>{{ content }}<|im_end|>", None),
+        ("", None),
+    ],
+)
+def test_the_format_is_found_by_the_markers_in_the_template(template, name):
+    assert reasoning_format("auto", template) == (name and REASONING_FORMATS[name])
+    assert reasoning_format("none", template) is None
+    assert reasoning_format("kimi", template) == REASONING_FORMATS["kimi"]
+
+
+def test_every_format_can_be_set():
+    assert set(get_args(ReasoningParser)) == {"auto", "none", *REASONING_FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open", "assumed"),
+    [
+        ("<|im_start|>assistant\n", None, True),
+        ("<|im_start|>assistant\n<think>\n", True, True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
+        ("<think> is what a user wrote<|im_start|>assistant\n", None, True),
+    ],
+)
+def test_the_end_of_the_prompt_shows_whether_reasoning_is_open(prompt, is_open, assumed):
+    assert REASONING_FORMATS["qwen3"].is_open(prompt) is is_open
+    assert REASONING_FORMATS["deepseek_r1"].is_open(prompt) is assumed
