@@ -1,7 +1,8 @@
 """JSON schemas as clients write them: limits, and the spelling that the libraries understand.
 
 A keyword that would change which outputs are valid and cannot be enforced is refused by name; llguidance does that for
-most, here are the rest. A keyword that no draft of JSON Schema defines is an annotation, as the standard has it.
+most, here are the rest. A keyword, or a format, that no draft of JSON Schema defines is an annotation, as the standard
+has it.
 """
 
 import json
@@ -26,6 +27,11 @@ _ONE = (
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _BOUNDS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+_FORMATS = {
+    *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri"),
+    *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference"),
+    *("uri-template", "uuid"),
+}
 
 
 def refuse(message: str) -> NoReturn:
@@ -131,6 +137,8 @@ def _rewrite(root: Json, node: dict[str, Json]) -> None:
     """
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
+    if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
+        del node["format"]
     alternatives = node.get("oneOf")
     if isinstance(alternatives, list) and 2 <= len(alternatives) <= 64 and "anyOf" not in node:
         found = [_resolved(root, one) for one in alternatives]

@@ -103,7 +103,7 @@ def test_a_refused_draft_ends_its_masks(family):
     ("kind", "text", "named"),
     [
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
-        ("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "format": "wat"}}}', "wat"),
+        ("json_schema", '{"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}', "iri"),
         ("json_schema", "{", "JSON"),
         ("regex", "(", "unclosed"),
         ("lark", "start: x", '"x"'),
@@ -113,3 +113,11 @@ def test_a_refused_draft_ends_its_masks(family):
 def test_what_is_not_supported_is_refused_by_name(family, kind, text, named):
     with pytest.raises(InvalidRequest, match=named):
         family[0].compile(GrammarSpec(kind, text))
+
+
+def test_a_format_that_json_schema_does_not_define_is_an_annotation(family):
+    """As pydantic's paths and secrets have."""
+    compiler, tokenizer, _ = family
+    matcher = compiler.compile(GrammarSpec("json_schema", '{"type": "string", "format": "password"}')).matcher()
+    tokens = tokens_of(tokenizer, '"the word"')
+    assert matcher.accept(tokens) == len(tokens) and matcher.is_over
