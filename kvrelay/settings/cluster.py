@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from kvrelay.settings.choices import PlannerMode
+from kvrelay.settings.choices import PlannerMode, UnknownFields
 from kvrelay.settings.section import Section, setting
 
 
@@ -14,6 +14,11 @@ class ServeSettings(Section):
     host: str = setting("127.0.0.1", "Address to listen on; under `serve deploy`: http_options in the file.")
     port: int = setting(8000, "HTTP port; under `serve deploy`: http_options in the file.", ge=1, le=65535)
     request_timeout_s: float = setting(600.0, "A request that takes longer fails.", unit="s", gt=0)
+    unknown_fields: UnknownFields = setting(
+        "ignore",
+        "Fields of requests that this server does not know: ignore them (and list them in the header "
+        "x-kvrelay-ignored), or refuse the request.",
+    )
     api_key: str | None = setting(
         None,
         "Requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if set. Ray's dashboard shows a key "

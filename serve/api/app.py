@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
+from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.api import ui
 from kvrelay.serve.api.completions import chat_completions, completions
 from kvrelay.serve.api.endpoint import (
@@ -34,13 +35,25 @@ from kvrelay.serve.text.tokenizer import Tokenizer
 __all__ = ["ModelCard", "create_app"]
 
 
+async def _no_grammars(spec: GrammarSpec) -> None:
+    raise InvalidRequest("structured output is not available here", code="unsupported_parameter")
+
+
 def create_app(
-    dispatcher: Dispatcher, tokenizer: Tokenizer, settings: Settings, model: ModelCard, sessions: Sessions
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    model: ModelCard,
+    sessions: Sessions,
+    check_grammar: Callable[[GrammarSpec], Awaitable[None]] = _no_grammars,
 ) -> Starlette:
-    """The app; requests before the first worker is connected get 503. `sessions`: shared with other ingresses."""
+    """The app; requests before the first worker is connected get 503.
+
+    sessions: shared with other ingresses. check_grammar: raises InvalidRequest for a grammar that workers cannot use.
+    """
     slo = settings.slo if settings.slo.is_on else None
     reasoning = find_markers(settings.model.reasoning_parser, tokenizer)
-    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, reasoning=reasoning)
+    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, check_grammar, reasoning)
     live = ui.LiveFeed(partial(ui.front_snapshot, front))
     app = Starlette(
         routes=[

@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from kvrelay.serve.api import parameters
 from kvrelay.serve.api.answers import ChatReply, CompletionReply
+from kvrelay.serve.api.constraints import CONSTRAINTS, constrained
 from kvrelay.serve.api.endpoint import (
     EventStream,
     Front,
@@ -19,7 +20,8 @@ from kvrelay.serve.api.endpoint import (
 from kvrelay.serve.api.message_reply import MessageReply
 from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.reasoning import REASONING_FIELDS, with_reasoning
-from kvrelay.serve.api.schemas import ChatBody, CompletionBody
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody
+from kvrelay.serve.bodies.unknown_fields import ignored_header
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.text.tokenizer import TextOptions
@@ -32,8 +34,10 @@ async def completions(front: Front, request: Request) -> Response:
     given = prompts_of(body, front.codec.vocab_size)
     parameters.check_count(len(given), body, front.settings.router.max_inflight)
     prompts = [await completion_prompt(front, body, item) for item in given]
+    if body.model_fields_set & CONSTRAINTS:
+        prompts = await constrained(front, body, prompts)
     generation = await _generation(front, request, body, prompts, arrived_s)
-    return await _respond(request, CompletionReply(front, body, generation), is_stream=bool(body.stream))
+    return await _respond(request, body, CompletionReply(front, body, generation))
 
 
 async def chat_completions(front: Front, request: Request) -> Response:
@@ -44,12 +48,14 @@ async def chat_completions(front: Front, request: Request) -> Response:
     prompt = await chat_prompt(front, body)
     if front.reasoning is not None or body.model_fields_set & REASONING_FIELDS:
         prompt = with_reasoning(front, body, prompt)
+    if body.model_fields_set & CONSTRAINTS:
+        (prompt,) = await constrained(front, body, [prompt])
     generation = await _generation(front, request, body, [prompt], arrived_s)
     if prompt.output is None:
         reply = ChatReply(front, body, generation)
     else:
         reply = MessageReply(front, body, generation, prompt.output)
-    return await _respond(request, reply, is_stream=bool(body.stream))
+    return await _respond(request, body, reply)
 
 
 async def _generation(
@@ -86,8 +92,10 @@ async def _generation(
     return Generation(front.dispatcher, front.codec, job)
 
 
-async def _respond(request: Request, reply: ChatReply | CompletionReply, *, is_stream: bool) -> Response:
+async def _respond(request: Request, body: Common, reply: ChatReply | CompletionReply) -> Response:
     headers = request_id_header(request, reply.request_id)
-    if is_stream:
+    if body.ignored_fields:
+        headers |= ignored_header(body.ignored_fields)
+    if body.stream:
         return EventStream(reply.events(), headers)
     return json_response(await unless_client_leaves(request.receive, reply.whole()), 200, headers)

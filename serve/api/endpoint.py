@@ -26,10 +26,12 @@ from kvrelay import tracing
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest, KvrelayError, RequestError, WorkerError
 from kvrelay.logs import ACCESS_LOGGER
+from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.api.parameters import check_limits, refuse_unsupported
 from kvrelay.serve.api.replies import ErrorBody, ErrorReply
 from kvrelay.serve.api.schemas import Common, parse
 from kvrelay.serve.api.sessions import Sessions
+from kvrelay.serve.bodies.unknown_fields import count_ignored, unknown
 from kvrelay.serve.chat.reasoning import ReasoningMarkers
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force
 from kvrelay.serve.text.tokenizer import Tokenizer
@@ -235,6 +237,7 @@ class Front:
     model: ModelCard
     sessions: Sessions
     slo: SloSettings | None  # None: no request has one
+    check_grammar: Callable[[GrammarSpec], Awaitable[None]]  # raises InvalidRequest
     reasoning: ReasoningMarkers | None = None  # None: the model does not reason
 
     @property
@@ -254,11 +257,18 @@ class Front:
     def check(self, body_type: type[B], data: bytes) -> B:
         """The checked body. Raises InvalidRequest."""
         body = parse(body_type, data)
+        if body.ignored_fields:
+            self._note_ignored(body.ignored_fields)
         if body.model is not None and body.model != self.model.name:
             raise unknown_model(body.model, self.model.name)
         refuse_unsupported(body)
         check_limits(body, self.codec.vocab_size)
         return body
+
+    def _note_ignored(self, names: tuple[str, ...]) -> None:
+        if self.settings.serve.unknown_fields == "refuse":
+            raise unknown(names[0])
+        count_ignored(names, self.dispatcher.stats.ignored_fields)
 
 
 def unknown_model(asked: str, served: str) -> InvalidRequest:

@@ -14,9 +14,10 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane.messages import Beams, KvHints, Sampling
 from kvrelay.router.types import SloRequirement, SloTarget
-from kvrelay.serve.api.messages import Tool, check_tools
-from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, SloFields, unsupported
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, SloFields
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
+from kvrelay.serve.bodies.messages import Tool, check_tools
+from kvrelay.serve.bodies.unknown_fields import unsupported
 from kvrelay.serve.requests.generation import SEED_MASK
 from kvrelay.serve.telemetry.explain import SloRecord
 from kvrelay.settings.choices import TenantBy
@@ -32,14 +33,20 @@ _MIN_TOP_P = 1e-6
 
 def refuse_unsupported(body: Common) -> None:
     """Raise InvalidRequest for what this server cannot honour, rather than ignore it."""
-    checks: list[tuple[str, Any]] = [("response_format", (body.response_format or {}).get("type", "text") != "text")]
+    checks: list[tuple[str, Any]] = [
+        ("prompt_logprobs", body.prompt_logprobs is not None),
+        ("return_token_ids", body.return_token_ids),
+    ]
     if isinstance(body, ChatBody):
-        check_tools(body.tools or [], body.tool_choice)
-        own = [Tool(type="function", function=one) for one in body.functions or ()]
-        check_tools(own, body.function_call, "functions", "function_call")
+        if body.tools or body.tool_choice:
+            check_tools(body.tools or [], body.tool_choice)
+        if body.functions or body.function_call:
+            own = [Tool(type="function", function=one) for one in body.functions or ()]
+            check_tools(own, body.function_call, "functions", "function_call")
         checks += [
             ("tools", body.tools and (body.tool_choice is None or body.tool_choice.mode != "none")),
             ("functions", body.functions and (body.function_call is None or body.function_call.mode != "none")),
+            ("chat_template", body.chat_template),
             ("modalities", set(body.modalities or ["text"]) != {"text"}),
         ]
     for name, is_used in checks:
@@ -56,9 +63,9 @@ def check_limits(body: Common, vocab_size: int) -> None:
         raise InvalidRequest(f"n: at most {MAX_N}", "n")
     for token_id in body.stop_token_ids or ():
         check_token(token_id, "stop_token_ids", vocab_size)
-    field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    if (getattr(body, field) or 0) > MAX_LOGPROBS:
-        raise InvalidRequest(f"{field}: at most {MAX_LOGPROBS}", field)
+    for field in ("top_logprobs" if isinstance(body, ChatBody) else "logprobs", "prompt_logprobs"):
+        if (getattr(body, field) or 0) > MAX_LOGPROBS:
+            raise InvalidRequest(f"{field}: at most {MAX_LOGPROBS}", field)
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
 
@@ -88,12 +95,17 @@ def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
     return checked
 
 
+def asked_tokens(body: Common) -> tuple[int | None, str]:
+    """The most output tokens that the body allows, if it says so, and the field that does."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, "max_tokens"
+
+
 def output_limit(body: Common, num_prompt_tokens: int, max_model_len: int) -> int:
     """Most output tokens. Raises InvalidRequest when prompt and output do not fit the context."""
     room = max_model_len - num_prompt_tokens
-    asked, field = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    asked, field = asked_tokens(body)
     if room < 1 and not (asked == 0 and room == 0):
         raise InvalidRequest(
             # litellm knows a prompt that is too long by OpenAI's own first words
@@ -288,7 +300,7 @@ def check_choices(body: Common) -> None:
 _NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0),
     "presence_penalty": (None, 0.0), "frequency_penalty": (None, 0.0), "logit_bias": (None, {}), "stop": (None, []),
-    "logprobs": (None, False),
+    "logprobs": (None, False), "bad_words": (None, []), "allowed_token_ids": (None,), "prompt_logprobs": (None,),
 }  # fmt: skip
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api.endpoint import Front
-from kvrelay.serve.api.messages import Message, ToolCall
-from kvrelay.serve.api.parameters import check_token, make_sampling, output_limit
+from kvrelay.serve.api.parameters import asked_tokens, check_token, make_sampling, output_limit
 from kvrelay.serve.api.reasoning import REASONING_FIELDS, template_variables
-from kvrelay.serve.api.schemas import ChatBody, CompletionBody
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody
+from kvrelay.serve.bodies.messages import Message, ToolCall
 from kvrelay.serve.requests.generation import Prompt
 from kvrelay.serve.text.tokenizer import encode_text
 
@@ -55,8 +55,23 @@ async def completion_prompt(front: Front, body: CompletionBody, given: str | lis
         text = await asyncio.to_thread(front.codec.decode, given) if body.echo else ""
     if not token_ids:
         raise InvalidRequest("prompt: must not be empty", "prompt")
+    if body.truncate_prompt_tokens is not None and len(kept := _truncated(front, body, token_ids)) < len(token_ids):
+        token_ids, text = kept, await asyncio.to_thread(front.codec.decode, kept) if body.echo else ""
     limit = output_limit(body, len(token_ids), front.max_model_len)
     return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size), discards_output=limit == 0)
+
+
+def _truncated(front: Front, body: Common, token_ids: list[int]) -> list[int]:
+    """The last tokens of a prompt, `truncate_prompt_tokens` of them, or with -1 as many as leave room for the output.
+
+    Raises InvalidRequest.
+    """
+    field, most, limit = "truncate_prompt_tokens", body.truncate_prompt_tokens, front.max_model_len
+    if most == 0 or (most or 0) > limit:
+        raise InvalidRequest(f"{field}: must be -1, or 1 to {limit}, the context of this model", field)
+    if most == -1:
+        most = max(limit - max(asked_tokens(body)[0] or 1, 1), 1)
+    return token_ids[-most:] if most else token_ids
 
 
 # ---- chat
@@ -68,6 +83,8 @@ async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
     token_ids = await encode_text(front.codec, text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("messages: the prompt is empty", "messages")
+    if body.truncate_prompt_tokens is not None:
+        token_ids = _truncated(front, body, token_ids)
     limit = output_limit(body, len(token_ids), front.max_model_len)
     return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size))
 
@@ -76,6 +93,8 @@ def _template_text(front: Front, body: ChatBody) -> str:
     """The prompt's text; with `continue_final_message` it ends inside the last message."""
     messages = template_messages(body.messages)
     variables = template_variables(front, body) if body.model_fields_set & REASONING_FIELDS else {}
+    if body.documents is not None:
+        variables["documents"] = body.documents
     variables |= {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
     if not body.continue_final_message:
         has_prompt = body.add_generation_prompt is not False

@@ -1,27 +1,33 @@
 """What clients send: the bodies of /v1/completions and /v1/chat/completions, checked field by field.
 
-Types are strict (no "5" for 5); numbers are finite. Unknown fields are ignored, as other servers do; those of OpenAI or
-vLLM that would change the answer, and that this server cannot honour, are refused by name.
+Types are strict (no "5" for 5); numbers are finite. What happens to unknown fields: unknown_fields.py.
 """
 
-import logging
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import MAX_PRIORITY
-from kvrelay.serve.api.messages import MAX_TOOLS, Body, Function, FunctionCall, Message, Tool, ToolChoice
-
-logger = logging.getLogger(__name__)
+from kvrelay.serve.bodies.grammars import GrammarFields
+from kvrelay.serve.bodies.messages import MAX_TOOLS, Body, Function, FunctionCall, Message, Tool, ToolChoice
+from kvrelay.serve.bodies.unknown_fields import refuse_or_ignore
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 INT32_MAX = 2**31 - 1
-
-_seen_unknown: set[str] = set()
-_MAX_SEEN = 256
+MAX_TEMPLATE_CHARS = 64 << 10
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -89,14 +95,10 @@ class SloFields(BaseModel):
     on_miss: Literal["refuse", "queue"] | None = None
 
 
-_UNSUPPORTED = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs",
-    "bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "prompt_embeds",
-)  # fmt: skip
-
-
-class Common(Body):
+class Common(GrammarFields):
     """The fields of both bodies."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
 
     model: str | None = None
     stream: bool | None = None
@@ -129,26 +131,27 @@ class Common(Body):
     use_beam_search: bool | None = None
     length_penalty: Annotated[Real, Field(ge=-100, le=100)] | None = None
     early_stopping: bool | Literal["never"] | None = None
-    response_format: dict[str, Any] | None = None  # refused unless it is text
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1: as many as fit
 
-    unsupported: ClassVar[frozenset[str]] = frozenset(_UNSUPPORTED)
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Names of the fields that were ignored."""
+        return self._ignored
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _check_names(cls, data: Any) -> Any:
-        """Refuse what this server cannot honour; log each other unknown name once."""
-        if isinstance(data, dict):
-            for name in data.keys() - cls.model_fields.keys():
-                if name in cls.unsupported and data[name]:
-                    raise unsupported(name)
-                if name not in _seen_unknown and len(_seen_unknown) < _MAX_SEEN:
-                    _seen_unknown.add(name)
-                    logger.debug("ignoring the unknown request field %.64r", name)
-        return data
-
-
-def unsupported(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}: not supported by this server", name, 400, "unsupported_parameter")
+    def _check_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Refuse or note the fields that are not known."""
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return handler(data)
+        ignored = refuse_or_ignore(data, frozenset(cls.model_fields), _all_fields())
+        body = handler(data)
+        body._ignored = ignored
+        return body
 
 
 class CompletionBody(Common):
@@ -157,8 +160,6 @@ class CompletionBody(Common):
     prompt: Any
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-
-    unsupported = Common.unsupported | {"suffix"}
 
 
 class ChatBody(Common):
@@ -170,6 +171,7 @@ class ChatBody(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -180,9 +182,13 @@ class ChatBody(Common):
     include_reasoning: bool | None = None
     thinking_token_budget: Count | None = None
     enable_thinking: bool | None = None  # as in chat_template_kwargs
+    documents: list[dict[str, Any]] | None = None
     modalities: list[str] | None = None
 
-    unsupported = Common.unsupported | {"documents", "chat_template", "audio"}
+
+@cache
+def _all_fields() -> frozenset[str]:
+    return frozenset(CompletionBody.model_fields.keys() | ChatBody.model_fields.keys())
 
 
 HoldTime = Annotated[Real, Field(gt=0, le=MAX_PREFETCH_HOLD_S)]

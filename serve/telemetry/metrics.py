@@ -67,6 +67,8 @@ _OF_INGRESS = (
 def _counted(stats: ServeStats, table: _Table) -> None:
     table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", stats.outcomes)
     table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", stats.decisions)
+    what = "Fields of requests that were ignored, by name."
+    table.add_counts("kvrelay_ignored_fields_total", what, {}, "field", stats.ignored_fields)
     for (name, verdict), count in stats.slo_verdicts.items():
         table.add("kvrelay_slo_verdicts_total", "Requests with an SLO.", {"class": name, "verdict": verdict}, count)
     for (name, is_kept), count in stats.slo_outcomes.items():

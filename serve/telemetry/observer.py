@@ -74,6 +74,7 @@ class ServeStats:
     decisions: Counter[str] = field(default_factory=Counter)  # by path
     slo_verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of requests, by class and verdict
     slo_outcomes: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by promised class; True: it was met
+    ignored_fields: Counter[str] = field(default_factory=Counter)  # of requests' bodies, by name
     running: int = 0
     deferred: int = 0  # sequences that waited at the ingress, as their first token would miss its target anyway
     retries: int = 0

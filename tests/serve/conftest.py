@@ -11,8 +11,9 @@ import pytest
 import uvicorn
 
 from kvrelay.config import Settings, settings_from
+from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import block_hashes
-from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
+from kvrelay.plane.messages import GrammarSpec, Sampling, SequenceRequest, TokenOutput
 from kvrelay.plane.reports import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
@@ -45,9 +46,21 @@ class Cluster:
         router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
         self.dispatcher = Dispatcher(router, SECRET, settings, retry_budget=retry_budget)
         self.app = create_app(
-            self.dispatcher, codec, settings, ModelCard(MODEL, 512, 1700000000), OwnSessions(self.dispatcher.clock)
+            self.dispatcher,
+            codec,
+            settings,
+            ModelCard(MODEL, 512, 1700000000),
+            OwnSessions(self.dispatcher.clock),
+            self._check_grammar,
         )
+        self.checked: list[GrammarSpec] = []
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
+
+    async def _check_grammar(self, spec: GrammarSpec) -> None:
+        """Refuses what asks for it."""
+        self.checked.append(spec)
+        if "refuse me" in spec.text:
+            raise InvalidRequest("no such type", code="invalid_grammar")
 
     @property
     def workers(self) -> list[FakeWorker]:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.serve.api.schemas import ChatBody, CompletionBody, KvFields, PrefetchChatBody, SloFields, StreamOptions
+from kvrelay.serve.bodies.grammars import StructuredOutputs
+from kvrelay.serve.bodies.unknown_fields import IGNORED_HEADER, REFUSED, WITHOUT_EFFECT
 
 pytestmark = pytest.mark.pure
 
@@ -22,7 +24,7 @@ NO_CODES = {"invalid_request_error", "server_error"}  # these are types
 
 
 def names(text):
-    return set(re.findall(r"`([a-z_0-9-]+)`", text))
+    return set(re.findall(r"[`.]([a-z_0-9-]+)`", text))
 
 
 def section(title):
@@ -48,12 +50,12 @@ def codes(source):
 
 
 def test_every_field_is_described():
-    known = fields(CompletionBody, ChatBody, PrefetchChatBody, KvFields, SloFields, StreamOptions)
+    known = fields(CompletionBody, ChatBody, PrefetchChatBody, KvFields, SloFields, StreamOptions, StructuredOutputs)
     assert known - names(section("Request fields")) == set()
 
 
-def test_every_refused_field_is_listed():
-    assert (CompletionBody.unsupported | ChatBody.unsupported) <= names(section("Request fields"))
+def test_every_other_field_that_is_known_is_listed():
+    assert (REFUSED.keys() | WITHOUT_EFFECT) <= names(section("Request fields"))
 
 
 def test_every_error_code_is_listed():
@@ -69,5 +71,6 @@ def test_every_header_is_listed():
     found = {
         name for path in (ROOT / "serve/api").glob("*.py") for name in re.findall('"(x-[a-z-]+)"', path.read_text())
     }
+    found.add(IGNORED_HEADER)
     listed = set(re.findall("`(x-[a-z-]+)", section("Headers")))
     assert found - {"x-accel-buffering", "x-content-type-options"} == listed
