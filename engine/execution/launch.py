@@ -1,8 +1,9 @@
 """From a planned step to its outputs: copies, loads, layer events, the model, and the tokens of plain rows, of
 groups, of drafted rows, and prompt log-probabilities.
 
-On a device that computes asynchronously tokens are drawn when the step is launched, where that needs nothing that is
-not known yet, and collected later; otherwise they are drawn when the step is collected.
+On a device that computes asynchronously tokens are drawn when the step is launched, and collected later; where masks
+or penalties depend on the tokens of the step before, once those are collected. Prompt log-probabilities, drafts and
+groups are drawn when the step is collected.
 """
 
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvrelay.engine.execution.masks import Constraints, RowMasks
 from kvrelay.engine.execution.runner import InFlightStep, Runner, sampled
 from kvrelay.engine.execution.sampler import OutputProcessor, Sampler, likeliest, token_logprobs, with_first_token_facts
 from kvrelay.engine.scheduling.groups import Groups
@@ -166,6 +168,7 @@ class StepExecutor:
         loads: StepLoads,
         sampler: Sampler,
         outputs: OutputProcessor,
+        constraints: Constraints,
         groups: Groups,
         note_draft: Callable[[Scheduled, int], None],
         layer_events: LayerEvents | None,
@@ -174,6 +177,7 @@ class StepExecutor:
     ) -> None:
         self._scheduler, self._runner, self._storage, self._loads = scheduler, runner, storage, loads
         self.sampler, self._outputs, self._groups, self._note_draft = sampler, outputs, groups, note_draft
+        self._constraints = constraints
         self._layer_events, self._device, self._clock = layer_events, device, clock
 
     # ---- at launch
@@ -189,6 +193,10 @@ class StepExecutor:
                 if self._layer_events is not None:
                     self._layer_events.announce_cached(item)
         step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.blocks)
+        if begun and any(item.seq.constraint is not None for item in begun):
+            step.is_constrained = True
+            if self._device is None:
+                step.masks = self._constraints.begin(plan, step.seqs)
         try:
             self._copy_blocks(step)
             feed = before.feed(plan) if before is not None else None
@@ -211,16 +219,39 @@ class StepExecutor:
         self._scheduler.blocks.copied()
 
     def _draw_or_keep(self, step: InFlightStep, hidden: Tensor) -> None:
-        """Draw the step's tokens now if they follow from its logits; else keep `hidden` until it is collected."""
+        """Draw the step's tokens now if they follow from its logits; else keep `hidden`, until the tokens before are
+        known or until it is collected.
+        """
         must_wait = step.wants_prompt_logprobs or step.plan.num_drafted or self._scheduler.groups
-        if self._device is None or must_wait or not self.sampler.is_memoryless(step.seqs):
+        if self._device is None or must_wait:
             step.hidden = hidden
-        elif step.rows:
-            logits = self._runner.logits(hidden, step.rows)
-            tokens, step.logprobs = self.sampler.draw(logits, step.seqs)
-            step.pending = self._device.pending(tokens, *step.logprobs.of(logits))
-        else:
+        elif not step.rows:
             step.pending = self._device.pending(_none_drawn(hidden))
+        elif step.is_constrained or not self.sampler.is_memoryless(step.seqs):
+            step.hidden, step.draws_late = hidden, True
+        else:
+            self._draw(step, self._runner.logits(hidden, step.rows), None)
+
+    def draw_late(self, step: InFlightStep) -> None:
+        """Every token before this step's is known by now: its masks are computed while the device computes it, and its
+        tokens are drawn there.
+        """
+        assert step.hidden is not None
+        hidden, step.hidden = step.hidden, None
+        logits = self._runner.logits(hidden, step.rows)
+        self._draw(step, logits, self._masks(step))
+
+    def _draw(self, step: InFlightStep, logits: Tensor, masks: RowMasks | None) -> None:
+        assert self._device is not None
+        tokens, step.logprobs = self.sampler.draw(logits, step.seqs, masks)
+        step.pending = self._device.pending(tokens, *step.logprobs.of(logits))
+
+    def _masks(self, step: InFlightStep) -> RowMasks | None:
+        """Of its constrained rows; all tokens before them are known."""
+        if not step.is_constrained:
+            return None
+        wait, step.masks = step.masks, None
+        return self._constraints.fill(step.plan, step.seqs) if wait is None else wait()
 
     # ---- when the step is collected
 
@@ -251,29 +282,33 @@ class StepExecutor:
         assert hidden is not None
         if step.wants_prompt_logprobs:
             self._collect_prompt_logprobs(plan, hidden)
+        masks = self._masks(step)
         if self._device is not None and not plan.num_drafted:  # some may have ended with the step before
-            pairs = [pair for pair in zip(rows, seqs, strict=True) if pair[1].state is State.RUNNING]
-            rows, seqs = [row for row, _ in pairs], [seq for _, seq in pairs]
+            live = [row for row, seq in enumerate(seqs) if seq.state is State.RUNNING]
+            rows, seqs = [rows[row] for row in live], [seqs[row] for row in live]
+            masks = masks and masks.of(live)
         if not rows:
             if self._device is not None:  # whatever the step uses may be reused next
                 self._device.pending(_none_drawn(hidden)).wait()
             return
         logits = self._runner.logits(hidden, rows)
         if plan.num_drafted:
-            self._sample_drafted(plan, seqs, logits, outputs)
+            self._sample_drafted(plan, seqs, logits, masks, outputs)
         elif self._scheduler.groups:
-            self._sample_groups(seqs, logits, outputs)
+            self._sample_groups(seqs, logits, masks, outputs)
         else:
-            tokens, logprobs = self.sampler.sample(logits, seqs)
+            tokens, logprobs = self.sampler.sample(logits, seqs, masks=masks)
             self._outputs.append_all(seqs, tokens, logprobs, outputs)
 
-    def _sample_groups(self, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
-        """Sample a step that has members of groups."""
+    def _sample_groups(
+        self, seqs: list[Sequence], logits: Tensor, masks: RowMasks | None, outputs: list[TokenOutput]
+    ) -> None:
+        """Sample a step that has members of groups. A leader's mask serves each choice, as its row does."""
         draws = self._groups.rows_of(seqs)
         if draws:
-            rows = to_device(torch.tensor([row for row, _ in draws], dtype=torch.int64), logits.device)
-            members = [seq for _, seq in draws]
-            tokens, logprobs = self.sampler.sample(logits[rows], members)
+            places, members = [row for row, _ in draws], [seq for _, seq in draws]
+            rows = to_device(torch.tensor(places, dtype=torch.int64), logits.device)
+            tokens, logprobs = self.sampler.sample(logits[rows], members, masks=masks and masks.of(places))
             self._outputs.append_all(members, tokens, logprobs, outputs)
         now_s = self._clock()
         leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
@@ -282,13 +317,20 @@ class StepExecutor:
             outputs.append(output if leader is None else with_first_token_facts(output, leader, now_s))
         self._groups.settle(leaders)
 
-    def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, outputs: list[TokenOutput]) -> None:
+    def _sample_drafted(
+        self,
+        plan: StepPlan,
+        seqs: list[Sequence],
+        logits: Tensor,
+        masks: RowMasks | None,
+        outputs: list[TokenOutput],
+    ) -> None:
         """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its sequence's
         step. So the tokens are those of plain steps, one by one: see `uniforms`.
         """
         items = [item for item in plan.work if item.samples]
         ahead = [index for item in items for index in range(1 + len(item.drafts))]
-        tokens, logprobs = self.sampler.sample(logits, seqs, ahead)
+        tokens, logprobs = self.sampler.sample(logits, seqs, ahead, masks)
         begin = 0
         for item in items:
             end = begin + 1 + len(item.drafts)
@@ -304,9 +346,10 @@ class StepExecutor:
         """Append a sequence's next token and those behind right drafts. tokens, logprobs: of its rows."""
         seq, num_accepted = item.seq, 0
         for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            num_sent = len(outputs)
             self._scheduler.advance(Scheduled(seq, item.start + index, 1))
             self._outputs.append_all([seq], [token], [logprob], outputs)
-            if index == len(item.drafts) or token != item.drafts[index]:
+            if index == len(item.drafts) or token != item.drafts[index] or len(outputs) == num_sent:
                 break
             num_accepted += 1
             if seq.state is not State.RUNNING:

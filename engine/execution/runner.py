@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrelay.engine.execution.masks import WaitMasks
 from kvrelay.engine.execution.sampler import WantedLogprobs
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.blocks import SequenceBlocks
@@ -47,6 +48,9 @@ class InFlightStep:
     pending: PendingTokens | None = None
     logprobs: WantedLogprobs = field(default_factory=lambda: WantedLogprobs([], []))
     wants_prompt_logprobs: bool = False
+    is_constrained: bool = False  # some of its rows
+    draws_late: bool = False  # its tokens are drawn once those of the step before are known
+    masks: WaitMasks | None = None  # of those rows, while they are being filled
     _kept: list[int] = field(default_factory=list)  # keys for SequenceBlocks.unquarantine
     _placeholders: dict[int, int] = field(default_factory=dict)  # row by id(), of sequences with a placeholder token
 

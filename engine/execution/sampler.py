@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrelay.engine.execution.masks import RowMasks, follow_output, is_complete
 from kvrelay.engine.scheduling.beam import BeamCandidates
 from kvrelay.engine.scheduling.groups import EndSequence
 from kvrelay.engine.scheduling.sequence import Sequence
@@ -114,18 +115,23 @@ class Sampler:
         self._last = _batch_of([], eos_ids)  # for the next step, which most often has the same rows
 
     def sample(
-        self, logits: Tensor, seqs: Rows[Sequence], ahead: Rows[int] | None = None
+        self,
+        logits: Tensor,
+        seqs: Rows[Sequence],
+        ahead: Rows[int] | None = None,
+        masks: RowMasks | None = None,
     ) -> tuple[list[int], list[TokenLogprob | None]]:
         """One token for each row of float32 logits [R, vocab], and its log-probabilities if asked for.
 
         ahead: [R], drafted tokens between the sequence's last one and the row's; None: nowhere any.
-        Log-probabilities are those of the model, before penalties and temperature.
+        masks: of constrained rows; theirs know of min_tokens, too.
+        Log-probabilities are those of the model, before penalties, masks and temperature.
         """
-        batch = self._batch(seqs, ahead)
+        batch = self._batch(seqs, ahead, masks)
         if self._is_immediate and not self._last.changed and logits.device.type == "cpu":
-            tokens = self._draw_without(self._bans(seqs), logits, batch)
+            tokens = self._draw_without(self._bans(seqs, masks), logits, batch)
         else:
-            tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+            tokens = self._backend.sample_on_device(self._adjusted(logits, seqs, masks), batch)
         wanted = self._last.logprobs
         if (device := self._backend.asynchronous) is not None:
             pending = device.pending(tokens, *wanted.of(logits))
@@ -140,19 +146,24 @@ class Sampler:
         self._note(seqs)
         return self._last.memoryless
 
-    def draw(self, logits: Tensor, seqs: Rows[Sequence]) -> tuple[Tensor, WantedLogprobs]:
-        """As `sample`, of memoryless rows: tokens [R] int64, left on the device, and what is wanted beside them."""
-        batch = self._batch(seqs)
-        return self._backend.sample_on_device(self._adjusted(logits, seqs), batch), self._last.logprobs
+    def draw(
+        self, logits: Tensor, seqs: Rows[Sequence], masks: RowMasks | None = None
+    ) -> tuple[Tensor, WantedLogprobs]:
+        """As `sample`: tokens [R] int64, left on the device, and what is wanted beside them.
+
+        Of rows that are not memoryless the tokens before must be known.
+        """
+        batch = self._batch(seqs, masks=masks)
+        return self._backend.sample_on_device(self._adjusted(logits, seqs, masks), batch), self._last.logprobs
 
     def _note(self, seqs: Rows[Sequence]) -> None:
         params = [seq.request.sampling for seq in seqs]
         if params != self._last.params:  # the very same objects in most steps: quickly seen
             self._last = _batch_of(params, self._eos_ids)
 
-    def _adjusted(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+    def _adjusted(self, logits: Tensor, seqs: Rows[Sequence], masks: RowMasks | None) -> Tensor:
         """With bias, penalties and the min_tokens mask."""
-        bans = self._bans(seqs)
+        bans = self._bans(seqs, masks)
         if not self._last.changed and not bans:
             return logits
         changes = LogitChanges(logits.shape[1])
@@ -162,10 +173,11 @@ class Sampler:
             changes.ban(row, ids.tolist())
         return changes.applied(logits)
 
-    def _bans(self, seqs: Rows[Sequence]) -> list[tuple[int, np.ndarray]]:
-        """What rows must not draw yet."""
+    def _bans(self, seqs: Rows[Sequence], masks: RowMasks | None) -> list[tuple[int, np.ndarray]]:
+        """What rows without a mask must not draw yet."""
         last = self._last
-        return [(row, ids) for row, ids in last.short if seqs[row].num_output < last.params[row].min_tokens]
+        bans = [(row, ids) for row, ids in last.short if seqs[row].num_output < last.params[row].min_tokens]
+        return bans if masks is None or not bans else [ban for ban in bans if masks.rows[ban[0]] < 0]
 
     def _draw_without(self, bans: list[tuple[int, np.ndarray]], logits: Tensor, batch: SamplingBatch) -> Tensor:
         """The draw with a few places of the logits banned meanwhile: a copy of all rows would take longer than it."""
@@ -181,10 +193,16 @@ class Sampler:
             for (row, ids), numbers in zip(bans, kept, strict=True):
                 values[row, ids] = numbers
 
-    def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
+    def _batch(
+        self, seqs: Rows[Sequence], ahead: Rows[int] | None = None, masks: RowMasks | None = None
+    ) -> SamplingBatch:
         self._note(seqs)
-        last = self._last
-        return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, self._draws(seqs, ahead))
+        last, draws = self._last, self._draws(seqs, ahead)
+        if masks is None:
+            return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, draws)
+        return SamplingBatch(
+            last.temperature, last.top_k, last.top_p, last.min_p, draws, masks=masks.masks, mask_rows=masks.rows
+        )
 
     def _draws(self, seqs: Rows[Sequence], ahead: Rows[int] | None) -> Tensor:
         """Each row's random number; 0 for rows that draw none."""
@@ -247,6 +265,7 @@ class OutputProcessor:
         self._end, self._clock = end, clock
         self._eos, self._max_model_len = frozenset(eos_ids), max_model_len
         self._unsent: list[TokenOutput] = []
+        self.broken: list[Sequence] = []  # whose constraint has a problem: the engine ends them
 
     def send_later(self, outputs: Iterable[TokenOutput]) -> None:
         """Outputs that no step has brought: the next one's result has them."""
@@ -270,21 +289,25 @@ class OutputProcessor:
                 request = seq.request
                 position = count - request.num_prompt_tokens
                 send(TokenOutput(request_id=request.request_id, position=position, token_ids=[token]))
-            else:
-                send(self._append(seq, token, logprob, now_s))
+            elif (output := self._append(seq, token, logprob, now_s)) is not None:
+                send(output)
 
-    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput:
+    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput | None:
+        """None: the sequence is broken."""
         request, token_ids = seq.request, seq.token_ids
         position = len(token_ids) - request.num_prompt_tokens
         is_first = len(token_ids) == len(request.token_ids)
         token_ids.append(token)
+        if seq.constraint is not None and not follow_output(seq):
+            self.broken.append(seq)
+            return None
         reason = self._finish_reason(seq)
         if reason is not None:
             seq.hold = False  # nothing is left to decode elsewhere
             self._end(seq, reason)
         elif seq.output_limit is not None and seq.num_output >= seq.max_output:
             self._end(seq, FinishReason.LENGTH)  # a prefill worker's one token: the stream goes on elsewhere
-        elif seq.group is None and request.sampling.logprobs is None and seq.output_limit is None:
+        elif (seq.group, request.sampling.logprobs, seq.output_limit, seq.constraint) == (None, None, None, None):
             self._set_plain_until(seq)
         wanted = request.sampling.max_tokens > 0
         output = TokenOutput(
@@ -295,7 +318,7 @@ class OutputProcessor:
             token_ids=[token] if wanted else [],
             logprobs=[logprob] if logprob is not None and wanted else [],
             finish_reason=reason,
-            stop_token=token if reason is FinishReason.STOP else None,
+            stop_token=token if reason is FinishReason.STOP and self._ends(request.sampling, token) else None,
         )
         return with_first_token_facts(output, seq, now_s) if is_first else output
 
@@ -333,13 +356,19 @@ class OutputProcessor:
         seq.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         seq.plain_until = min(seq.request.num_prompt_tokens + params.max_tokens, self._max_model_len) - 1
 
+    def _ends(self, params: Sampling, token: int) -> bool:
+        """Whether a stream may end with this token, which is then no part of its text."""
+        return token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)
+
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why the stream ends with its last token, or None. A prefill worker's own limit does not end it."""
         params, token, num_tokens = seq.request.sampling, seq.token_ids[-1], len(seq.token_ids)
         num_output = num_tokens - seq.request.num_prompt_tokens
-        ends = token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)
-        if ends and params.max_tokens > 0 and num_output > params.min_tokens:
-            return FinishReason.STOP
+        if params.max_tokens > 0:
+            if num_output > params.min_tokens and self._ends(params, token):
+                return FinishReason.STOP
+            if seq.constraint is not None and is_complete(seq):
+                return FinishReason.STOP
         if num_output >= params.max_tokens or num_tokens >= self._max_model_len:
             return FinishReason.LENGTH
         return None

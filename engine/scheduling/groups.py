@@ -39,6 +39,7 @@ def member_of(group: SequenceGroup, like: Sequence, choice: int) -> Sequence:
     member.chain.data[:] = like.chain.data
     member.group, member.choice = group, choice
     member.scheduled_s, member.num_cached, member.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
+    member.constraint = None if like.constraint is None else like.constraint.fresh()
     member.queue_rank = like.queue_rank  # it may have a prompt's worth to compute: its choice's earlier tokens
     return member
 
@@ -53,6 +54,7 @@ def merge_group(group: SequenceGroup, queues: Queues, blocks: SequenceBlocks) ->
     leader = Sequence(group.request, like.block_size, like.arrival, arrived_s=like.arrived_s)
     leader.scheduled_s, leader.num_cached, leader.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
     leader.has_begun, leader.num_paid = True, prompt
+    leader.constraint = None if like.constraint is None else like.constraint.fresh()
     leader.group, group.leader = group, leader
     for member in members:
         blocks.finish(member, FinishReason.ABORT)

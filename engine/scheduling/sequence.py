@@ -4,6 +4,7 @@ import enum
 import math
 from array import array
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -35,12 +36,19 @@ _LEGAL = {
 }
 
 
+class Forkable(Protocol):
+    """A sequence's constraint, as far as it matters here: see engine/execution/constraints.py."""
+
+    def fresh(self) -> "Forkable":
+        """For another sequence of the same request."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request's token stream here. Owned and changed by the scheduler, but for what is marked as the runner's or
     the engine's.
 
-    It has 40 attributes: all per-sequence state in one record, read by every part of a step.
+    It has 41 attributes: all per-sequence state in one record, read by every part of a step.
     `num_computed` tokens have their KV in `blocks`; the rest of `token_ids` is still to compute.
     """
 
@@ -82,6 +90,7 @@ class Sequence:
     swapped: SwappedBlocks | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
     drafter: object = None  # where its drafts come from: see speculation.py
+    constraint: Forkable | None = None  # which tokens may follow: its state is of its output so far
     group: "SequenceGroup | None" = None  # whose leader or member it is
     choice: int = 0  # a member's; of a beam search, its rank
     _block_chain: HashChain = field(init=False)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.engine.execution.launch import LayerHook
+from kvrelay.engine.execution.masks import Grammars
 from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import SchedulerConfig
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
@@ -59,6 +60,7 @@ class StepResult:
     reservations: list[Reservation] = field(default_factory=list)
     refused: list[tuple[str, str, str]] = field(default_factory=list)  # queued before: (request, reason, message)
     returned_to_prefill: list[str] = field(default_factory=list)  # requests that end here, to be prefilled again
+    failed: list[tuple[str, str]] = field(default_factory=list)  # ended, with the reason: beyond their grammar's limits
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
@@ -89,9 +91,11 @@ class Extensions:
         swap_area: makes the area to which preempted sequences are swapped; started.
         draft_model: drafts tokens.
         layer_hook: called as layers of held sequences become final.
+        grammars: compiles grammars for its model; closed with nothing.
     """
 
     tiers: Callable[[KvCache], LowerTiers | None] = lambda cache: None
     swap_area: Callable[[KvCache], SwapArea | None] = lambda cache: None
     draft_model: DraftModel | None = None
     layer_hook: LayerHook | None = None
+    grammars: Grammars | None = None

@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.execution.launch import LayerEvents, StepExecutor, StepLoads
+from kvrelay.engine.execution.masks import Constraints, problem_of
 from kvrelay.engine.execution.runner import InFlightStep, Runner
 from kvrelay.engine.execution.sampler import OutputProcessor, Sampler
 from kvrelay.engine.models.decoder import DecoderModel
@@ -35,7 +37,7 @@ _NOTHING = contextlib.nullcontext()
 class Engine:
     """Owns the model, the pool and all sequences of one worker: see build.py.
 
-    Of its attributes nine are what its owner reads (config to reports); the others are what a step goes through.
+    Of its attributes ten are what its owner reads (config to reports); the others are what a step goes through.
     config: as the pool and the model allow it. extensions.swap_area is probed.
     """
 
@@ -76,8 +78,10 @@ class Engine:
             max_blocks=-(-max_len // block_size) + 1,
             max_tokens=budget,
         )
+        self.constraints = Constraints(extensions.grammars, eos_ids=eos_ids, vocab_size=spec.vocab_size)
         self.drafts = drafts = DraftSteps(
             pool,
+            self.constraints.cut,
             most=config.draft_tokens,
             token_budget=budget,
             max_model_len=max_len,
@@ -98,6 +102,7 @@ class Engine:
             loads,
             Sampler(backend, eos_ids),
             outputs,
+            self.constraints,
             groups,
             drafts.note,
             None if hook is None else LayerEvents(hook, num_layers=spec.num_layers),
@@ -105,9 +110,19 @@ class Engine:
             clock,
         )
         self.requests = Requests(
-            scheduler, batch, groups, loads, outputs, speeds, clock, vocab_size=spec.vocab_size, max_model_len=max_len
+            scheduler,
+            batch,
+            groups,
+            loads,
+            outputs,
+            speeds,
+            clock,
+            vocab_size=spec.vocab_size,
+            max_model_len=max_len,
+            has_grammars=extensions.grammars is not None,
         )
         self.reports = EngineMonitor(scheduler, speeds, drafts, backend, clock)
+        self._failed: list[tuple[str, str]] = []  # since the last step
 
     @property
     def pool(self) -> BlockPool:
@@ -129,6 +144,7 @@ class Engine:
         try:
             self.settle()
         finally:
+            self.constraints.close()
             if (area := self.scheduler.preemption.area) is not None:
                 area.close()
             if self.tiers is not None:
@@ -142,16 +158,33 @@ class Engine:
 
     # ---- requests: the others are methods of Requests
 
-    def add(self, request: SequenceRequest, *, hold: bool = False, output_limit: int | None = None) -> None:
-        """Compute this sequence here. The caller has checked `requests.refusal`."""
-        self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
+    def add(
+        self,
+        request: SequenceRequest,
+        *,
+        hold: bool = False,
+        output_limit: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Compute this sequence here. The caller has checked `requests.refusal`.
 
-    def reserve(self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0) -> None:
+        grammar: the request's, if it is compiled; else it is compiled here. Raises InvalidRequest.
+        """
+        constraint = self.constraints.make(request.sampling, grammar)
+        seq = self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
+        seq.constraint = constraint
+
+    def reserve(
+        self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0, grammar: Grammar | None = None
+    ) -> None:
         """Queue for blocks; a StepResult brings the Reservation. The caller has checked `requests.refusal`.
 
         prefill_tokens_per_s: of the worker that will compute it, to which it may be returned; 0: it may not.
+        grammar: as in `add`.
         """
-        self.scheduler.add_reservation(request, self._clock()).prefill_tokens_per_s = prefill_tokens_per_s
+        constraint = self.constraints.make(request.sampling, grammar)
+        seq = self.scheduler.add_reservation(request, self._clock())
+        seq.prefill_tokens_per_s, seq.constraint = prefill_tokens_per_s, constraint
 
     def abort(self, request_id: str) -> bool:
         """Free everything that the request holds. False when it is not here."""
@@ -171,7 +204,8 @@ class Engine:
             on_reserved: called with the reservations that were granted, before the batch is computed.
         """
         scheduler, batch = self.scheduler, self.batch
-        now_s, result = self._clock(), StepResult(self._outputs.take_unsent())
+        now_s, result = self._clock(), StepResult(self._outputs.take_unsent(), failed=self._failed)
+        self._failed = []
         self.pool.tick(now_s)
         was_in_flight = batch.in_flight is not None
         if was_in_flight and not self._may_look_ahead():
@@ -189,6 +223,8 @@ class Engine:
             return result
         batch.in_flight = launched
         self.advance(launched)
+        if launched.draws_late and launched.is_wanted:
+            self.executor.draw_late(launched)
         if launched.pending is None or not launched.is_wanted:
             self._collect(result)
             scheduler.check_idle()
@@ -201,6 +237,7 @@ class Engine:
             result = StepResult()
             self._collect(result)
             self._outputs.send_later(result.outputs)
+            self._failed += result.failed
 
     def _may_look_ahead(self) -> bool:
         scheduler, drafts = self.scheduler, self.drafts
@@ -254,7 +291,17 @@ class Engine:
         assert step is not None
         outputs = self.executor.collect(step)
         result.outputs += outputs
+        if self._outputs.broken:
+            result.failed += self._end_broken()
         self.reports.record(step, len(outputs), result)
+
+    def _end_broken(self) -> list[tuple[str, str]]:
+        """End requests with a sequence whose constraint has a problem; returns (request, problem)."""
+        broken, self._outputs.broken = self._outputs.broken, []
+        failed = {seq.stream_id: problem_of(seq) for seq in broken}
+        for request_id in failed:
+            self.requests.abort(request_id)
+        return list(failed.items())
 
     def preempt(self, group: tuple[Sequence, ...]) -> PreemptionMode:
         """Preempt these running sequences between two steps, but for those that end with the last one."""

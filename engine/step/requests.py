@@ -43,6 +43,8 @@ class Batch:
 MAX_TENANT_CHARS = 64
 _MAX_INT = 2**63 - 1
 MAX_BEAMS = 16
+MAX_BAD_WORDS = 1 << 14  # token sequences: each word of a client may be several
+MAX_GRAMMAR_CHARS = 4 << 20  # far above what ingresses take
 
 
 def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) -> str | None:
@@ -83,6 +85,8 @@ def group_fault(request: SequenceRequest, vocab_size: int) -> str | None:
             return "a beam search has no seeds and is not continued"
         if not 1 <= beams.num_returned <= beams.width <= MAX_BEAMS:
             return f"a beam search returns 1 to its width, and that is at most {MAX_BEAMS}"
+        if request.sampling.is_constrained:
+            return "a beam search cannot be constrained: its beams are ranked by the model alone"
         if max(2, 2 + len(request.sampling.stop_token_ids)) * beams.width > vocab_size:
             return "more candidates of a beam search than tokens in the vocabulary"
         return None if math.isfinite(beams.length_penalty) else "length_penalty is not a finite number"
@@ -120,7 +124,24 @@ def sampling_fault(params: Sampling, vocab_size: int) -> str | None:
             return f"{name}: {count} of {vocab_size} tokens"
     if any(not 0 <= token < vocab_size for token in (*params.logit_bias, *params.stop_token_ids)):
         return "logit_bias or stop_token_ids: a token id is outside the vocabulary"
-    return None
+    return constraint_fault(params, vocab_size) if params.is_constrained else None
+
+
+def constraint_fault(params: Sampling, vocab_size: int) -> str | None:
+    """The first field that constrains the output and cannot be carried out, or None."""
+    if any(not 0 <= token < vocab_size for token in params.allowed_token_ids):
+        return "allowed_token_ids: a token id is outside the vocabulary"
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        return f"bad_words: more than {MAX_BAD_WORDS}"
+    if any(not word or not all(0 <= token < vocab_size for token in word) for word in params.bad_words):
+        return "bad_words: an empty one, or a token id outside the vocabulary"
+    if params.grammar is not None and len(params.grammar.text) > MAX_GRAMMAR_CHARS:
+        return f"grammar: more than {MAX_GRAMMAR_CHARS} characters"
+    if (thinking := params.thinking) is None:
+        return None
+    if not thinking.end or any(not 0 <= token < vocab_size for token in (*thinking.start, *thinking.end)):
+        return "thinking: no end marker, or a token id outside the vocabulary"
+    return "thinking: a negative budget" if thinking.budget is not None and thinking.budget < 0 else None
 
 
 class Requests:
@@ -138,10 +159,11 @@ class Requests:
         *,
         vocab_size: int,
         max_model_len: int,
+        has_grammars: bool,
     ) -> None:
         self._scheduler, self._batch, self._groups, self._loads = scheduler, batch, groups, loads
         self._outputs, self._speeds, self._clock = outputs, speeds, clock
-        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._vocab_size, self._max_model_len, self._has_grammars = vocab_size, max_model_len, has_grammars
 
     def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
         """(reason, message) when this request cannot be taken, else None."""
@@ -153,6 +175,8 @@ class Requests:
             if most > longest:
                 return "too_long", f"up to {most} tokens, but the longest sequence is {longest}"
         fault = request_fault(request, self._scheduler.pool.block_size, self._vocab_size)
+        if fault is None and request.sampling.grammar is not None and not self._has_grammars:
+            fault = "this engine compiles no grammars"
         return ("invalid", fault) if fault is not None else self._scheduler.refusal(request)
 
     def activate(self, request_id: str, token_ids: list[int], candidates: Rows[tuple[int, float]] = ()) -> bool:

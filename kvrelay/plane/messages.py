@@ -81,6 +81,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether what is drawn depends on the tokens before it by more than the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether some tokens may not be drawn, whatever the model: see engine/execution/constraints.py."""
+        has_budget = self.thinking is not None and self.thinking.budget is not None
+        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words) or has_budget
+
 
 class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client knows of its prompt's future. Respected by every tier, within the tenant's quotas."""
@@ -299,7 +305,7 @@ class Refused(WireMessage, frozen=True, tag="refused"):
     """The request is refused; nothing is held here for it."""
 
     request_id: str
-    reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid" | "deadline"
+    reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid" | "grammar" | "deadline"
     message: str = ""
     retry_after_s: float = 1.0
 
@@ -354,7 +360,7 @@ class Failed(WireMessage, frozen=True, tag="failed"):
     """The sequence failed; nothing is held here for it any more."""
 
     request_id: str
-    code: str  # "transfer" | "lease" | "engine" | "aborted" | "preempted"
+    code: str  # "transfer" | "lease" | "engine" | "grammar" | "aborted" | "preempted"
     message: str
     retryable: bool
 
