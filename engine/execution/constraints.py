@@ -12,33 +12,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.grammar.masks import Row
+from kvrelay.grammar.matcher import Masks, Matcher
 from kvrelay.plane.messages import Sampling, Thinking
 
-Masks = NDArray[np.int32]  # [rows, ceil(vocabulary / 32)]: bit i % 32 of word i // 32 is token i, set when allowed
-Mask = NDArray[np.int32]  # one row
-
-
-class Matcher(Protocol):
-    """What is used of kvrelay/grammar's Matcher."""
-
-    @property
-    def problem(self) -> str | None: ...
-    @property
-    def has_ended(self) -> bool: ...
-    @property
-    def is_over(self) -> bool: ...
-    def accept(self, token_ids: Rows[int]) -> int: ...
-    def valid_prefix(self, token_ids: Rows[int]) -> int: ...
-    def rollback(self, count: int) -> None: ...
+Mask = NDArray[np.int32]  # [words], a row of Masks
 
 
 class Grammar(Protocol):
     """What is used of kvrelay/grammar's CompiledGrammar."""
 
-    def matcher(self) -> Matcher: ...
-
-
-MatcherRow = tuple[Matcher, Rows[int], int]  # its drafts, and the row of the mask before them; the others follow
+    def matcher(self) -> Matcher:
+        """At the start of an output."""
 
 
 def mask_of(token_ids: Rows[int], vocab_size: int, *, is_banned: bool = False) -> Mask:
@@ -191,13 +176,14 @@ class Constraint:
 
     # ---- masks
 
-    def matcher_row(self, drafts: Rows[int], row: int) -> MatcherRow | None:
+    def matcher_row(self, drafts: Rows[int], row: int) -> Row | None:
         """What the grammar fills of the masks from `row` on, one before each of the drafts and one behind them."""
         if self._rules.grammar is None or self.problem is not None:
             return None
         if self._phase is Phase.BOUND or self._is_undecided:
             return self._use_matcher(), drafts, row
-        state, text, begin = (self._phase, self._num_reasoned), [*self._output, *drafts], len(self._output)
+        text, begin = [*self._output, *drafts], len(self._output)
+        state: tuple[Phase, int] = self._phase, self._num_reasoned
         for end in range(begin + 1, len(text) + 1):
             state = self._after(*state, text, end)
             if state[0] is Phase.BOUND:

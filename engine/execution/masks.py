@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.engine.execution.constraints import Constraint, Grammar, MatcherRow, Rules
-from kvrelay.engine.execution.constraints import Masks as MaskArray
+from kvrelay.engine.execution.constraints import Constraint, Grammar, Rules
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.grammar.masks import Row, fill_masks
 from kvrelay.plane.messages import GrammarSpec, Sampling
 
 
@@ -24,9 +24,6 @@ class Grammars(Protocol):
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Blocking; from any thread. Raises InvalidRequest."""
-
-    def fill_masks(self, rows: Rows[MatcherRow], out: MaskArray) -> None:
-        """Masks of matchers, and of what they are behind each of their drafts, into `out` from the given rows on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Constraints:
         return self._fill(_jobs(plan, seqs), len(seqs))
 
     def _fill(self, jobs: list[Job], num_rows: int) -> RowMasks | None:
-        rows, count, fills = np.full(num_rows, -1, dtype=np.int32), 0, list[MatcherRow]()
+        rows, count, fills = np.full(num_rows, -1, dtype=np.int32), 0, list[Row]()
         for constraint, unseen, drafts, _ in jobs:
             constraint.follow(unseen)
             if (fill := constraint.matcher_row(drafts, count)) is not None:
@@ -102,8 +99,7 @@ class Constraints:
             count += 1 + len(drafts)
         masks = np.zeros((count, -(-self._vocab_size // 32)), dtype=np.int32)
         if fills:
-            assert self.grammars is not None
-            self.grammars.fill_masks(fills, masks)
+            fill_masks(fills, masks)
         begin = 0
         for constraint, _, drafts, row in jobs:
             for index, is_needed in enumerate(constraint.restrict(masks[begin : begin + 1 + len(drafts)], drafts)):

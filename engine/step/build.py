@@ -16,6 +16,7 @@ from kvrelay.engine.execution.runner import kv_layout
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache
 from kvrelay.engine.step.engine import Engine
+from kvrelay.grammar.compiler import GrammarCompiler
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.eviction.policies import make_policy
@@ -46,6 +47,10 @@ def load_engine(
         budget = pool_bytes(config.kv_memory_share, backend)
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
         config = replace(config, kv_memory_bytes=budget)
+    extensions = extensions or Extensions()
+    if extensions.grammars is None:
+        compiler = GrammarCompiler(folder, model.spec.vocab_size, model.spec.eos_ids)
+        extensions = replace(extensions, grammars=compiler)
     engine = make_engine(model, backend, config, extensions, digest=model_digest(folder))
     engine.runner.warm_up()
     return engine

@@ -91,7 +91,7 @@ class Extensions:
         swap_area: makes the area to which preempted sequences are swapped; started.
         draft_model: drafts tokens.
         layer_hook: called as layers of held sequences become final.
-        grammars: compiles grammars for its model; closed with nothing.
+        grammars: compiles grammars for its model; None: `load_engine` makes it, from the checkpoint's tokenizer.
     """
 
     tiers: Callable[[KvCache], LowerTiers | None] = lambda cache: None
