@@ -11,6 +11,7 @@ import math
 import msgspec
 
 from kvrelay.decode.target import KvTarget
+from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
@@ -174,8 +175,8 @@ class DecodeRole:
         request, speed = message.request, message.prefill_tokens_per_s
         incoming = Incoming(link, request)
 
-        def reserve(engine: Engine) -> None:
-            engine.reserve(request, prefill_tokens_per_s=speed)
+        def reserve(engine: Engine, grammar: Grammar | None) -> None:
+            engine.reserve(request, prefill_tokens_per_s=speed, grammar=grammar)
 
         if self._requests.admit(link, request, reserve, self.drop):
             self._incoming[request.request_id] = incoming

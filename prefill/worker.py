@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
@@ -137,6 +138,11 @@ def _manifest_of(request: SequenceRequest, outputs: list[TokenOutput]) -> Manife
     )
 
 
+def _adding(request: SequenceRequest, *, hold: bool) -> Callable[[Engine, Grammar | None], None]:
+    """Has the engine compute the request's prompt and one token."""
+    return lambda engine, grammar: engine.add(request, hold=hold, output_limit=1, grammar=grammar)
+
+
 class PrefillRole:
     """Serves Prefill and Pair. Lives on the worker's loop."""
 
@@ -161,7 +167,7 @@ class PrefillRole:
     def handle(self, link: IngressLink, message: Prefill | Reserve | Pair) -> None:
         match message:
             case Prefill(request=request, ticket=None):
-                if self._requests.admit(link, request, lambda engine: engine.add(request, output_limit=1), self.drop):
+                if self._requests.admit(link, request, _adding(request, hold=False), self.drop):
                     self._requests.begin_span(request.request_id, "prefill")
             case Prefill(request=request, ticket=bytes(ticket)):
                 self._begin(link, request, ticket)
@@ -184,9 +190,7 @@ class PrefillRole:
         self._announcements.add(transfer)
         prefilling = self._prefilling[request_id] = _Prefilling(request, transfer)
         prefilling.task = self._spawn(self._send(prefilling), f"prefill {request_id}")
-        if self._requests.admit(
-            link, request, lambda engine: engine.add(request, hold=True, output_limit=1), self.drop
-        ):
+        if self._requests.admit(link, request, _adding(request, hold=True), self.drop):
             self._requests.begin_span(request_id, "prefill", decode_worker=transfer.ticket.target_worker)
         else:
             self.drop(request_id, "refused")

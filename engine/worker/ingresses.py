@@ -4,17 +4,19 @@ and what is reported to them.
 
 import asyncio
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
+from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.engine.worker.thread import EngineThread
-from kvrelay.errors import ConnectionLost
+from kvrelay.errors import ConnectionLost, InvalidRequest
 from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
@@ -22,6 +24,8 @@ from kvrelay.plane.framing import Connection
 from kvrelay.plane.reports import KvSnapshot, LoadReport
 from kvrelay.tracing import Spans
 from kvrelay.types import Role
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 
@@ -71,6 +75,7 @@ class RequestTable:
         self._worker_id, self._role, self._thread, self._retry_after_s = worker_id, role, thread, retry_after_s
         self._links: dict[str, IngressLink] = {}
         self._spans: dict[str, Spans] = {}  # of traced requests
+        self._compiling: dict[str, tuple[asyncio.Task[None], list[Callable[[Engine], object]]]] = {}
         self.is_draining = False  # every new request is refused
 
     def __len__(self) -> int:
@@ -87,13 +92,14 @@ class RequestTable:
         self,
         link: IngressLink,
         request: wire.SequenceRequest,
-        take: Callable[[Engine], None],
+        take: Callable[[Engine, Grammar | None], None],
         drop: Callable[[str, str], None],
     ) -> bool:
-        """Have the engine take a request. False: it was refused on the spot; the engine may refuse it later.
+        """Have the engine take a request, once its grammar is compiled. False: it was refused on the spot; the engine
+        may refuse it later.
 
         Args:
-            take: adds the request to the engine, on its thread.
+            take: adds the request to the engine, on its thread, with its compiled grammar.
             drop: called with (request_id, reason) when the engine refused, before the ingress receives Refused.
         """
         if not self._add(link, request):
@@ -104,15 +110,53 @@ class RequestTable:
             drop(request_id, reason)
             self.refuse_added(request_id, reason, message)
 
-        def take_or_refuse(engine: Engine) -> None:
+        def take_or_refuse(engine: Engine, grammar: Grammar | None = None) -> None:
             refusal = engine.requests.refusal(request)
             if refusal is None:
-                take(engine)
+                take(engine, grammar)
             else:
                 loop.call_soon_threadsafe(refused, *refusal)
 
-        self._thread.post(take_or_refuse)
+        if (spec := request.sampling.grammar) is None:
+            self._thread.post(take_or_refuse)
+        else:
+            task = loop.create_task(
+                self._compile(request_id, spec, take_or_refuse, refused), name=f"compile {request_id}"
+            )
+            self._compiling[request_id] = task, []
         return True
+
+    async def _compile(
+        self,
+        request_id: str,
+        spec: wire.GrammarSpec,
+        take: Callable[[Engine, Grammar], None],
+        refused: Callable[[str, str], None],
+    ) -> None:
+        """Compile a request's grammar beside the loop and the engine, then have it taken.
+
+        Cancelled when the request is removed before that.
+        """
+        grammars = self._thread.grammars
+        try:
+            grammar = await asyncio.to_thread(grammars.compile, spec)
+        except Exception as error:  # of a library, too: the ingress gets the reason
+            if not isinstance(error, InvalidRequest):
+                logger.exception("request %s: its grammar does not compile", request_id)
+            self._compiling.pop(request_id, None)
+            refused("grammar", str(error))
+            return
+        _, behind = self._compiling.pop(request_id)
+        self._thread.post(lambda engine: take(engine, grammar))
+        for action in behind:
+            self._thread.post(action)
+
+    def post(self, request_id: str, action: Callable[[Engine], object]) -> None:
+        """Have the engine do something about a request, after it has taken it."""
+        if (compiling := self._compiling.get(request_id)) is not None:
+            compiling[1].append(action)
+        else:
+            self._thread.post(action)
 
     def _add(self, link: IngressLink, request: wire.SequenceRequest) -> bool:
         request_id = request.request_id
@@ -133,6 +177,8 @@ class RequestTable:
         link = self._links.pop(request_id, None)
         if link is not None:
             link.requests.discard(request_id)
+        if (compiling := self._compiling.pop(request_id, None)) is not None:
+            compiling[0].cancel()
         if (spans := self._spans.pop(request_id, None)) is not None:
             spans.close("given up")
         return link
@@ -159,13 +205,13 @@ class RequestTable:
         if link is not None:
             self.refuse(link, request_id, reason, message)
 
-    def fail(self, request_id: str, code: str, message: str) -> None:
-        """Send Failed, which the ingress may retry, and remove the request."""
+    def fail(self, request_id: str, code: str, message: str, *, retryable: bool = True) -> None:
+        """Send Failed, which the ingress may retry unless it would fail again, and remove the request."""
         if (spans := self._spans.get(request_id)) is not None:
             spans.close(message)
         link = self.remove(request_id)
         if link is not None:
-            link.send(wire.Failed(request_id=request_id, code=code, message=message, retryable=True))
+            link.send(wire.Failed(request_id=request_id, code=code, message=message, retryable=retryable))
 
     # ---- spans: no-ops for a request that is not traced
 

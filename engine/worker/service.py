@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.engine.step.config import StepResult
@@ -236,6 +237,9 @@ class WorkerService:
             self._on_refused(*refusal)
         for request_id in result.returned_to_prefill:
             self.requests.fail(request_id, wire.PREEMPTED, "returned to prefill")
+        for request_id, problem in result.failed:
+            self._role.drop(request_id, problem)
+            self.requests.fail(request_id, "engine", problem, retryable=False)
         self._role.on_reservations(result.reservations)
         self._reports.publish(result)
 
@@ -300,11 +304,14 @@ class WorkerServer:
             case wire.Prefill() | wire.Reserve() | wire.Pair():
                 self._role.handle(link, message)
             case wire.Generate(request=request):
-                if self._requests.admit(link, request, lambda engine: engine.add(request), self._role.drop):
+                def add(engine: Engine, grammar: Grammar | None) -> None:
+                    engine.add(request, grammar=grammar)
+
+                if self._requests.admit(link, request, add, self._role.drop):
                     self._requests.begin_span(request.request_id, "prefill")
             case wire.Abort(request_id=request_id, choice=int(choice)):
                 if request_id in link.requests:
-                    self._thread.post(lambda engine: engine.requests.abort_choice(request_id, choice))
+                    self._requests.post(request_id, lambda engine: engine.requests.abort_choice(request_id, choice))
             case wire.Abort(request_id=request_id, reason=reason):
                 if request_id in link.requests:
                     self._requests.remove(request_id)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from kvrelay.engine.execution.masks import Grammars
 from kvrelay.engine.step.config import Reservation, StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.types import BlockId
@@ -94,6 +95,13 @@ class EngineThread:
         self._put(run)
         return asyncio.wrap_future(outcome)
 
+    @property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for the engine's model, from any thread."""
+        grammars = self._require().constraints.grammars
+        assert grammars is not None, "a worker's engine comes from a checkpoint"
+        return grammars
+
     def _require(self) -> Engine:
         assert self.engine is not None
         return self.engine
@@ -170,8 +178,8 @@ class EngineThread:
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.reports.load(), now_s
-            changes = (result.outputs, result.refused, result.returned_to_prefill, result.events, result.load)
-            if any(changes):
+            ended = result.refused, result.returned_to_prefill, result.failed
+            if result.outputs or any(ended) or result.events or result.load:
                 self._call_on_loop(loop, partial(self._on_step, result))
 
     def _report_reserved(self, loop: asyncio.AbstractEventLoop, reservations: list[Reservation]) -> None:

@@ -90,6 +90,8 @@ class Retries:
         self.excluded |= {failure.worker_id}
         if failure.code == "too_long":
             raise InvalidRequest(failure.why or "too long for the cluster", None, 400, "context_length_exceeded")
+        if failure.code == "grammar":
+            raise InvalidRequest(failure.why, None, 400, "invalid_grammar")
         if failure.code in ("full", "draining", "duplicate"):
             self.num_refusals += 1
             if self.num_refusals > (1 if failure.code == "full" else MAX_REFUSALS):
