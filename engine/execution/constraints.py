@@ -142,6 +142,11 @@ class Constraint:
 
     # ---- drafts
 
+    def cut(self, output: Rows[int], drafts: list[int]) -> list[int]:
+        """The drafts behind the whole output so far, up to the first that may not follow."""
+        self.follow(output[self.num_seen :])
+        return drafts[: self.num_permitted(drafts)]
+
     def num_permitted(self, drafts: Rows[int]) -> int:
         """How many of these tokens, in order, may come next."""
         rules = self._rules

@@ -194,9 +194,9 @@ class StepExecutor:
                     self._layer_events.announce_cached(item)
         step = InFlightStep(plan, *sampled(plan), now_s, self._scheduler.blocks)
         if begun and any(item.seq.constraint is not None for item in begun):
-            step.is_constrained = True
-            if self._device is None:
-                step.masks = self._constraints.begin(plan, step.seqs)
+            is_known = self._device is None  # every token before this step's
+            constraints = self._constraints
+            step.masks = (constraints.begin if is_known else constraints.later)(plan, step.seqs)
         try:
             self._copy_blocks(step)
             feed = before.feed(plan) if before is not None else None
@@ -222,36 +222,32 @@ class StepExecutor:
         """Draw the step's tokens now if they follow from its logits; else keep `hidden`, until the tokens before are
         known or until it is collected.
         """
-        must_wait = step.wants_prompt_logprobs or step.plan.num_drafted or self._scheduler.groups
-        if self._device is None or must_wait:
+        if self._device is None or self._must_wait(step):
             step.hidden = hidden
         elif not step.rows:
             step.pending = self._device.pending(_none_drawn(hidden))
-        elif step.is_constrained or not self.sampler.is_memoryless(step.seqs):
-            step.hidden, step.draws_late = hidden, True
+        elif step.masks is not None or not self.sampler.is_memoryless(step.seqs):
+            step.hidden = hidden
         else:
-            self._draw(step, self._runner.logits(hidden, step.rows), None)
+            self._draw(step, self._device, hidden)
+
+    def _must_wait(self, step: InFlightStep) -> bool:
+        """Whether the host must have the step's logits, or all of its tokens, before the next one is launched."""
+        return step.wants_prompt_logprobs or bool(step.plan.num_drafted or self._scheduler.groups)
 
     def draw_late(self, step: InFlightStep) -> None:
-        """Every token before this step's is known by now: its masks are computed while the device computes it, and its
-        tokens are drawn there.
+        """Every token before this step's is known by now. If it needed them, its tokens are drawn: its masks are
+        computed here while the device computes the step.
         """
-        assert step.hidden is not None
-        hidden, step.hidden = step.hidden, None
+        if self._device is not None and step.pending is None and step.rows and not self._must_wait(step):
+            hidden, step.hidden = step.hidden, None
+            assert hidden is not None
+            self._draw(step, self._device, hidden)
+
+    def _draw(self, step: InFlightStep, device: AsyncDevice, hidden: Tensor) -> None:
         logits = self._runner.logits(hidden, step.rows)
-        self._draw(step, logits, self._masks(step))
-
-    def _draw(self, step: InFlightStep, logits: Tensor, masks: RowMasks | None) -> None:
-        assert self._device is not None
-        tokens, step.logprobs = self.sampler.draw(logits, step.seqs, masks)
-        step.pending = self._device.pending(tokens, *step.logprobs.of(logits))
-
-    def _masks(self, step: InFlightStep) -> RowMasks | None:
-        """Of its constrained rows; all tokens before them are known."""
-        if not step.is_constrained:
-            return None
-        wait, step.masks = step.masks, None
-        return self._constraints.fill(step.plan, step.seqs) if wait is None else wait()
+        tokens, step.logprobs = self.sampler.draw(logits, step.seqs, step.masks and step.masks())
+        step.pending = device.pending(tokens, *step.logprobs.of(logits))
 
     # ---- when the step is collected
 
@@ -282,7 +278,7 @@ class StepExecutor:
         assert hidden is not None
         if step.wants_prompt_logprobs:
             self._collect_prompt_logprobs(plan, hidden)
-        masks = self._masks(step)
+        masks = step.masks and step.masks()
         if self._device is not None and not plan.num_drafted:  # some may have ended with the step before
             live = [row for row, seq in enumerate(seqs) if seq.state is State.RUNNING]
             rows, seqs = [rows[row] for row in live], [seqs[row] for row in live]
@@ -318,12 +314,7 @@ class StepExecutor:
         self._groups.settle(leaders)
 
     def _sample_drafted(
-        self,
-        plan: StepPlan,
-        seqs: list[Sequence],
-        logits: Tensor,
-        masks: RowMasks | None,
-        outputs: list[TokenOutput],
+        self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, masks: RowMasks | None, outputs: list[TokenOutput]
     ) -> None:
         """Each row draws what it would draw if all drafts before it were right; the first wrong one ends its sequence's
         step. So the tokens are those of plain steps, one by one: see `uniforms`.

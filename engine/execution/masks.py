@@ -65,14 +65,6 @@ class Constraints:
             grammar = self.grammars.compile(params.grammar)
         return Constraint(Rules(params, grammar, self._eos_ids, self._vocab_size))
 
-    def cut(self, seq: Sequence, draft: list[int]) -> list[int]:
-        """The draft, up to the first token that may not follow."""
-        constraint = seq.constraint
-        if not isinstance(constraint, Constraint):
-            return draft
-        constraint.follow(_unseen(seq, constraint))
-        return draft[: constraint.num_permitted(draft)]
-
     # ---- a step
 
     def begin(self, plan: StepPlan, seqs: list[Sequence]) -> WaitMasks:
@@ -86,9 +78,9 @@ class Constraints:
         filled: Future[RowMasks | None] = self._executor.submit(self._fill, jobs, len(seqs))
         return filled.result
 
-    def fill(self, plan: StepPlan, seqs: list[Sequence]) -> RowMasks | None:
-        """As `begin`, at once and in this thread."""
-        return self._fill(_jobs(plan, seqs), len(seqs))
+    def later(self, plan: StepPlan, seqs: list[Sequence]) -> WaitMasks:
+        """As `begin`, but they are filled in the call that waits for them: some of these sequences' tokens are not known."""
+        return lambda: self._fill(_jobs(plan, seqs), len(seqs))
 
     def _fill(self, jobs: list[Job], num_rows: int) -> RowMasks | None:
         rows, count, fills = np.full(num_rows, -1, dtype=np.int32), 0, list[Row]()

@@ -48,9 +48,7 @@ class InFlightStep:
     pending: PendingTokens | None = None
     logprobs: WantedLogprobs = field(default_factory=lambda: WantedLogprobs([], []))
     wants_prompt_logprobs: bool = False
-    is_constrained: bool = False  # some of its rows
-    draws_late: bool = False  # its tokens are drawn once those of the step before are known
-    masks: WaitMasks | None = None  # of those rows, while they are being filled
+    masks: WaitMasks | None = None  # those of its constrained rows, if there are any
     _kept: list[int] = field(default_factory=list)  # keys for SequenceBlocks.unquarantine
     _placeholders: dict[int, int] = field(default_factory=dict)  # row by id(), of sequences with a placeholder token
 

@@ -115,11 +115,7 @@ class Sampler:
         self._last = _batch_of([], eos_ids)  # for the next step, which most often has the same rows
 
     def sample(
-        self,
-        logits: Tensor,
-        seqs: Rows[Sequence],
-        ahead: Rows[int] | None = None,
-        masks: RowMasks | None = None,
+        self, logits: Tensor, seqs: Rows[Sequence], ahead: Rows[int] | None = None, masks: RowMasks | None = None
     ) -> tuple[list[int], list[TokenLogprob | None]]:
         """One token for each row of float32 logits [R, vocab], and its log-probabilities if asked for.
 

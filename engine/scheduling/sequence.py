@@ -36,11 +36,14 @@ _LEGAL = {
 }
 
 
-class Forkable(Protocol):
-    """A sequence's constraint, as far as it matters here: see engine/execution/constraints.py."""
+class SequenceConstraint(Protocol):
+    """As far as it matters here: see engine/execution/constraints.py."""
 
-    def fresh(self) -> "Forkable":
+    def fresh(self) -> "SequenceConstraint":
         """For another sequence of the same request."""
+
+    def cut(self, output: list[int], drafts: list[int]) -> list[int]:
+        """The drafts behind the whole output so far, up to the first that may not follow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +93,7 @@ class Sequence:
     swapped: SwappedBlocks | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
     drafter: object = None  # where its drafts come from: see speculation.py
-    constraint: Forkable | None = None  # which tokens may follow: its state is of its output so far
+    constraint: SequenceConstraint | None = None  # which tokens may follow: its state is of its output so far
     group: "SequenceGroup | None" = None  # whose leader or member it is
     choice: int = 0  # a member's; of a beam search, its rank
     _block_chain: HashChain = field(init=False)

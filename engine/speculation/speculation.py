@@ -5,7 +5,7 @@ sequence's blocks; those that match what would have been sampled anyway are kept
 step. Drafts never preempt. `draft_choice.py` decides how many tokens are worth it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,9 +77,7 @@ class SequenceDrafts:
 
 
 class DraftSteps:
-    """One engine's drafts. cut: takes off what may not follow in a constrained sequence.
-
-    most: tokens per sequence and step. lookup: whether prompt lookup is on.
+    """One engine's drafts. most: tokens per sequence and step. lookup: whether prompt lookup is on.
 
     model: the draft model, if there is one. lengths: of recent outputs.
     """
@@ -87,7 +85,6 @@ class DraftSteps:
     def __init__(
         self,
         pool: BlockPool,
-        cut: Callable[[Sequence, list[int]], list[int]],
         *,
         most: int,
         token_budget: int,
@@ -96,7 +93,7 @@ class DraftSteps:
         model: DraftModel | None,
         lengths: OutputLengths,
     ) -> None:
-        self._pool, self._cut, self._token_budget, self._max_model_len = pool, cut, token_budget, max_model_len
+        self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self._lookup, self.model, self._lengths = lookup, model, lengths
         self.speculation = Speculation(most)
         self._num_in_vain = 0  # consecutive steps for which no draft was found
@@ -214,7 +211,7 @@ class DraftSteps:
         drafts: dict[int, tuple[int, ...]] = {}
         for seq in able:
             if (draft := found.get(id(seq))) and seq.constraint is not None:
-                draft = self._cut(seq, draft)
+                draft = seq.constraint.cut(seq.token_ids[seq.request.num_prompt_tokens :], draft)
             if draft and (draft := self._with_room(seq, draft[: max(0, budget)], num_running)):
                 drafts[id(seq)] = tuple(draft)
                 budget -= len(draft)

@@ -81,7 +81,6 @@ class Engine:
         self.constraints = Constraints(extensions.grammars, eos_ids=eos_ids, vocab_size=spec.vocab_size)
         self.drafts = drafts = DraftSteps(
             pool,
-            self.constraints.cut,
             most=config.draft_tokens,
             token_budget=budget,
             max_model_len=max_len,
@@ -223,7 +222,7 @@ class Engine:
             return result
         batch.in_flight = launched
         self.advance(launched)
-        if launched.draws_late and launched.is_wanted:
+        if launched.pending is None and launched.is_wanted:
             self.executor.draw_late(launched)
         if launched.pending is None or not launched.is_wanted:
             self._collect(result)

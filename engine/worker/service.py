@@ -304,6 +304,7 @@ class WorkerServer:
             case wire.Prefill() | wire.Reserve() | wire.Pair():
                 self._role.handle(link, message)
             case wire.Generate(request=request):
+
                 def add(engine: Engine, grammar: Grammar | None) -> None:
                     engine.add(request, grammar=grammar)
 
