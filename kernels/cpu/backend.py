@@ -87,7 +87,7 @@ class TorchCpuBackend(ReferenceBackend):
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         settings = self._settings.of(batch)
         if settings.has_top_k or settings.has_top_p:  # a sort takes longer than the search
-            masks = token_masks_of(batch, logits)
+            masks = token_masks_of(batch, logits) if batch.masks is not None else None
             return sampling_search.draw(logits if masks is None else masks.applied(logits), settings, batch.uniform)
         return super().sample_on_device(logits, batch)
 
@@ -342,7 +342,7 @@ class CpuBackend(TorchCpuBackend):
         floats = (x.to(torch.float32).contiguous() for x in (batch.temperature, batch.top_p, batch.min_p))
         temperature, top_p, min_p = floats
         top_k, uniform = batch.top_k.to(torch.int64).contiguous(), batch.uniform.to(torch.float64).contiguous()
-        masks = token_masks_of(batch, logits)
+        masks = token_masks_of(batch, logits) if batch.masks is not None else None
         masked = (None, None) if masks is None else (masks.words.contiguous(), masks.rows.contiguous())
         at = addresses(logits, temperature, top_k, top_p, min_p, uniform, out, *masked)
         native.lib.kr_sample(native.pool, *at, *logits.shape)

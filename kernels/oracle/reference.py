@@ -344,7 +344,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     The token is the first id, in id order, whose cumulative weight exceeds uniform * total.
     """
-    device, masks = logits.device, token_masks_of(batch, logits)
+    device, masks = logits.device, token_masks_of(batch, logits) if batch.masks is not None else None
     logits = logits if masks is None else masks.applied(logits)
     greedy = logits.argmax(dim=1)  # the first of equal maxima, as torch documents
     if bool((batch.temperature <= 0).all()):

@@ -94,7 +94,7 @@ async def test_blocks_are_freed_once_the_decode_worker_has_committed(held):
     await asyncio.wait_for(has_begun.wait(), 20)
     await settled(prefilling.role.plane)
     assert prefilling.engine.freed_at == [], "freed while the decode worker reads"
-    assert prefilling.engine.calls == [("add", "r", {"hold": True, "output_limit": 1})]
+    assert prefilling.engine.calls == [("add", "r", {"hold": True, "output_limit": 1, "grammar": None})]
     await finish(reads)
     assert await prefilling.until_freed() == [["commit"]], "freed before the decode worker committed"
     await settled(prefilling.role.plane)
