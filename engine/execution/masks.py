@@ -77,7 +77,7 @@ class Constraints:
         return filled.result
 
     def later(self, plan: StepPlan, seqs: list[Sequence]) -> WaitMasks:
-        """As `begin`, but they are filled in the call that waits for them: some of these sequences' tokens are not known."""
+        """As `begin`, but filled in the call that waits for them: some of these tokens are not known yet."""
         return lambda: self._fill(_jobs(plan, seqs), len(seqs))
 
     def _fill(self, jobs: list[Job], num_rows: int) -> RowMasks | None:
