@@ -107,5 +107,8 @@ class GrammarCompiler:
 
                 added = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json")).get_added_tokens_decoder()
                 special = {i: token.content for i, token in added.items() if token.special and i < self._vocab_size}
+                for i, token in added.items():
+                    if not token.special and i < self._vocab_size:  # text as any other: Qwen's <tool_call>
+                        token_bytes[i] = token.content.encode()
                 self._xgrammar = XgrammarLibrary(token_bytes, special, self._eos_ids, num_threads=self._num_threads)
             return self._xgrammar

@@ -204,18 +204,45 @@ def copy_xml(source: PiecedText, style: Arguments, schema: Any, write: Write) ->
             types = frozenset({"string"}) if 'string="true"' in attributes else types - {"string"} or frozenset({"any"})
         if form.has_lines:
             yield from source.take("\n")
-        if types == {"string"}:
+        is_free = is_free_text(own, root)
+        if types == {"string"} and is_free:
             write('"')
             if not (yield from _copy_text(source, form.value_close, write, strips_line=form.has_lines)):
                 return
             write('"')
-        else:
-            value = yield from source.until(form.value_close)
-            if value is None:
-                source.at = len(source.text)
-                return
-            write(_json_text(_typed(value.removesuffix("\n") if form.has_lines else value, types)))
+            continue
+        value = yield from _xml_value(source, form)
+        if value is None:
+            source.at = len(source.text)
+            return
+        write(_json_text(_typed(value if is_free else value.strip(), types)))
     write("{}" if separator == "{" else "}")
+
+
+def _xml_value(source: PiecedText, form: _XmlForm) -> Steps[str | None]:
+    """A value's text and its end; a list's or an object's strings may hold what ends values. None: it has no end."""
+    mark = source.at
+    yield from source.skip_space()
+    if (yield from source.peek()) in ("{", "["):
+        try:
+            value = yield from read_value(source)
+            if (yield from source.take_loosely(form.value_close)):
+                return value
+        except Malformed:
+            pass
+    source.at = mark
+    text = yield from source.until(form.value_close)
+    return text.removesuffix("\n") if text is not None and form.has_lines else text
+
+
+def is_free_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Whether a value may be any text: then whitespace around it is its own."""
+    options = [schema] if not isinstance(schema, Mapping) else [*(schema.get("anyOf") or ()), schema]
+    return any(
+        not isinstance(one, Mapping) or not one.keys() & {"anyOf", "const", "enum", "format", "$ref"}
+        for one in options
+        if not isinstance(one, Mapping) or "string" in types_of(one, root) or not types_of(one, root)
+    )
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = MAX_REFERENCES) -> frozenset[str]:
