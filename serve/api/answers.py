@@ -86,8 +86,8 @@ class Reply:
         return (self.chunk_choice(index, piece),) if is_shown else ()
 
     def _events_of(self, index: int, piece: TextPiece) -> list[bytes]:
-        usage = self.usage() if self._has_usage_always else self._usage_between
         chunks = self.chunks(index, piece)
+        usage = self.usage() if self._has_usage_always else self._usage_between
         return [encode_event(self._answer(self.chunk_kind, [choice], usage)) for choice in chunks]
 
 

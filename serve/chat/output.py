@@ -81,7 +81,8 @@ class ChoiceOutput:
         self._shows_reasoning = form.shows_reasoning
         self._splitter = None if form.splitter is None else form.splitter()
         self._parser = None if form.parser is None else form.parser()
-        self._undecided: deque[tuple[int, TokenLogprob | None]] = deque()  # tokens: where their text begins
+        # tokens: where their text begins, whether they have none of their own
+        self._undecided: deque[tuple[int, bool, TokenLogprob | None]] = deque()
 
     def push(self, piece: TextPiece) -> list[Part]:
         """The parts that are certain with this piece. Its log-probabilities become those of tokens after reasoning."""
@@ -107,10 +108,14 @@ class ChoiceOutput:
     def _assign_tokens(self, splitter: ReasoningSplitter, piece: TextPiece) -> None:
         """Count the tokens of reasoning; of the others but the markers, keep the log-probabilities."""
         entries: list[TokenLogprob | None] = [*piece.logprobs] or [None] * len(piece.offsets)
-        self._undecided.extend(zip(piece.offsets, entries, strict=True))
+        for index, (offset, entry) in enumerate(zip(piece.offsets, entries, strict=True)):
+            self._undecided.append((offset, index in piece.silent, entry))
         piece.logprobs = []
-        while self._undecided and (stage := splitter.stage_at(self._undecided[0][0])) is not None:
-            _, entry = self._undecided.popleft()
+        while self._undecided:
+            offset, is_silent, entry = self._undecided[0]
+            if (stage := splitter.stage_at(offset, is_silent=is_silent)) is None:
+                break
+            self._undecided.popleft()
             if stage is Stage.REASONING:
                 self.num_reasoning_tokens += 1
             elif stage is Stage.CONTENT and entry is not None:

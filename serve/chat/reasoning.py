@@ -115,10 +115,15 @@ class ReasoningSplitter:
         rest = self._take(len(self._held))
         return ("", rest) if self._content_at is not None else (rest.rstrip("\n"), "")
 
-    def stage_at(self, place: int) -> Stage | None:
-        """What the character after the first `place` belongs to; None: not certain yet."""
+    def stage_at(self, place: int, *, is_silent: bool = False) -> Stage | None:
+        """What the character after the first `place` belongs to; None: not certain yet.
+
+        is_silent: a token without text of its own is there: next to reasoning, it is of reasoning.
+        """
         if place >= self._held_at and not self._is_over:
             return None
+        if is_silent and place == self._ended:
+            return Stage.REASONING
         if self._content_at is not None and place >= self._content_at:
             return Stage.CONTENT
         if self._begun is None or place < self._begun or (self._ended is not None and place >= self._ended):

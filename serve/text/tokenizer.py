@@ -267,6 +267,7 @@ class TextPiece:
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)  # indices of the tokens that completed no text
     first: TokenOutput | None = None  # the output with the sequence's first token
 
 
@@ -294,6 +295,8 @@ class ChoiceText:
             is_stop_token = ends and output.stop_token == token_id
             piece.offsets.append(self._num_chars)
             fragment = "" if is_stop_token and not self._options.include_stop else self._detokenizer.push(token_id)
+            if not fragment:
+                piece.silent.append(index)
             if token_id in self._options.kept_ids:  # a character left incomplete before it may be in the fragment
                 piece.offsets[-1] += max(0, len(fragment) - len(self._codec.token_bytes(token_id).decode()))
             piece.num_tokens += 1

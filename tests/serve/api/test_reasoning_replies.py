@@ -92,6 +92,15 @@ async def test_a_stream_brings_the_same_in_deltas(reasoner):
     assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 15}
 
 
+async def test_usage_in_every_chunk_counts_the_reasoning_so_far(reasoner):
+    cluster = await reasoner("<think>abc")
+    body = {"max_tokens": 10, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    usages = [chunk["usage"] for chunk in events(await chat(cluster, body))]
+    counts = [usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == 3
+    assert all(max(usage["completion_tokens"] - 7, 0) == count for usage, count in zip(usages, counts, strict=True))
+
+
 async def test_reasoning_that_is_cut_leaves_no_content(reasoner):
     cluster = await reasoner()
     answer = (await chat(cluster, {"max_tokens": 15})).json()
