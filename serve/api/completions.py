@@ -46,10 +46,10 @@ async def chat_completions(front: Front, request: Request) -> Response:
     body = await front.read(request, ChatBody)
     parameters.check_count(1, body, front.settings.router.max_inflight)
     prompt = await chat_prompt(front, body)
-    if front.reasoning is not None or body.model_fields_set & REASONING_FIELDS:
-        prompt = with_reasoning(front, body, prompt)
     if body.model_fields_set & CONSTRAINTS:
         (prompt,) = await constrained(front, body, [prompt])
+    if front.reasoning is not None or body.model_fields_set & REASONING_FIELDS:
+        prompt = with_reasoning(front, body, prompt)
     generation = await _generation(front, request, body, [prompt], arrived_s)
     if prompt.output is None:
         reply = ChatReply(front, body, generation)
