@@ -53,10 +53,12 @@ KINDS = {
     "budget alone": {"thinking": Thinking(start=START, end=END, budget=3), "allowed_token_ids": (70, 71, 72, 250, 251)},
     "lists": {"bad_words": ((72,), (73, 74), (73, 74, 75), (74, 73)), "allowed_token_ids": tuple(range(70, 80))},
     "all": {
-        "grammar": WORDS, "bad_words": ((91, 71), (80, 81, 223)), "min_tokens": 9,
+        "grammar": WORDS,
+        "bad_words": ((91, 71), (80, 81, 223)),
+        "min_tokens": 9,
         "thinking": Thinking(start=START, end=END, is_open=True, budget=2),
     },
-}  # fmt: skip
+}
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -138,7 +140,10 @@ def test_every_end_of_text_is_allowed_where_one_is(compiler):
 
 def test_bits_of_a_mask():
     assert np.unpackbits(mask_of([0, 31, 32, 63], 70).view(np.uint8), bitorder="little").nonzero()[0].tolist() == [
-        0, 31, 32, 63,
-    ]  # fmt: skip
+        0,
+        31,
+        32,
+        63,
+    ]
     banned = np.unpackbits(mask_of([0, 69], 70, is_banned=True).view(np.uint8), bitorder="little").nonzero()[0]
     assert banned.tolist() == list(range(1, 69))  # none beyond the vocabulary
