@@ -1,11 +1,15 @@
 """Reasoning in chat replies, over fake workers: fields, streams, usage, and what travels to the workers."""
 
+from functools import partial
+
+import openai
 import pytest
 
 from kvrelay.plane import messages as wire
 from kvrelay.serve.text.tokenizer import ChatTemplate
 from tests.fakes import EOS, ByteCodec, scripted
 from tests.serve.api.test_api import chat, complete, events
+from tests.serve.conftest import MODEL
 
 SWITCHED = """{%- for message in messages %}<{{ message.role }}>{{ message.reasoning_content }}{{ message.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think>
@@ -280,3 +284,23 @@ async def test_an_assumed_block_needs_neither_the_prompt_nor_a_marker(reasoner):
 async def test_completions_are_raw_text(reasoner):
     cluster = await reasoner()
     assert (await complete(cluster, {"max_tokens": 99})).json()["choices"][0]["text"] == TEXT
+
+
+async def test_the_official_client_reads_reasoning_and_sends_it_back(reasoner, serve_http):
+    cluster = await reasoner()
+    messages = [{"role": "user", "content": "Is it?"}]
+    url = await serve_http(cluster.app)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        ask = partial(client.chat.completions.create, model=MODEL, max_tokens=99, reasoning_effort="high")
+        answer = await ask(messages=messages)
+        message = answer.choices[0].message
+        assert (message.reasoning_content, message.content) == ("because it is", "Yes. <think>")
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 15
+        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "Sure?"}]
+        async with client.chat.completions.stream(
+            model=MODEL, max_tokens=99, messages=messages, extra_body={"thinking_token_budget": 50}
+        ) as stream:
+            final = (await stream.get_final_completion()).choices[0].message
+        assert (final.reasoning_content, final.content) == ("because it is", "Yes. <think>")
+    assert "<assistant>because it isYes. <think>\n" in prompt_of(cluster)
+    assert sent(cluster).sampling.thinking.budget == 50
