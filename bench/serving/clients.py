@@ -104,6 +104,10 @@ MODELS: tuple[type[BaseModel], ...] = (
     create_model("Unions", value=int | bool | Literal["none"] | few(int)),
     create_model("Quotation", text=Quote),
 )
+SHORTEST = {  # a small model that is left alone with a schema which contains itself nests until it is cut
+    "Tree": '{"value": 1, "children": []}',
+    "Chain": '{"label": "a", "rest": null}',
+}
 TOOLS: dict[str, type[BaseModel]] = {"GetWeather": GetWeather, "Add": Add}
 SPECS: list[Any] = [
     {
@@ -147,7 +151,8 @@ def check(client: str, name: str = "") -> Callable[[Check], Check]:
 
 
 def example_of(model: type[BaseModel]) -> list[Any]:
-    return [{"role": "user", "content": f"Give an example of a {model.__name__.lower()} as JSON."}]
+    given = f" Like {SHORTEST[model.__name__]}, and no longer." if model.__name__ in SHORTEST else ""
+    return [{"role": "user", "content": f"Give an example of a {model.__name__.lower()} as JSON.{given}"}]
 
 
 def checked_call(name: str, arguments: str | dict[str, Any]) -> None:
@@ -299,7 +304,7 @@ def _langchain(target: Target) -> Any:
 def _with_structured_output(method: str, model: type[BaseModel], **own: Any) -> Check:
     def run(target: Target) -> None:
         chain = _langchain(target).with_structured_output(model, method=method, include_raw=True, **own)
-        answer = chain.invoke(f"Give an example of a {model.__name__} as JSON.")
+        answer = chain.invoke(example_of(model))
         if method == "json_mode":  # the server promises an object, not this one's keys
             assert isinstance(json.loads(answer["raw"].content), dict)
         else:
@@ -392,7 +397,7 @@ def _agents(**own: Any) -> Check:
 
         async def main() -> Any:
             async with openai.AsyncOpenAI(base_url=target.url, api_key=target.api_key, max_retries=0) as client:
-                choice = "auto" if "output_type" in own else "required"
+                choice = None if "output_type" in own else "required"
                 options = {"temperature": 0.7, "max_tokens": 1000, "extra_body": {"seed": 5}, "tool_choice": choice}
                 agent = agents.Agent(
                     "helper",

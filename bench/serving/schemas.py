@@ -11,6 +11,7 @@ people use. Every schema is asked for once as response_format and once, as a con
     refused   400 before anything was computed, with a reason
     INVALID   the output ended by itself and is not JSON, or not valid
     BROKEN    anything else: a 5xx, no answer in time
+    unclear   jsonschema cannot use the schema: Python's patterns are not JavaScript's
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 import httpx
 import jsonschema
 
-OUTCOMES = ("valid", "cut", "refused", "INVALID", "BROKEN")
+OUTCOMES = ("valid", "cut", "refused", "INVALID", "BROKEN", "unclear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ async def outcome(client: httpx.AsyncClient, body: dict[str, Any], schema: Any) 
     if choice["finish_reason"] == "length":
         return "cut", text
     problem = problem_of(text, schema)
+    if problem.startswith("jsonschema: "):
+        return "unclear", problem
     return ("INVALID", f"{problem} in {text}") if problem else ("valid", "")
 
 
