@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from tests.cluster.live.small_cluster import small_cluster
+from tests.small_cluster import small_cluster
 
 pytestmark = pytest.mark.alone
 

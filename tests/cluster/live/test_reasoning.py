@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import chat_checkpoint
-from tests.cluster.live.small_cluster import CHAT_SETTINGS, small_cluster
+from tests.small_cluster import CHAT_SETTINGS, small_cluster
 
 OPENING = "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
 
