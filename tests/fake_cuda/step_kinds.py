@@ -18,6 +18,7 @@ from tests.fake_cuda import counters, engines
 STALLS = ("device_waits", "stream_waits", "sync_copies")
 PAGEABLE = ("pageable_to_device", "pageable_to_host")
 _DRAWN = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3}
+_MASKED = {"allowed_token_ids": (7, 9, 31999)}  # a grammar's masks take the same way
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ KINDS = {
     "decode, 5 rows": StepKind(sequences=5),
     "decode, 16 rows": StepKind(sequences=16),
     "decode, drawn at random": StepKind(sampling=_DRAWN),
+    "decode, constrained": StepKind(sampling=_MASKED),
+    "decode, constrained and drawn at random": StepKind(sampling=_MASKED | _DRAWN),
+    "mixed, constrained": StepKind(sampling=_MASKED, prompt=700, graphs=_pieces, kernels=20),
     "decode with log-probabilities": StepKind(sampling={"logprobs": 3}, kernels=45),
     "decode with penalties": StepKind(sampling={"presence_penalty": 0.5, "repetition_penalty": 1.1}, kernels=14),
     "decode with penalties and log-probabilities": StepKind(
