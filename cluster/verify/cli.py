@@ -183,14 +183,15 @@ def kernels(verifier: "Verifier") -> "Setup":
 
 def quick_setups(verifier: "Verifier", transport: str, scratch: Path) -> "list[tuple[Verifier, Setup]]":
     """The paths of one transport, with their controls, for some of the prompts."""
-    from kvrelay.cluster.verify import parity, suites
+    from kvrelay.cluster.verify import constrained, parity, suites
 
     if verifier.dtype != "float32":
         return parity.setups(verifier, [transport], scratch)
 
+    constrained_setups = constrained.quick(verifier, transport)
     verifier.prompts = [prompt for prompt in verifier.prompts if prompt.name in QUICK]
     verifier.report.prompts = [prompt.name for prompt in verifier.prompts]
-    return [(verifier, setup) for setup in suites.paths([transport])]
+    return [(verifier, setup) for setup in (*suites.paths([transport]), *constrained_setups)]
 
 
 def all_setups(
@@ -200,7 +201,7 @@ def all_setups(
 
     is_random: the model's weights are noise. is_first: no model before it has shown what is the same for all.
     """
-    from kvrelay.cluster.verify import parity, suites
+    from kvrelay.cluster.verify import constrained, parity, suites
     from kvrelay.cluster.verify.dtypes import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, near
     from kvrelay.cluster.verify.groups import groups
 
@@ -222,6 +223,7 @@ def all_setups(
         slack = OF_RANDOM_WEIGHTS if is_random else 1.0
         setups += [setup for variant in WEIGHTS for setup in near(first, variant, slack=slack)]
         setups += groups(first)
+        setups += constrained.constrained(verifier, first)
     setups += suites.tiers(scratch, verifier.kv_bytes)
     setups += suites.preemption(first)
     for suite in (suites.queue_order, suites.mixed_batches, suites.cascade, suites.speculation):

@@ -25,6 +25,7 @@ from kvrelay.plane.reports import LoadReport
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 ROW_TIMEOUT_S = 300.0
+OUTSIDE = "does not match its grammar"
 REFUSAL = "did not arrive as they left"  # of ChecksumMismatch
 
 
@@ -33,6 +34,7 @@ class Must(Enum):
 
     EQUAL = "the expected tokens"
     CHANGE = "other tokens in one answer at least"
+    ALL_CHANGE = "other tokens in every answer, or an error that names the grammar"
     FAIL_CHECKSUM = "an error that names the checksum"
     ANYTHING = "only what is required beside them"
 
@@ -63,6 +65,12 @@ class Case:
             if must is Must.FAIL_CHECKSUM:
                 note = str(answer.error or f"answered with {len(answer.tokens)} tokens from a corrupt block")
                 result.check(note, holds=answer.error is not None and REFUSAL in note)
+            elif must is Must.ALL_CHANGE:
+                is_same, note = answer.tokens == expected[answer.prompt.name], str(answer.error or "")
+                differs = OUTSIDE in note if answer.error is not None else not is_same
+                result.check(
+                    "" if differs else f"{answer.prompt.name}: {note or 'UNDETECTED: the same'}", holds=differs
+                )
             elif answer.error is not None:
                 result.check(f"{answer.prompt.name}: {answer.error}", holds=False)
             elif must is Must.EQUAL:

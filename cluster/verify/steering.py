@@ -7,6 +7,7 @@ Functions with `@during` return a `During` of rows.py; the engine is that of the
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -234,6 +235,25 @@ async def accepting_every_draft(case: Case) -> AsyncIterator[None]:
 
     with mock.patch.object(executor, "take_drafted", take):
         yield
+
+
+# ---- constraints
+
+
+@during
+async def without_masks(case: Case) -> AsyncIterator[None]:
+    """The decode worker's sampler is given no masks; it must have been about to."""
+    backend: Any = case.engine.backend
+    sample, num_masked = backend.sample_on_device, 0
+
+    def sample_without(logits: Any, batch: Any) -> Any:
+        nonlocal num_masked
+        num_masked += batch.masks is not None
+        return sample(logits, replace(batch, masks=None, mask_rows=None))
+
+    with mock.patch.object(backend, "sample_on_device", sample_without):
+        yield
+    case.result.check(f"{num_masked} masks left out" if num_masked else "no masks", holds=num_masked > 0)
 
 
 if TYPE_CHECKING:

@@ -29,24 +29,27 @@ from kvrelay.types import KvLayout
 
 FLIPPED_BIT = steer.in_flight(steer.flip_exponent_bit, most=1)
 CONTROL = ("3 blocks",)  # the prompt that controls damage
-_PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
+PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
 
 
 # ---- paths: aggregated, disaggregated, cached, batched
 
 
 @during
-async def _hits_cache(case: Case) -> AsyncIterator[None]:
+async def hits_cache(case: Case) -> AsyncIterator[None]:
     yield
     hits, count = sum(answer.cached_tokens > 0 for answer in case.answers), len(case.answers)
     case.result.check(f"{hits} of {count} prompts hit the cache", holds=hits > count // 2)
+
+
+HITS_CACHE = hits_cache()
 
 
 def paths(transports: Sequence[str]) -> list[Setup]:
     """Every transport, the first one also cached, batched, and in blocks of two sizes."""
     first, one, size, flipped = transports[0], ("one block",), 2 * BLOCK_SIZE, (FLIPPED_BIT,)
     own = (
-        VerifyRow("prefix-cached on both workers", during=(_hits_cache(),)),
+        VerifyRow("prefix-cached on both workers", during=(HITS_CACHE,)),
         VerifyRow("batched with others", cold=True, together=True, force="local remote"),
     )
     setups = []
@@ -180,9 +183,9 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
     # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
     num_tokens = len(verifier.prompt("several chunks").token_ids) + verifier.num_output
     weight = TURNS_IN_CREDIT * num_tokens / CREDIT_TOKENS
-    weights = {f"{tenant} {where}": weight for tenant in ("greedy", "modest", "hurried") for _, where in _PLACES}
+    weights = {f"{tenant} {where}": weight for tenant in ("greedy", "modest", "hurried") for _, where in PLACES}
     rows: list[VerifyRow | OwnRows] = []
-    for (force, where), stage in zip(_PLACES, ("reserved", "first token"), strict=True):
+    for (force, where), stage in zip(PLACES, ("reserved", "first token"), strict=True):
         name = f"priorities, deadlines, tenants {where}"
         for order, suffix, request in (
             (RANKED_ORDER, "", partial(_ranked_request, where)),
@@ -263,7 +266,7 @@ def speculation(verifier: Verifier, transport: str) -> list[Setup]:
     setups = []
     for kind, engine in (("speculation", {}), ("draft model", by_model)):
         drafting = (steer.always_drafting(), PARTLY_ACCEPTED)
-        rows = [VerifyRow(f"{kind} {where}", force=one, together=True, during=drafting) for one, where in _PLACES]
+        rows = [VerifyRow(f"{kind} {where}", force=one, together=True, during=drafting) for one, where in PLACES]
         name = f"{kind}: accepting every draft changes the answers"
         drafting = (steer.always_drafting(), steer.accepting_every_draft())
         rows.append(VerifyRow(name, Must.CHANGE, together=True, during=drafting))

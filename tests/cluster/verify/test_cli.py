@@ -138,9 +138,9 @@ def test_the_command_refuses_what_cannot_run_here(monkeypatch):
 def test_the_command_prints_rows_as_they_end_and_its_controls_log_to_a_file(capfd):
     result = run_command("--family", "llama", "--transport", "shm", "--tokens", "4", "--max-model-len", "192")
     assert result.exit_code == 0
-    rows = [line for line in result.output.splitlines() if re.match(r" +\d/8 ok +\S", line)]
-    assert len(rows) == 8 and rows[0].startswith("  1/8 ok   aggregated (one worker): 7 of 7 (")
-    assert "8 of 8 rows ok" in result.output and "left out: everything else (kvrelay verify --all)" in result.output
+    rows = [line for line in result.output.splitlines() if re.match(r" +\d+/10 ok +\S", line)]
+    assert len(rows) == 10 and rows[0].startswith("  1/10 ok   aggregated (one worker): 7 of 7 (")
+    assert "10 of 10 rows ok" in result.output and "left out: everything else (kvrelay verify --all)" in result.output
     assert "the workers' log" not in result.output and capfd.readouterr().err == ""
 
 
@@ -179,7 +179,7 @@ def test_all_rows_are_counted_before_the_first_one(tmp_path):
     """Of a model that is no random one: all that `kvrelay verify --all` has over two transports."""
     verifier = Verifier(tiny_checkpoint("llama", tmp_path / "llama"), max_model_len=512, num_output=16)
     setups = cli.all_setups(verifier, ["shm", "tcp"], tmp_path, is_random=False, is_first=True)
-    assert sum(setup.num_rows for _, setup in setups) == 69
+    assert sum(setup.num_rows for _, setup in setups) == 86
 
 
 def test_the_report_says_what_was_left_out():
