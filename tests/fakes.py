@@ -35,7 +35,8 @@ class ByteCodec:
     """Every byte is a token; 256 is the end of a text, 257 is special too."""
 
     vocab_size = VOCAB_SIZE
-    template = None
+    max_model_len = 512  # of the model that is served with it
+    template = tool_template = response_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -46,6 +47,9 @@ class ByteCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(self._visible(token) or b"" for token in token_ids).decode(errors="replace")
+
+    def special_tokens(self) -> list[tuple[int, str]]:
+        return [(256, "<|256|>"), (257, "<|257|>")]
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<|{token_id}|>".encode()

@@ -18,5 +18,22 @@ Speculation = Literal["auto", "ngram", "model", "off"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 OnMiss = Literal["refuse", "queue"]
 PlannerMode = Literal["auto", "off"]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "deepseek_v3_2",
+    "gemma3_function",
+    "gemma4",
+    "glm4",
+    "hermes",
+    "kimi_k2",
+    "llama3",
+    "minimax",
+    "mistral",
+    "mistral_args",
+    "qwen3_coder",
+]
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "gemma4", "granite", "kimi", "seed_oss"]
 UnknownFields = Literal["ignore", "refuse"]

@@ -12,6 +12,7 @@ from kvrelay.settings.choices import (
     PreemptionSetting,
     Quantization,
     ReasoningParser,
+    ToolParser,
 )
 from kvrelay.settings.choices import Speculation as SpeculationMode
 from kvrelay.settings.section import Budget, Section, Size, setting
@@ -52,6 +53,12 @@ class ModelSettings(Section):
         "auto",
         "How the model marks its reasoning, which chat replies return apart; auto: as its chat template shows; "
         "deepseek_r1: <think> as in qwen3, and assumed where neither prompt nor output begins with it.",
+    )
+
+    tool_parser: ToolParser = setting(
+        "auto",
+        "How the model writes tool calls; auto: as its chat template renders them, as hermes where the template knows "
+        "no tools; none: requests with tools are refused.",
     )
 
     @property

@@ -28,6 +28,7 @@ from kvrelay.serve.api.endpoint import (
 from kvrelay.serve.api.kv import delete_session, get_session, prefetch, put_session
 from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.chat.reasoning import find_markers
+from kvrelay.serve.chat.tool_support import find_tools
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
@@ -53,7 +54,8 @@ def create_app(
     """
     slo = settings.slo if settings.slo.is_on else None
     reasoning = find_markers(settings.model.reasoning_parser, tokenizer)
-    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, check_grammar, reasoning)
+    tools = find_tools(settings.model.tool_parser, tokenizer)
+    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, check_grammar, reasoning, tools)
     live = ui.LiveFeed(partial(ui.front_snapshot, front))
     app = Starlette(
         routes=[

@@ -21,6 +21,7 @@ from kvrelay.serve.api.message_reply import MessageReply
 from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.reasoning import REASONING_FIELDS, with_reasoning
 from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody
+from kvrelay.serve.api.tools import asks_for_tools, with_tools
 from kvrelay.serve.bodies.unknown_fields import ignored_header
 from kvrelay.serve.requests.generation import Generation, GenerationJob, Prompt
 from kvrelay.serve.telemetry.explain import Explain
@@ -48,6 +49,8 @@ async def chat_completions(front: Front, request: Request) -> Response:
     prompt = await chat_prompt(front, body)
     if body.model_fields_set & CONSTRAINTS:
         (prompt,) = await constrained(front, body, [prompt])
+    if body.tools and asks_for_tools(body):
+        prompt = await with_tools(front, body, prompt)
     if front.reasoning is not None or body.model_fields_set & REASONING_FIELDS:
         prompt = with_reasoning(front, body, prompt)
     generation = await _generation(front, request, body, [prompt], arrived_s)

@@ -33,6 +33,7 @@ from kvrelay.serve.api.schemas import Common, parse
 from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.bodies.unknown_fields import count_ignored, unknown
 from kvrelay.serve.chat.reasoning import ReasoningMarkers
+from kvrelay.serve.chat.tool_support import ToolSupport
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.settings.router import SloSettings
@@ -239,6 +240,7 @@ class Front:
     slo: SloSettings | None  # None: no request has one
     check_grammar: Callable[[GrammarSpec], Awaitable[None]]  # raises InvalidRequest
     reasoning: ReasoningMarkers | None = None  # None: the model does not reason
+    tools: ToolSupport | None = None  # None: tools are refused
 
     @property
     def max_model_len(self) -> int:

@@ -17,6 +17,7 @@ class MessageReply(ChatReply):
     def __init__(self, front: Front, body: ChatBody, generation: Generation, form: OutputFormat) -> None:
         super().__init__(front, body, generation)
         self._outputs = [ChoiceOutput(form) for _ in range(generation.job.num_choices)]
+        self._call_reason = form.call_reason
         self._has_reasoning, self._stats = form.splitter is not None, front.dispatcher.stats
 
     def usage(self) -> replies.Usage:
@@ -56,7 +57,7 @@ class MessageReply(ChatReply):
         return parts
 
     def _finish_reason(self, index: int, reason: str) -> str:
-        return "tool_calls" if reason == "stop" and self._outputs[index].has_calls else reason
+        return self._call_reason if reason == "stop" and self._outputs[index].has_calls else reason
 
 
 def _delta(part: Part) -> replies.Delta:

@@ -9,6 +9,7 @@ from kvrelay.serve.api.endpoint import Front
 from kvrelay.serve.api.parameters import asked_tokens, check_token, make_sampling, output_limit
 from kvrelay.serve.api.reasoning import REASONING_FIELDS, template_variables
 from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody
+from kvrelay.serve.api.tools import with_shown_tools
 from kvrelay.serve.bodies.messages import Message, ToolCall
 from kvrelay.serve.requests.generation import Prompt
 from kvrelay.serve.text.tokenizer import encode_text
@@ -92,10 +93,14 @@ async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
 def _template_text(front: Front, body: ChatBody) -> str:
     """The prompt's text; with `continue_final_message` it ends inside the last message."""
     messages = template_messages(body.messages)
+    shown: dict[str, Any] = {}
+    if body.tools or any(message.tool_calls or message.role == "tool" for message in body.messages):
+        messages, shown = with_shown_tools(front, body, messages)
     variables = template_variables(front, body) if body.model_fields_set & REASONING_FIELDS else {}
     if body.documents is not None:
         variables["documents"] = body.documents
     variables |= {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
+    variables |= shown
     if not body.continue_final_message:
         has_prompt = body.add_generation_prompt is not False
         return front.codec.chat_text(messages, add_generation_prompt=has_prompt, **variables)

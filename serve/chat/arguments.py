@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.serve.chat.families import Arguments
-from kvrelay.serve.chat.stepwise import SPACE, Malformed, PiecedText, Steps, beginning
+from kvrelay.serve.chat.stepwise import SPACE, Malformed, PiecedText, Steps
+from kvrelay.serve.text.stop import overlap
 
 Write = Callable[[str], None]
 MAX_KEY_CHARS = 1024
@@ -142,7 +143,7 @@ def _copy_text(source: PiecedText, end: str, write: Write, *, strips_line: bool 
     ends = (end, "\n" + end) if strips_line else (end,)
     while True:
         found = source.text.find(end, source.at)
-        stop = found if found >= 0 else len(source.text) - beginning(source.text[source.at :], ends)
+        stop = found if found >= 0 else len(source.text) - max(overlap(source.text[source.at :], one) for one in ends)
         if found >= 0 and strips_line and found > source.at and source.text[found - 1] == "\n":
             stop -= 1
         write(_json_text(source.text[source.at : stop])[1:-1])

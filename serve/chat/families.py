@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrelay.errors import InvalidRequest
-
 Arguments = Literal["json", "qwen_xml", "glm_xml", "minimax_xml", "deepseek_xml"]  # as xgrammar names its styles
 
 
@@ -129,28 +127,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3", ("<|start_header_id|>", "parameters")),
     ("llama3", ("<|python_tag|>",)),
 )
-_MODEL_TYPES = {  # where the template has no sign
-    "llama": "llama3", "qwen2": "hermes", "qwen2_moe": "hermes", "qwen3": "hermes", "qwen3_moe": "hermes",
-    "qwen3_next": "hermes", "mistral": "mistral", "mixtral": "mistral", "deepseek_v3": "deepseek_v3",
-    "kimi_k2": "kimi_k2", "glm4_moe": "glm4", "minimax_m2": "minimax",
-}  # fmt: skip
 
 
-def check_tool_parser(name: str) -> None:
-    """Raise ValueError for a name that the setting model.tool_parser does not have."""
-    if name not in ("auto", "none", *TOOL_FORMATS):
-        raise ValueError(f"there is no tool parser {name!r}, only auto, none, {', '.join(sorted(TOOL_FORMATS))}")
-
-
-def detect_tool_format(template: str, model_type: str = "") -> str | None:
+def detect_tool_format(template: str) -> str | None:
     """The name of the format that a checkpoint's chat template renders calls in; None: unknown."""
-    for name, signs in _SIGNS:
-        if all(sign in template for sign in signs):
-            return name
-    return _MODEL_TYPES.get(model_type)
-
-
-def unknown_format() -> InvalidRequest:
-    """The refusal of tools for a model whose format is unknown."""
-    message = "tools: this server does not know how this model writes tool calls; see its setting model.tool_parser"
-    return InvalidRequest(message, "tools", 400, "unsupported_parameter")
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)

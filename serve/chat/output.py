@@ -70,6 +70,7 @@ class OutputFormat:
     parser: Callable[[], ToolParser] | None = None
     shows_reasoning: bool = True
     kept_ids: frozenset[int] = frozenset()
+    call_reason: str = "tool_calls"  # the finish reason of a choice with calls that ended by itself
 
 
 class ChoiceOutput:

@@ -81,13 +81,3 @@ class PiecedText:
             return None
         before, self.at = self.text[self.at : found], found + len(end)
         return before
-
-
-def beginning(text: str, literals: tuple[str, ...]) -> int:
-    """The length of the longest end of `text` that one of `literals` begins with, and is longer than."""
-    longest = min(len(text), max(map(len, literals), default=1) - 1)
-    for size in range(longest, 0, -1):
-        end = text[-size:]
-        if any(len(literal) > size and literal.startswith(end) for literal in literals):
-            return size
-    return 0

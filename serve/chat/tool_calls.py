@@ -14,7 +14,8 @@ from typing import Any
 from kvrelay.serve.chat.arguments import copy_json, copy_unquoted, copy_xml, read_string, read_value, xml_begins
 from kvrelay.serve.chat.families import TOOL_FORMATS, ToolFormat
 from kvrelay.serve.chat.output import AfterReasoning, Content, ToolArguments, ToolCallStart
-from kvrelay.serve.chat.stepwise import SPACE, Malformed, PiecedText, Steps, beginning
+from kvrelay.serve.chat.stepwise import SPACE, Malformed, PiecedText, Steps
+from kvrelay.serve.text.stop import overlap
 
 MAX_NAME_CHARS = 256
 _NOT_IN_NAMES = frozenset(SPACE + "<>\"'{}[]()|,")
@@ -26,6 +27,11 @@ def new_call_id(tool_format: ToolFormat) -> str:
     """An id for a call, as the family's templates expect them in the next request."""
     if tool_format.id_form == "mistral":
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return random_call_id()
+
+
+def random_call_id() -> str:
+    """An id as OpenAI writes them."""
     return "call_" + secrets.token_hex(12)
 
 
@@ -118,9 +124,7 @@ class ToolCallParser:
     def _run(self) -> Steps[None]:
         if self._format.at_start:
             yield from self._text.skip_space()
-            if (yield from self._text.peek()) == "{":
-                yield from self._calls(None, "")
-            else:
+            if (yield from self._text.peek()) != "{" or not (yield from self._calls(None, "")):
                 self._text.at = 0
         while trigger := (yield from self._content()):
             mark = self._text.at
@@ -136,7 +140,7 @@ class ToolCallParser:
             found = [(at, trigger) for trigger in triggers if (at := source.text.find(trigger, source.at)) >= 0]
             end, trigger = min(found, default=(len(source.text), None))
             if trigger is None and not source.is_over:
-                end -= beginning(source.text[source.at :], triggers)
+                end -= max((overlap(source.text[source.at :], one) for one in triggers), default=0)
             self._say(source.text[source.at : end])
             source.at = end
             source.forget()

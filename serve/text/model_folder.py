@@ -35,14 +35,17 @@ def special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
+def template_source(folder: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
+    """The chat template of this name; None where there is none. Without a name, a template is the default."""
+    is_default = name == "default"
+    path = folder / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+        template = next((entry["template"] for entry in template if entry.get("name") == name), None)
+        is_default = True
+    return template if isinstance(template, str) and is_default else None
 
 
 def ids_of(value: Any) -> frozenset[int]:

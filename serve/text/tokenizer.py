@@ -171,6 +171,9 @@ class Tokenizer:
         special = special_tokens(read_json(folder / "special_tokens_map.json"), tokenizer_config)
         template = template_source(folder, tokenizer_config)
         self.template = ChatTemplate(template, special) if template is not None else None
+        tool_template = template_source(folder, tokenizer_config, "tool_use")
+        self.tool_template = self.template if tool_template is None else ChatTemplate(tool_template, special)
+        self.response_template: dict[str, Any] | None = tokenizer_config.get("response_template")
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -189,9 +192,10 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt's text; encode it without special tokens. Raises InvalidRequest."""
-        if self.template is None:
+        template = self.tool_template if variables.get("tools") else self.template
+        if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence."""
@@ -214,6 +218,10 @@ class Tokenizer:
         if self._bytes_function is not None:
             return self._bytes_function(token)
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def special_tokens(self) -> list[tuple[int, str]]:
+        """Ids and names of special tokens, whose text outputs do not show unless they are kept."""
+        return [(token_id, str(self._tokenizer.id_to_token(token_id))) for token_id in sorted(self._special_ids)]
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, starts_text: bool = False, kept_ids: frozenset[int] = frozenset()

@@ -49,7 +49,7 @@ class Cluster:
             self.dispatcher,
             codec,
             settings,
-            ModelCard(MODEL, 512, 1700000000),
+            ModelCard(MODEL, codec.max_model_len, 1700000000),
             OwnSessions(self.dispatcher.clock),
             self._check_grammar,
         )

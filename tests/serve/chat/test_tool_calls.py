@@ -116,7 +116,7 @@ def test_nothing_malformed_raises_or_depends_on_cuts(family, data):
         ("hermes", '<tool_call>{"name": 3}</tool_call>', [], '<tool_call>{"name": 3}</tool_call>'),
         ("hermes", "a <tool_call", [], "a <tool_call"),
         ("hermes", "\n a \n", [], "\n a \n"),
-        ("llama3", '{"answer": 42}', [], '{"answer": 42}'),
+        ("llama3", ' {"answer": 42}', [], ' {"answer": 42}'),
         ("llama3", '{"name": "Bob", "age": 3}', [], '{"name": "Bob", "age": 3}'),
         ("llama3", "<|python_tag|>print(1)", [], "<|python_tag|>print(1)"),
         # a broken one, then a good one

@@ -11,9 +11,10 @@ import tokenizers
 from kvrelay.errors import InvalidRequest
 from kvrelay.grammar.compiler import GrammarCompiler
 from kvrelay.grammar.masks import fill_masks
+from kvrelay.grammar.tag_schema import checked_schema
 from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.chat.families import TOOL_FORMATS
-from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, checked_schema, tool_tag
+from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, tool_tag
 from tests.checkpoints import chat_checkpoint
 from tests.scale import scaled
 from tests.serve.chat.calls import TOOLS, parse, rendered, written

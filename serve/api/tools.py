@@ -1,0 +1,137 @@
+"""Tools as a chat request asks for them: what its template shows, the grammar of its calls, and how they are read.
+
+Only requests with tools come here.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.tag_schema import checked_schema
+from kvrelay.plane.messages import GrammarSpec
+from kvrelay.serve.api.endpoint import Front
+from kvrelay.serve.api.schemas import ChatBody
+from kvrelay.serve.bodies.messages import Function
+from kvrelay.serve.bodies.unknown_fields import unsupported
+from kvrelay.serve.chat.families import ToolFormat
+from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, tool_tag
+from kvrelay.serve.chat.tool_support import ToolSupport, shown_in_messages
+from kvrelay.serve.requests.generation import Prompt
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def asks_for_tools(body: ChatBody) -> bool:
+    """Whether tools may be called. With the choice `none` the model does not see them either."""
+    return bool(body.tools) and (body.tool_choice is None or body.tool_choice.mode != "none")
+
+
+def with_shown_tools(
+    front: Front, body: ChatBody, messages: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages, and the variables of the template that show the tools. Raises InvalidRequest."""
+    tools = [_as_shown(tool.function) for tool in body.tools or ()] if asks_for_tools(body) else []
+    support = front.tools
+    if support is None:
+        if tools:
+            raise unsupported("tools")
+        return messages, {}
+    if support.in_template:
+        return messages, {"tools": tools} if tools else {}
+    return shown_in_messages(messages, tools), {}
+
+
+def _as_shown(function: Function) -> dict[str, Any]:
+    described = {} if function.description is None else {"description": function.description}
+    parameters = NO_PARAMETERS if function.parameters is None else function.parameters
+    return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The choice among tools, any spelling."""
+
+    tools: list[tuple[int, Function]]  # those that may be called, with their places in the body
+    is_required: bool
+    is_named: bool
+    is_parallel: bool
+    is_limited: bool  # to some of the tools
+
+    @property
+    def must_be_constrained(self) -> bool:
+        return self.is_required or self.is_limited or any(function.strict for _, function in self.tools)
+
+
+def _asked(body: ChatBody) -> _Asked:
+    choice = body.tool_choice
+    names = None if choice is None else choice.names
+    tools = [(place, tool.function) for place, tool in enumerate(body.tools or ())]
+    is_named = choice is not None and choice.type == "function"
+    return _Asked(
+        tools=[(place, function) for place, function in tools if names is None or function.name in names],
+        is_required=choice is not None and choice.mode == "required",
+        is_named=is_named,
+        is_parallel=body.parallel_tool_calls is not False and not is_named,
+        is_limited=names is not None,
+    )
+
+
+async def with_tools(front: Front, body: ChatBody, prompt: Prompt) -> Prompt:
+    """The prompt, its output to be searched for calls, and limited to valid ones where that was asked for.
+
+    Raises InvalidRequest.
+    """
+    support, asked = front.tools, _asked(body)
+    if support is None:
+        raise unsupported("tools")
+    spec = _spec(support, asked, prompt.sampling.grammar)
+    if spec is not None:
+        await _check(front, body, spec)
+        prompt = replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, grammar=spec))
+    parameters = {function.name: function.parameters or NO_PARAMETERS for _, function in asked.tools}
+    output = support.output(parameters, prompt.text, is_parallel=asked.is_parallel, is_constrained=spec is not None)
+    if asked.is_named:
+        output = replace(output, call_reason="stop")  # as OpenAI has it
+    return replace(prompt, output=output)
+
+
+def _spec(support: ToolSupport, asked: _Asked, given: GrammarSpec | None) -> GrammarSpec | None:
+    """The grammar of the output; None: it is free. given: that of `response_format`, which content must follow."""
+    if given is not None and given.kind != "json_schema":
+        raise InvalidRequest(
+            f"tools: not with a constraint of kind {given.kind}", "tools", 400, "unsupported_parameter"
+        )
+    if not asked.must_be_constrained and given is None:
+        return None
+    own = support.format
+    if own is None:
+        message = "tool_choice: this server does not know how this model writes calls; see model.tool_parser"
+        raise InvalidRequest(message, "tool_choice", 400, "unsupported_parameter")
+    content = None
+    if given is not None and not asked.is_required:
+        content = checked_schema(json.loads(given.text), "response_format")
+    schemas = {function.name: _schema(own, asked, function, place) for place, function in asked.tools}
+    tag = tool_tag(own, schemas, is_required=asked.is_required, is_parallel=asked.is_parallel, content_schema=content)
+    return GrammarSpec("structural_tag", tag)
+
+
+def _schema(own: ToolFormat, asked: _Asked, function: Function, place: int) -> Any:
+    if not asked.is_required and not function.strict:
+        return ANY_ARGUMENTS
+    field = f"tools[{place}].function.parameters"
+    try:
+        return checked_schema(function.parameters, field, is_xml=own.arguments != "json")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error.message} (of the tool {function.name!r})", field, 400, error.code) from error
+
+
+async def _check(front: Front, body: ChatBody, spec: GrammarSpec) -> None:
+    if body.use_beam_search:
+        raise InvalidRequest("tools: not with use_beam_search", "tools", 400, "unsupported_parameter")
+    try:
+        await front.check_grammar(spec)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"tools: {error.message}", "tools", error.status, error.code) from error
