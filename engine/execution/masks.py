@@ -2,6 +2,7 @@
 the host.
 """
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from kvrelay.engine.execution.constraints import Constraint, Grammar, Rules
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.grammar.masks import Row, fill_masks
+from kvrelay.grammar.matcher import Masks
 from kvrelay.plane.messages import GrammarSpec, Sampling
 
 
@@ -37,6 +39,8 @@ class RowMasks:
         """For these of the rows."""
         return RowMasks(self.masks, self.rows[torch.tensor(rows, dtype=torch.int64)])
 
+
+logger = logging.getLogger(__name__)
 
 Job = tuple[Constraint, list[int], tuple[int, ...], int]  # its new tokens, its drafts, and its first row in the step
 WaitMasks = Callable[[], RowMasks | None]  # None: no row needs one
@@ -89,13 +93,29 @@ class Constraints:
             count += 1 + len(drafts)
         masks = np.zeros((count, -(-self._vocab_size // 32)), dtype=np.int32)
         if fills:
-            fill_masks(fills, masks)
+            try:
+                fill_masks(fills, masks)
+            except Exception:  # of a library: which of them?
+                self._fill_alone(jobs, masks)
         begin = 0
         for constraint, _, drafts, row in jobs:
             for index, is_needed in enumerate(constraint.restrict(masks[begin : begin + 1 + len(drafts)], drafts)):
                 rows[row + index] = begin + index if is_needed else -1
             begin += 1 + len(drafts)
         return RowMasks(torch.from_numpy(masks), torch.from_numpy(rows)) if (rows >= 0).any() else None
+
+    @staticmethod
+    def _fill_alone(jobs: list[Job], masks: Masks) -> None:
+        """Fill the masks one by one; sequences whose grammar cannot have a problem."""
+        count = 0
+        for constraint, _, drafts, _ in jobs:
+            if (fill := constraint.matcher_row(drafts, count)) is not None:
+                try:
+                    fill_masks([fill], masks)
+                except Exception as error:
+                    logger.exception("a grammar's masks cannot be computed")
+                    constraint.problem = f"the grammar's masks cannot be computed: {error}"
+            count += 1 + len(drafts)
 
 
 def _jobs(plan: StepPlan, seqs: list[Sequence]) -> list[Job]:

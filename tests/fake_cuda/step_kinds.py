@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvrelay.plane.messages import Thinking
 from tests.fake_cuda import counters, engines
 
 STALLS = ("device_waits", "stream_waits", "sync_copies")
@@ -58,10 +57,6 @@ KINDS = {
     "decode with penalties": StepKind(sampling={"presence_penalty": 0.5, "repetition_penalty": 1.1}, kernels=14),
     "decode with penalties and log-probabilities": StepKind(
         sampling={"presence_penalty": 0.5, "logprobs": 2}, kernels=45
-    ),
-    "decode with bad words": StepKind(sampling=_DRAWN | {"bad_words": ((5,), (6, 7))}, kernels=6),
-    "decode with a thinking budget": StepKind(
-        sampling={"thinking": Thinking(start=(5,), end=(6,), is_open=True, budget=0)}, kernels=6
     ),
     "prompt": StepKind(sequences=0, prompt=700, graphs=_pieces, kernels=8),
     "prompt, more than 512 tokens a step": StepKind(

@@ -1,7 +1,9 @@
 """Constrained outputs: valid with random weights, and the same on every path that one engine has."""
 
+import functools
 import itertools
 import json
+import operator
 import re
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.engine.execution import masks
 from kvrelay.engine.execution.constraints import Constraint
 from kvrelay.engine.execution.masks import Constraints
 from kvrelay.engine.step.build import load_engine
@@ -410,6 +413,26 @@ def test_one_that_cannot_be_continued_fails_alone(make, expected, monkeypatch):
     for name in ("plain", "json drawn"):
         tokens = expected[name, 0][0]
         assert streams[name] == tokens[-len(streams[name]) :] and len(streams[name]) >= len(tokens) - 1
+    assert engine.pool.counts().used == 0 and not engine.scheduler.sequences
+
+
+def test_a_library_that_raises_ends_the_one_it_raises_for(make, expected, monkeypatch):
+    engine, real = make(), masks.fill_masks
+    for one in asked()[:3]:
+        engine.add(one)
+    bad = engine.scheduler.sequences["json"].constraint
+
+    def fill_masks(rows, out):
+        if any(matcher is bad._matcher and bad.num_seen > 4 for matcher, _, _ in rows):
+            raise RuntimeError("no such state")
+        real(rows, out)
+
+    monkeypatch.setattr(masks, "fill_masks", fill_masks)
+    results = [engine.step() for _ in range(130)]
+    [(name, problem)] = [failure for result in results for failure in result.failed]
+    assert name == "json" and "no such state" in problem
+    tokens = [out.token_ids for result in results for out in result.outputs if out.request_id == "json drawn"]
+    assert functools.reduce(operator.iadd, tokens, []) == expected["json drawn", 0][0]
     assert engine.pool.counts().used == 0 and not engine.scheduler.sequences
 
 
