@@ -41,6 +41,8 @@ class Rules:
         self.params, self.grammar, self.eos_ids = params, grammar, frozenset(eos_ids)
         self.can_end = bool(eos_ids) and not params.ignore_eos  # by a token
         self.thinking: Thinking | None = params.thinking
+        self.start_like = _like(self.thinking.start_like or self.thinking.start) if self.thinking else []
+        self.end_like = _like(self.thinking.end_like or self.thinking.end) if self.thinking else []
         self.banned = frozenset(word[0] for word in params.bad_words if len(word) == 1)
         self.not_banned = mask_of(sorted(self.banned), vocab_size, is_banned=True)
         self.words: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by the token before the last
@@ -124,12 +126,12 @@ class Constraint:
         if thinking is None or phase is Phase.BOUND:
             return phase, num_reasoned
         if phase is Phase.REASONING:
-            if _ends_with(text, end, thinking.end):
+            if _ends_like(text, end, self._rules.end_like):
                 return (Phase.BOUND if has_grammar else Phase.OPENING), num_reasoned
             return phase, num_reasoned + 1
         start = thinking.start
         if not has_grammar:
-            return (Phase.REASONING if start and _ends_with(text, end, start) else phase), num_reasoned
+            return (Phase.REASONING if start and _ends_like(text, end, self._rules.start_like) else phase), num_reasoned
         if end > len(start) or text[end - 1] != start[end - 1]:
             return Phase.BOUND, num_reasoned
         return (Phase.REASONING if end == len(start) else phase), num_reasoned
@@ -290,6 +292,16 @@ def _first_phase(rules: Rules) -> Phase:
 def _ends_with(text: Rows[int], end: int, marker: tuple[int, ...]) -> bool:
     """Whether text[:end] ends with the marker."""
     return end >= len(marker) and tuple(text[end - len(marker) : end]) == marker
+
+
+def _like(marker: Rows[int | Rows[int]]) -> list[frozenset[int]]:
+    """The tokens that stand for each of a marker's."""
+    return [frozenset((one,) if isinstance(one, int) else one) for one in marker]
+
+
+def _ends_like(text: Rows[int], end: int, like: Rows[frozenset[int]]) -> bool:
+    """Whether text[:end] ends with a marker, in any of its tokens."""
+    return end >= len(like) and all(text[end - 1 - back] in like[-1 - back] for back in range(len(like)))
 
 
 def _allow(mask: Mask, token: int) -> None:

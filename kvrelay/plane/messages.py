@@ -41,12 +41,15 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How reasoning stands in an output. A grammar binds what follows it.
 
     start, end: token ids of the markers around reasoning. is_open: the prompt ends inside reasoning.
+    start_like, end_like: where a model may write a marker in other tokens: all that stand for each of the marker's.
     """
 
     start: tuple[int, ...]
     end: tuple[int, ...]
     is_open: bool = False
     budget: int | None = None  # most tokens of reasoning: then `end` is forced
+    start_like: tuple[tuple[int, ...], ...] = ()
+    end_like: tuple[tuple[int, ...], ...] = ()
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -81,8 +81,17 @@ def with_reasoning(front: Front, body: ChatBody, prompt: Prompt) -> Prompt:
     if budget is not None and body.use_beam_search:
         raise InvalidRequest(f"{field}: not with use_beam_search", field, 400, "unsupported_parameter")
     sampling, has_grammar = prompt.sampling, prompt.sampling.grammar is not None
+    if has_grammar and len(markers.end) > 1:  # it would have to bind in the middle of a token
+        budget = 0
     if has_grammar or budget is not None:
-        thinking = Thinking(start=markers.start, end=markers.end, is_open=is_open is True, budget=budget)
+        thinking = Thinking(
+            start=markers.start,
+            end=markers.end,
+            is_open=is_open is True,
+            budget=budget,
+            start_like=markers.start_like,
+            end_like=markers.end_like,
+        )
         sampling = msgspec.structs.replace(sampling, thinking=thinking)
     form = prompt.output or OutputFormat()
     splitter = partial(

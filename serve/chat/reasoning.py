@@ -50,6 +50,8 @@ class ReasoningMarkers:
     start: tuple[int, ...]
     end: tuple[int, ...]
     kept_ids: frozenset[int]  # tokens whose text a splitter must see, though they may be special
+    start_like: tuple[tuple[int, ...], ...] = ()  # as in Thinking, for markers of several tokens
+    end_like: tuple[tuple[int, ...], ...] = ()
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
@@ -68,7 +70,17 @@ def find_markers(parser: str, codec: Tokenizer) -> ReasoningMarkers | None:
     start, end = (codec.encode(marker, add_special_tokens=False) for marker in (form.start, form.end))
     singles = {ids[0] for ids in (start, end) if len(ids) == 1}
     special = {token for token in (*start, *end) if not codec.decode([token])}
-    return ReasoningMarkers(form, tuple(start), tuple(end), frozenset(singles | special))
+    likes = [_like(codec, ids) if len(ids) > 1 else () for ids in (start, end)]
+    return ReasoningMarkers(form, tuple(start), tuple(end), frozenset(singles | special), *likes)
+
+
+def _like(codec: Tokenizer, marker: list[int]) -> tuple[tuple[int, ...], ...]:
+    """For each token of a marker, those that may stand for it: its first and last may be parts of longer tokens."""
+    head, tail = codec.token_bytes(marker[0]), codec.token_bytes(marker[-1])
+    texts = [(token, codec.token_bytes(token)) for token in range(codec.vocab_size)]
+    heads = tuple(token for token, text in texts if text.endswith(head))
+    tails = tuple(token for token, text in texts if text.startswith(tail))
+    return heads, *((token,) for token in marker[1:-1]), tails
 
 
 class Stage(enum.Enum):

@@ -147,3 +147,20 @@ def test_bits_of_a_mask():
     ]
     banned = np.unpackbits(mask_of([0, 69], 70, is_banned=True).view(np.uint8), bitorder="little").nonzero()[0]
     assert banned.tolist() == list(range(1, 69))  # none beyond the vocabulary
+
+
+def test_a_marker_may_be_written_in_other_tokens(compiler):
+    """Its last token may be the beginning of a longer one: the text closes reasoning all the same."""
+    marks = Thinking(start=(40,), end=(50, 51), is_open=True, budget=4, end_like=((50, 60), (51, 61)))
+    for marker in ([50, 51], [60, 51], [50, 61]):
+        closed = made(compiler, thinking=marks)
+        closed.follow([9, *marker, *range(9, 20)])
+        assert masks_of(closed) == [None]
+    spent = made(compiler, thinking=marks)
+    spent.follow([9, 51, 60, 9])
+    assert masks_of(spent) == [{50}]
+    spent.follow([50])
+    assert masks_of(spent) == [{51}]
+    opened = made(compiler, thinking=Thinking(start=(40, 41), end=(50,), budget=1, start_like=((40,), (41, 42))))
+    opened.follow([9, 40, 42, 9])
+    assert masks_of(opened) == [{50}]

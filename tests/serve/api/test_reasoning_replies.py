@@ -180,7 +180,8 @@ async def test_without_a_switch_reasoning_is_closed_by_a_budget_of_none(reasoner
     cluster = await reasoner("</think>Yes.", OPENED)
     assert (await chat(cluster, {"max_tokens": 99, "reasoning_effort": "none"})).status_code == 200
     thinking = sent(cluster).sampling.thinking
-    assert thinking == wire.Thinking(start=tuple(b"<think>"), end=tuple(b"</think>"), is_open=True, budget=0)
+    assert (thinking.start, thinking.end) == (tuple(b"<think>"), tuple(b"</think>"))
+    assert (thinking.is_open, thinking.budget) == (True, 0)
 
 
 @pytest.mark.parametrize("budget", [{"thinking_token_budget": 5}, {"chat_template_kwargs": {"thinking_budget": 5}}])
@@ -188,7 +189,17 @@ async def test_a_budget_travels_with_the_markers(reasoner, budget):
     cluster = await reasoner()
     assert (await chat(cluster, {"max_tokens": 99, **budget})).status_code == 200
     thinking = sent(cluster).sampling.thinking
-    assert thinking == wire.Thinking(start=tuple(b"<think>"), end=tuple(b"</think>"), budget=5)
+    assert (thinking.start, thinking.end) == (tuple(b"<think>"), tuple(b"</think>"))
+    assert (thinking.is_open, thinking.budget) == (False, 5)
+
+
+async def test_a_grammar_closes_reasoning_whose_marker_is_several_tokens(reasoner):
+    """It could not bind in the middle of a token that ends the marker."""
+    cluster = await reasoner(template=OPENED)
+    body = {"max_tokens": 99, "response_format": {"type": "json_object"}, "thinking_token_budget": 7}
+    assert (await chat(cluster, body)).status_code == 200
+    sampling = sent(cluster).sampling
+    assert sampling.grammar is not None and sampling.thinking.budget == 0
 
 
 async def test_an_effort_reaches_the_template_that_knows_it(reasoner):

@@ -71,3 +71,16 @@ def test_a_character_left_incomplete_before_the_marker_is_of_reasoning(tmp_path,
 def test_a_checkpoint_without_markers_has_none(tmp_path):
     assert find_markers("auto", folder_with(tmp_path, (), is_special=None)) is None
     assert find_markers("none", folder_with(tmp_path, ("<think>",), is_special=True)) is None
+
+
+def test_tokens_that_may_stand_for_a_marker_of_several(tmp_path):
+    """In a text the marker's first and last characters may be parts of longer tokens."""
+    codec = folder_with(tmp_path, ("<think>", "</think>"), is_special=None)
+    found = find_markers("auto", codec)
+    assert len(found.end) > 1 and len(found.end_like) == len(found.end)
+    for token, like in zip(found.end, found.end_like, strict=True):
+        assert token in like
+    assert all(codec.token_bytes(token).endswith(b"<") for token in found.end_like[0])
+    assert all(codec.token_bytes(token).startswith(b">") for token in found.end_like[-1])
+    single = folder_with(tmp_path, ("<think>", "</think>"), is_special=True)
+    assert find_markers("auto", single).end_like == ()
