@@ -1,10 +1,12 @@
 """JSON schemas through a running server: is every output that ends by itself valid, and would it be without a mask?
 
     .venv/bin/python -m bench.serving.schemas FOLDER... --url http://localhost:8000/v1
+    .venv/bin/python -m bench.serving.schemas --random 10000 --url http://localhost:8000/v1
 
 FOLDER: JSON files, each a schema, a list of schemas, a map of names to schemas, or cases of the JSON Schema Test Suite
 (json/tests/draft2020-12 in the source package of PyPI's jsonschema); the package check-jsonschema carries schemas that
-people use. Every schema is asked for once as response_format and once, as a control, in words alone. A schema is
+people use; random ones are made from --seed. Every schema is asked for once as response_format and, those of folders,
+once more as a control, in words alone. A schema is
 
     valid     the output ended by itself and jsonschema finds it valid
     cut       the output reached its limit of tokens
@@ -26,6 +28,8 @@ from typing import Any
 
 import httpx
 import jsonschema
+
+from bench.serving.random_schemas import RandomSchemas
 
 OUTCOMES = ("valid", "cut", "refused", "INVALID", "BROKEN", "unclear")
 
@@ -65,11 +69,11 @@ def problem_of(text: str, schema: Any) -> str:
         if schema is not True:
             cls = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
             cls(schema, format_checker=cls.FORMAT_CHECKER).validate(value)
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         return f"not JSON: {error}"
     except jsonschema.ValidationError as error:
         return f"not valid: {error.message}"
-    except Exception as error:  # a schema with which jsonschema itself cannot validate
+    except Exception as error:  # a schema with which jsonschema itself cannot validate, such as {"$ref": "#"}
         return f"jsonschema: {error}"
     return ""
 
@@ -77,7 +81,8 @@ def problem_of(text: str, schema: Any) -> str:
 async def outcome(client: httpx.AsyncClient, body: dict[str, Any], schema: Any) -> tuple[str, str]:
     """One of OUTCOMES and its detail."""
     try:
-        answer = await client.post("/chat/completions", json=body)
+        while (answer := await client.post("/chat/completions", json=body)).status_code == 429:
+            await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
     except httpx.HTTPError as error:
         return "BROKEN", repr(error)
     if answer.status_code == 400:
@@ -94,7 +99,9 @@ async def outcome(client: httpx.AsyncClient, body: dict[str, Any], schema: Any) 
     return ("INVALID", f"{problem} in {text}") if problem else ("valid", "")
 
 
-async def run(client: httpx.AsyncClient, named: Sequence[tuple[str, Any]], options: dict[str, Any]) -> list[Row]:
+async def run(
+    client: httpx.AsyncClient, named: Sequence[tuple[str, Any]], options: dict[str, Any], *, has_control: bool = True
+) -> list[Row]:
     """A row for each schema; 8 requests at a time."""
     room = asyncio.Semaphore(8)
 
@@ -106,7 +113,7 @@ async def run(client: httpx.AsyncClient, named: Sequence[tuple[str, Any]], optio
             start_s = time.perf_counter()
             found, detail = await outcome(client, body | {"response_format": spec}, schema)
             reply_s = time.perf_counter() - start_s
-            if found == "refused":
+            if found == "refused" or not has_control:
                 return Row(name, found, detail, reply_s)
             return Row(name, found, detail, reply_s, (await outcome(client, body, schema))[0])
 
@@ -128,9 +135,14 @@ async def _main(args: argparse.Namespace) -> None:
     async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=120) as client:
         model = (await client.get("/models")).json()["data"][0]["id"]
         options = {"model": model, "temperature": 1.0, "seed": args.seed, "max_tokens": args.max_tokens}
-        for path in args.paths:
-            rows = await run(client, list(schemas_in(path))[: args.most], options)
-            print(f"{path.name}\n{table(rows)}")
+        named = [(path.name, True, list(schemas_in(path))[: args.most]) for path in args.paths]
+        seeds = range(args.seed, args.seed + args.random)
+        named += (
+            [("random", False, [(f"seed {seed}", RandomSchemas(seed).schema()) for seed in seeds])] if seeds else []
+        )
+        for title, has_control, schemas in named:
+            rows = await run(client, schemas, options, has_control=has_control)
+            print(f"{title}\n{table(rows)}")
             for row in rows:
                 if row.outcome in ("INVALID", "BROKEN") or (args.refused and row.outcome == "refused"):
                     print(f"    {row.outcome} {row.name}: {row.detail[:300]}")
@@ -138,7 +150,8 @@ async def _main(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="random schemas")
     parser.add_argument("--url", default="http://localhost:8000/v1")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--seed", type=int, default=1)

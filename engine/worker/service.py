@@ -239,7 +239,7 @@ class WorkerService:
             self.requests.fail(request_id, wire.PREEMPTED, "returned to prefill")
         for request_id, problem in result.failed:
             self._role.drop(request_id, problem)
-            self.requests.fail(request_id, "engine", problem, retryable=False)
+            self.requests.fail(request_id, "grammar", problem, retryable=False)
         self._role.on_reservations(result.reservations)
         self._reports.publish(result)
 

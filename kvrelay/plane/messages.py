@@ -363,7 +363,7 @@ class Failed(WireMessage, frozen=True, tag="failed"):
     """The sequence failed; nothing is held here for it any more."""
 
     request_id: str
-    code: str  # "transfer" | "lease" | "engine" | "aborted" | "preempted"
+    code: str  # "transfer" | "lease" | "engine" | "grammar" | "aborted" | "preempted"
     message: str
     retryable: bool
 

@@ -247,7 +247,7 @@ async def test_an_output_that_cannot_be_continued_fails_for_good(worker, monkeyp
         worker.send(link, wire.Generate(request=request("plain", None)))
         await until(lambda: any(isinstance(one, wire.Failed) for one in link.sent) and "plain" in ended(link))
     [failed] = [one for one in link.sent if isinstance(one, wire.Failed)]
-    assert (failed.code, failed.retryable, failed.message) == ("engine", False, "too many states")
+    assert (failed.code, failed.retryable, failed.message) == ("grammar", False, "too many states")
     assert 0 < len(outputs(link)["one"]) < 6 and worker.released == [("one", "too many states")]
 
 

@@ -336,6 +336,17 @@ async def test_a_group_that_fails_ends_as_one(make_cluster):
     await cluster.all_released()
 
 
+async def test_an_output_beyond_its_grammars_limits_is_the_clients_error(make_cluster):
+    """Not a fault of the worker: it is asked once, and a client that retries a 5xx has no reason to."""
+    cluster = await make_cluster(prefill=0)
+    cluster.decode[0].answers = [
+        lambda m: wire.Failed(request_id=m.request.request_id, code="grammar", message="too big", retryable=False)
+    ]
+    error = error_of(await cluster.client.post("/v1/completions", json=COMPLETION), 400, code="invalid_grammar")
+    assert "too big" in error["message"]
+    await cluster.all_released()
+
+
 async def test_an_error_is_told_without_a_traceback(make_cluster, caplog):
     cluster = await make_cluster()
 
