@@ -12,6 +12,8 @@ import uvicorn
 
 from kvrelay.cluster.launch.local import HOST, make_worker
 from kvrelay.config import settings_from
+from kvrelay.grammar.compiler import GrammarCompiler
+from kvrelay.plane.messages import GrammarSpec
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
@@ -35,7 +37,13 @@ async def small_cluster(folder: Path, settings: Mapping[str, Any] = CHAT_SETTING
     workers = [make_worker(role, checked, folder, secret, f"{role}-0", None) for role in Role]
     dispatcher = Dispatcher(Router(checked.router, tokens_per_hash=checked.tokens_per_hash), secret, checked)
     card = ModelCard("tiny", checked.model.max_model_len or 1024, 0)
-    app = create_app(dispatcher, Tokenizer(folder), checked, card, OwnSessions(dispatcher.clock))
+    codec = Tokenizer(folder)
+    compiler = GrammarCompiler(folder, codec.vocab_size, codec.eos_ids)
+
+    async def check_grammar(spec: GrammarSpec) -> None:
+        await asyncio.to_thread(compiler.compile, spec)
+
+    app = create_app(dispatcher, codec, checked, card, OwnSessions(dispatcher.clock), check_grammar)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(dispatcher.aclose)
         infos = []
