@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import tokenizers
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.limits import check_size
 from kvrelay.grammar.matcher import GrammarParser, Matcher
 from kvrelay.plane.messages import GrammarSpec
 
@@ -82,7 +83,15 @@ class GrammarCompiler:
                 future.set_exception(error)
         return future.result()
 
+    def load(self, kind: str) -> None:
+        """Load the library for grammars of this kind: 0.3 s to 2 s, once. Raises ModelError."""
+        if kind == "structural_tag":
+            self._xgrammar_library()
+        else:
+            self._llguidance_library()
+
     def _compiled(self, spec: GrammarSpec) -> _Parsers:
+        check_size(spec)
         if not self._eos_ids:
             raise InvalidRequest("this model has no eos token, so an output with a grammar could not end")
         if spec.kind == "structural_tag":

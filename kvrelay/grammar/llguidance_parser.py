@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+import numpy as np
 
 from kvrelay.errors import InvalidRequest, ModelError
 from kvrelay.grammar.matcher import Masks
@@ -14,14 +15,19 @@ from kvrelay.plane.messages import GrammarSpec
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"  # between JSON tokens: compact or indented, but never endless
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 1_000,
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,  # no text of an output in an error
 }
+
+TRIAL_TOKENS = 16  # of an output that is tried out when a grammar is compiled
+
+# A mask's time grows with the square of the parser's items where a grammar is ambiguous: 120 ms at 1,000 items, 2 ms at
+# 200. A JSON schema is not: it needs 4 for each optional property, and 2,000 take 3 ms.
+MOST_ITEMS = {"json_schema": 2_000, "regex": 2_000, "lark": 400}
 
 
 def vocabulary(folder: Path, vocab_size: int) -> str:
@@ -48,23 +54,39 @@ class LlguidanceLibrary:
             )
         except Exception as error:  # ValueError, and whatever a tokenizer.json of another form leads to
             raise ModelError(str(folder), f"structured output cannot use its tokenizer: {error}") from error
-        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._limits = {
+            kind: llguidance.LLParserLimits(**LIMITS, max_items_in_row=most) for kind, most in MOST_ITEMS.items()
+        }
         self._executor = llguidance.LLExecutor(num_threads)
 
     def grammar(self, spec: GrammarSpec) -> "LlguidanceGrammar":
         """Raises InvalidRequest."""
         try:
-            grammar = LlguidanceGrammar(self, _source(spec))
-            error = grammar.base_error()
+            grammar = LlguidanceGrammar(self, spec.kind, _source(spec))
+            error = grammar.base_error() or self._trial_error(grammar.parser())
         except ValueError as fault:
             error = str(fault)
         if error:
             raise InvalidRequest(_sentence(spec, error), code="invalid_grammar")
         return grammar
 
-    def compiled(self, source: str) -> llguidance.LLMatcher:
+    def compiled(self, kind: str, source: str) -> llguidance.LLMatcher:
         """A matcher at the start; releases the GIL. A fault is the matcher's error."""
-        return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        return llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits[kind])
+
+    def _trial_error(self, parser: "LlguidanceParser") -> str:
+        """What goes wrong in a short output of random tokens. It also builds lexer states that every output needs."""
+        mask = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), np.int32)
+        random = np.random.default_rng(0)
+        for step in range(TRIAL_TOKENS):
+            self.fill([(parser, [], 0)], mask)
+            if parser.matcher.is_stopped():
+                break
+            allowed = np.nonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))[0]
+            if not len(allowed):
+                return "no output can match it" if step == 0 else ""
+            parser.consume([int(random.choice(allowed))])
+        return f"too complex: {parser.matcher.get_error()}" if parser.matcher.is_error() else ""
 
     def token_bytes(self) -> list[bytes]:
         """Each token's bytes; none for special tokens and for ids without a token."""
@@ -86,9 +108,9 @@ class LlguidanceLibrary:
 class LlguidanceGrammar:
     """A compiled grammar. Its parsers share the lexer's states, which are built as outputs need them."""
 
-    def __init__(self, library: LlguidanceLibrary, source: str) -> None:
-        self.library, self._source = library, source
-        self._base = library.compiled(source)
+    def __init__(self, library: LlguidanceLibrary, kind: str, source: str) -> None:
+        self.library, self._kind, self._source = library, kind, source
+        self._base = library.compiled(kind, source)
 
     def base_error(self) -> str:
         return self._base.get_error()
@@ -99,7 +121,7 @@ class LlguidanceGrammar:
 
     def renew(self) -> None:
         """Start over with fresh lexer states: those that outputs share are beyond their limit."""
-        self._base = self.library.compiled(self._source)
+        self._base = self.library.compiled(self._kind, self._source)
 
 
 class LlguidanceParser:

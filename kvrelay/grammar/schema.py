@@ -7,6 +7,7 @@ has it.
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from kvrelay.errors import InvalidRequest
@@ -18,6 +19,7 @@ MOST_SCHEMAS = 5_000
 MOST_ENUM_VALUES = 5_000
 MOST_PATTERN_CHARS = 2_000
 MOST_REPEATS = 10_000  # maxLength, minItems and the like
+MOST_MULTIPLE = 10_000  # product of all multipleOf, in units of their last digit: automata grow with it
 MOST_LITERAL_CHARS = 65_536  # all property names, constants and values of enums
 
 _ONE = (
@@ -76,6 +78,7 @@ def check_and_rewrite(root: Json) -> None:
     if isinstance(root, dict) and "x-guidance" in root:
         refuse("x-guidance is not supported in a JSON schema")
     num_schemas = num_values = num_chars = 0
+    multiple = 1
     left: list[tuple[str, Json, int]] = [("", root, 0)]
     while left:
         path, node, depth = left.pop()
@@ -91,6 +94,9 @@ def check_and_rewrite(root: Json) -> None:
         num_values += len(_listed(node, "enum"))
         if num_values > MOST_ENUM_VALUES:
             refuse(f"the JSON schema has more than {MOST_ENUM_VALUES} values of enum in all (at {path[:200]})")
+        multiple *= _multiple(path, node)
+        if multiple > MOST_MULTIPLE:
+            refuse(f"multipleOf at {path[:200] or '/'} has too many digits (with others: more than {MOST_MULTIPLE})")
         num_chars += _literal_chars(path, node)
         if num_chars > MOST_LITERAL_CHARS:
             refuse(
@@ -115,6 +121,15 @@ def _literal_chars(path: str, node: dict[str, Json]) -> int:
             except RecursionError:
                 refuse(f"{key} nests too deeply at {path[:200]}")
     return chars
+
+
+def _multiple(path: str, node: dict[str, Json]) -> int:
+    """multipleOf without its decimal point and trailing zeros: 0.25 is 25, 1000 is 1."""
+    value = node.get("multipleOf", 1)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        refuse(f"multipleOf must be a positive number at {path[:200] or '/'}")
+    digits = Decimal(str(value)).normalize().as_tuple().digits
+    return int("".join(map(str, digits)))
 
 
 def _check_keys(path: str, node: dict[str, Json]) -> None:

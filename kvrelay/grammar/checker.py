@@ -1,0 +1,132 @@
+"""The process that checks grammars for an ingress: compiles each in a fork of its own, which may die.
+
+A compiler cannot be interrupted, and a fault of one (no memory, no stack) ends its process. So the ingress asks this
+process; it loads the library once, and every check is a fork with limits of CPU time and memory. It ends with its
+ingress: its input ends then. Frames: length (4 bytes, little-endian) and msgpack.
+"""
+
+import gc
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.errors import InvalidRequest, ModelError
+from kvrelay.grammar.compiler import GrammarCompiler
+from kvrelay.plane.messages import GrammarSpec
+
+CPU_S = {"structural_tag": 0.5}  # of one check; xgrammar compiles more slowly
+MOST_CPU_S = 0.25
+WALL_S = 5.0  # of one check on a machine that has no time for it
+MEMORY_BYTES = 512 << 20  # of one check, besides what the library has
+
+
+class CheckerOrder(msgspec.Struct):
+    """The command line, as JSON."""
+
+    folder: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+
+class Verdict(msgspec.Struct):
+    """What became of a check. refusal: for the client; fault: of this installation."""
+
+    refusal: str | None = None
+    fault: str | None = None
+
+
+def read_frame(read: Callable[[int], bytes]) -> bytes | None:
+    """The next frame; None when the other end has closed. `read`: up to so many bytes, none at the end."""
+    header = _read_exactly(read, 4)
+    return None if header is None else _read_exactly(read, struct.unpack("<I", header)[0])
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        piece = read(size - len(data))
+        if not piece:
+            return None
+        data += piece
+    return data
+
+
+def check(compiler: GrammarCompiler, spec: GrammarSpec) -> Verdict:
+    try:
+        compiler.compile(spec)
+    except InvalidRequest as error:
+        return Verdict(refusal=str(error))
+    except ModelError as error:
+        return Verdict(fault=str(error))
+    except (MemoryError, RecursionError):
+        return Verdict(refusal="the grammar is too large")
+    return Verdict()
+
+
+def forked(compiler: GrammarCompiler, spec: GrammarSpec) -> Verdict:
+    """The verdict of a fork; one that its limits or a crash end is a refusal."""
+    source, target = os.pipe()
+    cpu_s = CPU_S.get(spec.kind, MOST_CPU_S)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(source)
+            _limit(cpu_s)
+            os.write(target, msgspec.msgpack.encode(check(compiler, spec)))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(target)
+    try:
+        ready, _, _ = select.select([source], [], [], WALL_S)
+        data = os.read(source, 1 << 16) if ready else b""
+    finally:
+        os.close(source)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if data:
+        return msgspec.msgpack.decode(data, type=Verdict)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGKILL):
+        return Verdict(refusal=f"compiling the grammar takes more than {cpu_s:g} s of CPU time")
+    return Verdict(refusal="the grammar is too complex: compiling it runs out of memory or stack")
+
+
+def _limit(cpu_s: float) -> None:
+    """Limits of this process from now on. SIGPROF's default action ends it."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY_BYTES,) * 2)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def main() -> None:
+    order = msgspec.json.decode(sys.argv[1], type=CheckerOrder)
+    source, target = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no frame
+    compiler = GrammarCompiler(Path(order.folder), order.vocab_size, order.eos_ids, num_threads=1)
+    while (data := read_frame(lambda size: os.read(source, size))) is not None:
+        spec = msgspec.msgpack.decode(data, type=GrammarSpec)
+        try:
+            compiler.load(spec.kind)
+            gc.freeze()  # a fork then copies fewer pages
+            verdict = forked(compiler, spec)
+        except Exception as error:
+            verdict = Verdict(fault=f"{type(error).__name__}: {error}")
+        os.write(target, frame(msgspec.msgpack.encode(verdict)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Limits of a grammar that need no compiler, and which of its bounds is the largest."""
+
+import re
+from typing import Any
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.schema import loads
+from kvrelay.plane.messages import GrammarSpec
+
+MOST_BYTES = {"json_schema": 256 << 10, "structural_tag": 256 << 10, "regex": 16 << 10, "lark": 64 << 10}
+FIELD = {
+    "json_schema": "the JSON schema",
+    "structural_tag": "the structural tag",
+    "regex": "the regular expression",
+    "lark": "the grammar",
+}
+
+
+def check_size(spec: GrammarSpec) -> None:
+    """Raises InvalidRequest."""
+    most = MOST_BYTES[spec.kind]
+    try:
+        size = len(spec.text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{FIELD[spec.kind]} holds half a surrogate pair", code="invalid_grammar") from None
+    if size > most:
+        raise InvalidRequest(
+            f"{FIELD[spec.kind]} has {size} bytes; at most {most} are supported", code="invalid_grammar"
+        )
+
+
+_KEYS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "multipleOf")
+
+
+def largest_bound(spec: GrammarSpec) -> str:
+    """The largest bound in a grammar, as `key value`; empty when it has none."""
+    found: list[tuple[float, str]] = []
+    left: list[Any] = [
+        loads(spec.text, FIELD[spec.kind]) if spec.kind in ("json_schema", "structural_tag") else spec.text
+    ]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            found += [(node[key], f"{key} {node[key]}") for key in _KEYS if isinstance(node.get(key), int | float)]
+            left += node.values()
+        elif isinstance(node, list):
+            left += node
+        elif isinstance(node, str):
+            repeats = re.findall(r"\{(\d{1,9})?(?:,(\d{1,9})?)?\}", node)
+            found += [(int(most or least or 0), f"{{{least},{most}}} in a pattern") for least, most in repeats]
+    return max(found)[1] if found else ""
