@@ -12,8 +12,8 @@ import select
 import signal
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -27,54 +27,37 @@ WALL_S = 5.0  # of one check on a machine that has no time for it
 MEMORY_BYTES = 512 << 20  # of one check, besides what the library has
 
 
-class CheckerOrder(msgspec.Struct):
-    """The command line, as JSON."""
-
-    folder: str
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-
-
-class Verdict(msgspec.Struct):
+class GrammarVerdict(msgspec.Struct):
     """What became of a check. refusal: for the client; fault: of this installation."""
 
     refusal: str | None = None
     fault: str | None = None
 
 
-def read_frame(read: Callable[[int], bytes]) -> bytes | None:
-    """The next frame; None when the other end has closed. `read`: up to so many bytes, none at the end."""
-    header = _read_exactly(read, 4)
-    return None if header is None else _read_exactly(read, struct.unpack("<I", header)[0])
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next frame of a buffered stream; None when the other end has closed."""
+    header = stream.read(4)
+    return stream.read(struct.unpack("<I", header)[0]) if len(header) == 4 else None
 
 
-def frame(data: bytes) -> bytes:
-    return struct.pack("<I", len(data)) + data
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    stream.write(struct.pack("<I", len(data)) + data)
+    stream.flush()
 
 
-def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        piece = read(size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return data
-
-
-def check(compiler: GrammarCompiler, spec: GrammarSpec) -> Verdict:
+def check(compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarVerdict:
     try:
         compiler.compile(spec)
     except InvalidRequest as error:
-        return Verdict(refusal=str(error))
+        return GrammarVerdict(refusal=str(error))
     except ModelError as error:
-        return Verdict(fault=str(error))
+        return GrammarVerdict(fault=str(error))
     except (MemoryError, RecursionError):
-        return Verdict(refusal="the grammar is too large")
-    return Verdict()
+        return GrammarVerdict(refusal="the grammar is too large")
+    return GrammarVerdict()
 
 
-def forked(compiler: GrammarCompiler, spec: GrammarSpec) -> Verdict:
+def forked(compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarVerdict:
     """The verdict of a fork; one that its limits or a crash end is a refusal."""
     source, target = os.pipe()
     cpu_s = CPU_S.get(spec.kind, MOST_CPU_S)
@@ -97,10 +80,10 @@ def forked(compiler: GrammarCompiler, spec: GrammarSpec) -> Verdict:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if data:
-        return msgspec.msgpack.decode(data, type=Verdict)
+        return msgspec.msgpack.decode(data, type=GrammarVerdict)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGKILL):
-        return Verdict(refusal=f"compiling the grammar takes more than {cpu_s:g} s of CPU time")
-    return Verdict(refusal="the grammar is too complex: compiling it runs out of memory or stack")
+        return GrammarVerdict(refusal=f"compiling the grammar takes more than {cpu_s:g} s of CPU time")
+    return GrammarVerdict(refusal="the grammar is too complex: compiling it runs out of memory or stack")
 
 
 def _limit(cpu_s: float) -> None:
@@ -113,19 +96,19 @@ def _limit(cpu_s: float) -> None:
 
 
 def main() -> None:
-    order = msgspec.json.decode(sys.argv[1], type=CheckerOrder)
-    source, target = os.dup(0), os.dup(1)
+    folder, vocab_size, *eos_ids = sys.argv[1:]
+    target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no frame
-    compiler = GrammarCompiler(Path(order.folder), order.vocab_size, order.eos_ids, num_threads=1)
-    while (data := read_frame(lambda size: os.read(source, size))) is not None:
+    compiler = GrammarCompiler(Path(folder), int(vocab_size), map(int, eos_ids), num_threads=1)
+    while (data := read_frame(sys.stdin.buffer)) is not None:
         spec = msgspec.msgpack.decode(data, type=GrammarSpec)
         try:
             compiler.load(spec.kind)
             gc.freeze()  # a fork then copies fewer pages
             verdict = forked(compiler, spec)
         except Exception as error:
-            verdict = Verdict(fault=f"{type(error).__name__}: {error}")
-        os.write(target, frame(msgspec.msgpack.encode(verdict)))
+            verdict = GrammarVerdict(fault=f"{type(error).__name__}: {error}")
+        write_frame(target, msgspec.msgpack.encode(verdict))
 
 
 if __name__ == "__main__":

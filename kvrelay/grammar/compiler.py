@@ -2,11 +2,11 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import tokenizers
 
@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 MOST_GRAMMARS = 128  # kept compiled
 
 
-class _Parsers(Protocol):
-    def parser(self) -> GrammarParser: ...
-
-
 class CompiledGrammar:
     """What outputs of one GrammarSpec are matched with."""
 
-    __slots__ = ("_eos_ids", "_parsers")
+    __slots__ = ("_eos_ids", "_parser")
 
-    def __init__(self, parsers: _Parsers, eos_ids: frozenset[int]) -> None:
-        self._parsers, self._eos_ids = parsers, eos_ids
+    def __init__(self, parser: Callable[[], GrammarParser], eos_ids: frozenset[int]) -> None:
+        self._parser, self._eos_ids = parser, eos_ids
 
     def matcher(self) -> Matcher:
         """A matcher at the start of an output."""
-        return Matcher(self._parsers.parser(), self._eos_ids)
+        return Matcher(self._parser(), self._eos_ids)
 
 
 class GrammarCompiler:
@@ -90,13 +86,13 @@ class GrammarCompiler:
         else:
             self._llguidance_library()
 
-    def _compiled(self, spec: GrammarSpec) -> _Parsers:
+    def _compiled(self, spec: GrammarSpec) -> Callable[[], GrammarParser]:
         check_size(spec)
         if not self._eos_ids:
             raise InvalidRequest("this model has no eos token, so an output with a grammar could not end")
         if spec.kind == "structural_tag":
             return self._xgrammar_library().grammar(spec)
-        return self._llguidance_library().grammar(spec)
+        return self._llguidance_library().grammar(spec).parser
 
     def _llguidance_library(self) -> "LlguidanceLibrary":
         with self._loading:

@@ -1,6 +1,6 @@
 """The ingress's check of a grammar before its request goes to any worker.
 
-A grammar that cannot be compiled, or not cheaply, is its sender's 400 and nobody else's delay: it is compiled in
+A grammar that cannot be compiled, or not cheaply, is its sender's 400 and delays no other request: it is compiled in
 another process (checker.py), which is started with the first grammar and ends with this one. No library is imported
 here.
 """
@@ -21,7 +21,7 @@ import msgspec
 
 from kvrelay.errors import InvalidRequest, ModelError, Overloaded
 from kvrelay.grammar import checker
-from kvrelay.grammar.checker import CheckerOrder, Verdict
+from kvrelay.grammar.checker import GrammarVerdict
 from kvrelay.grammar.limits import check_size, largest_bound
 from kvrelay.plane.messages import GrammarSpec
 
@@ -35,10 +35,10 @@ class GrammarGate:
     """Checks each grammar once. `aclose` ends its processes; they also end with this process."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        order = CheckerOrder(str(folder), vocab_size, tuple(sorted(eos_ids)))
-        self._checkers = {is_tag: _Checker(order) for is_tag in (False, True)}  # by library
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._running: dict[bytes, asyncio.Task[Verdict]] = {}
+        arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
+        self._checkers = {is_tag: _Checker(arguments) for is_tag in (False, True)}  # by library
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._running: dict[bytes, asyncio.Task[GrammarVerdict]] = {}
 
     async def check(self, spec: GrammarSpec) -> None:
         """Returns when workers may compile `spec`.
@@ -60,10 +60,10 @@ class GrammarGate:
         if verdict.refusal is not None:
             raise InvalidRequest(verdict.refusal, code="invalid_grammar")
 
-    async def _checked(self, key: bytes, spec: GrammarSpec) -> Verdict:
+    async def _checked(self, key: bytes, spec: GrammarSpec) -> GrammarVerdict:
         verdict = await self._checkers[spec.kind == "structural_tag"].check(spec)
         if verdict.refusal is not None and "CPU time" in verdict.refusal and (bound := largest_bound(spec)):
-            verdict = Verdict(refusal=f"{verdict.refusal}; its largest bound is {bound}")
+            verdict = GrammarVerdict(refusal=f"{verdict.refusal}; its largest bound is {bound}")
         self._verdicts[key] = verdict
         if len(self._verdicts) > MOST_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -79,14 +79,14 @@ class GrammarGate:
 class _Checker:
     """One checker process and the thread that waits for it: one check at a time."""
 
-    def __init__(self, order: CheckerOrder) -> None:
-        self._order = order
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
         self._num_waiting = 0
         self._is_warm = self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
 
-    async def check(self, spec: GrammarSpec) -> Verdict:
+    async def check(self, spec: GrammarSpec) -> GrammarVerdict:
         if self._num_waiting >= MOST_WAITING:
             raise Overloaded("too many grammars are waiting to be checked", retry_after_s=1.0)
         self._num_waiting += 1
@@ -98,10 +98,10 @@ class _Checker:
         if verdict is None:
             raise Overloaded("too many grammars are waiting to be checked", retry_after_s=1.0)
         if verdict.fault is not None:
-            raise ModelError(self._order.folder, verdict.fault)
+            raise ModelError(self._arguments[0], verdict.fault)
         return verdict
 
-    def _answer(self, spec: GrammarSpec, deadline: float) -> Verdict | None:
+    def _answer(self, spec: GrammarSpec, deadline: float) -> GrammarVerdict | None:
         """None: the deadline to begin has passed. A checker that has died is started again, once."""
         if time.monotonic() > deadline:
             return None
@@ -112,9 +112,9 @@ class _Checker:
                 data = None
             if data is not None:
                 self._is_warm = True
-                return msgspec.msgpack.decode(data, type=Verdict)
+                return msgspec.msgpack.decode(data, type=GrammarVerdict)
             self._end()
-        return Verdict(fault="the process that checks grammars ends by itself")
+        return GrammarVerdict(fault="the process that checks grammars ends by itself")
 
     def _ask(self, data: bytes) -> bytes | None:
         if self._is_closed:
@@ -122,29 +122,25 @@ class _Checker:
         if self._process is None:
             self._is_warm = False
             self._process = subprocess.Popen(
-                [sys.executable, "-m", checker.__name__, msgspec.json.encode(self._order).decode()],
+                [sys.executable, "-m", checker.__name__, *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,
                 start_new_session=True,  # Ctrl-C reaches this process, which ends it
             )
         asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None and answers is not None
-        left = memoryview(checker.frame(data))
-        while left:
-            left = left[asked.write(left) :]
+        checker.write_frame(asked, data)
         ready, _, _ = select.select([answers], [], [], ANSWER_S)
-        return checker.read_frame(answers.read) if ready else None
+        return checker.read_frame(answers) if ready else None
 
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(OSError):
-                process.kill()
+            process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+                with contextlib.suppress(OSError):  # what is left in its buffer has no reader
+                    stream and stream.close()
 
     def close(self) -> None:
         self._is_closed = True

@@ -1,6 +1,7 @@
 """Limits of a grammar that need no compiler, and which of its bounds is the largest."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
@@ -8,6 +9,7 @@ from kvrelay.grammar.schema import loads
 from kvrelay.plane.messages import GrammarSpec
 
 MOST_BYTES = {"json_schema": 256 << 10, "structural_tag": 256 << 10, "regex": 16 << 10, "lark": 64 << 10}
+_JSON = ("json_schema", "structural_tag")
 FIELD = {
     "json_schema": "the JSON schema",
     "structural_tag": "the structural tag",
@@ -32,19 +34,21 @@ def check_size(spec: GrammarSpec) -> None:
 _KEYS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "multipleOf")
 
 
+def nodes(root: Any) -> Iterator[Any]:
+    """Every value within parsed JSON, and its keys."""
+    left = [root]
+    while left:
+        node = left.pop()
+        yield node
+        left += [*node.keys(), *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []
+
+
 def largest_bound(spec: GrammarSpec) -> str:
     """The largest bound in a grammar, as `key value`; empty when it has none."""
     found: list[tuple[float, str]] = []
-    left: list[Any] = [
-        loads(spec.text, FIELD[spec.kind]) if spec.kind in ("json_schema", "structural_tag") else spec.text
-    ]
-    while left:
-        node = left.pop()
+    for node in nodes(loads(spec.text, FIELD[spec.kind]) if spec.kind in _JSON else spec.text):
         if isinstance(node, dict):
             found += [(node[key], f"{key} {node[key]}") for key in _KEYS if isinstance(node.get(key), int | float)]
-            left += node.values()
-        elif isinstance(node, list):
-            left += node
         elif isinstance(node, str):
             repeats = re.findall(r"\{(\d{1,9})?(?:,(\d{1,9})?)?\}", node)
             found += [(int(most or least or 0), f"{{{least},{most}}} in a pattern") for least, most in repeats]

@@ -63,7 +63,7 @@ class LlguidanceLibrary:
         """Raises InvalidRequest."""
         try:
             grammar = LlguidanceGrammar(self, spec.kind, _source(spec))
-            error = grammar.base_error() or self._trial_error(grammar.parser())
+            error = grammar.base.get_error() or self._trial_error(grammar.parser())
         except ValueError as fault:
             error = str(fault)
         if error:
@@ -110,18 +110,15 @@ class LlguidanceGrammar:
 
     def __init__(self, library: LlguidanceLibrary, kind: str, source: str) -> None:
         self.library, self._kind, self._source = library, kind, source
-        self._base = library.compiled(kind, source)
-
-    def base_error(self) -> str:
-        return self._base.get_error()
+        self.base = library.compiled(kind, source)
 
     def parser(self) -> "LlguidanceParser":
         """A parser at the start of an output."""
-        return LlguidanceParser(self._base.deep_copy(), self)
+        return LlguidanceParser(self.base.deep_copy(), self)
 
     def renew(self) -> None:
         """Start over with fresh lexer states: those that outputs share are beyond their limit."""
-        self._base = self.library.compiled(self._kind, self._source)
+        self.base = self.library.compiled(self._kind, self._source)
 
 
 class LlguidanceParser:

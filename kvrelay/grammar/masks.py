@@ -27,20 +27,10 @@ def fill_masks(rows: Iterable[Row], out: Masks) -> None:
             out[row : row + 1 + len(drafts)] = end_mask(matcher.eos_ids, out.shape[1])
         if not matcher.has_ended:
             library = matcher.parser.library
-            by_library.setdefault(id(library), (library, []))[1].append(
-                (matcher.parser, _before_eos(drafts, matcher.eos_ids), row)
-            )
+            text = drafts[: matcher.num_before_end(drafts)]
+            by_library.setdefault(id(library), (library, []))[1].append((matcher.parser, list(text), row))
     for library, parsers in by_library.values():
         library.fill(parsers, out)
-
-
-def _before_eos(tokens: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
-    text: list[int] = []
-    for token_id in tokens:
-        if token_id in eos_ids:
-            break
-        text.append(token_id)
-    return text
 
 
 def end_mask(eos_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:

@@ -75,12 +75,15 @@ class Matcher:
         """Whether only an eos token may follow."""
         return self._num_ends > 0 or self.parser.is_stopped
 
+    def num_before_end(self, token_ids: Sequence[int]) -> int:
+        return next((i for i, token_id in enumerate(token_ids) if token_id in self.eos_ids), len(token_ids))
+
     def accept(self, token_ids: Sequence[int]) -> int:
         """Take tokens in order, up to the first that is not allowed. Returns how many were taken.
 
         After an eos token only further eos tokens are taken.
         """
-        num_text = next((i for i, token_id in enumerate(token_ids) if token_id in self.eos_ids), len(token_ids))
+        num_text = self.num_before_end(token_ids)
         taken = 0
         if num_text and self._num_ends == 0:
             taken = self.parser.consume(list(token_ids[:num_text]))

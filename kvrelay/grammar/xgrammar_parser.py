@@ -3,18 +3,25 @@
 Importing xgrammar imports torch and transformers: 1 s to 2 s, and never in the ingress.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import xgrammar
 
-from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.limits import FIELD, nodes
 from kvrelay.grammar.masks import end_mask
 from kvrelay.grammar.matcher import Masks
-from kvrelay.grammar.schema import loads
+from kvrelay.grammar.schema import Json, check_and_rewrite, loads, refuse, subschemas
 from kvrelay.plane.messages import GrammarSpec
+
+CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f]")
+NOT_ENFORCED = {
+    *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "multipleOf", "not", "oneOf"),
+    *("then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+}
+BESIDE = {"maxLength", "maximum", "minLength", "minimum", "pattern", "properties"}
 
 
 class XgrammarLibrary:
@@ -27,26 +34,30 @@ class XgrammarLibrary:
     def __init__(
         self, token_bytes: list[bytes], special: Mapping[int, str], eos_ids: frozenset[int], *, num_threads: int
     ) -> None:
-        self._token_bytes, self._special, self._eos_ids = token_bytes, special, eos_ids
+        # it takes control characters into strings of bounded length
+        self._token_bytes = [b"" if CONTROL.search(token) else token for token in token_bytes]
+        self._special, self._eos_ids = special, eos_ids
         self._end = end_mask(eos_ids, -(-len(token_bytes) // 32))
+        self._last_word = np.uint32((1 << (len(token_bytes) - 1) % 32 + 1) - 1).view(np.int32)
         self._lock = Lock()
         self._compilers: dict[frozenset[int], xgrammar.GrammarCompiler] = {}
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
 
-    def grammar(self, spec: GrammarSpec) -> "XgrammarGrammar":
-        """Raises InvalidRequest."""
-        strings = " ".join(_strings(loads(spec.text, "the structural tag")))
+    def grammar(self, spec: GrammarSpec) -> Callable[[], "XgrammarParser"]:
+        """What makes parsers at the start of an output. Raises InvalidRequest."""
+        tag = loads(spec.text, FIELD[spec.kind])
+        _check(tag)
+        strings = " ".join(one for one in nodes(tag) if isinstance(one, str))
         named = frozenset(
             token_id
             for token_id, name in self._special.items()
             if name and name in strings and token_id not in self._eos_ids
         )
         try:
-            return XgrammarGrammar(self, self._compiler(named).compile_structural_tag(spec.text))
+            compiled = self._compiler(named).compile_structural_tag(spec.text)
         except RuntimeError as error:
-            raise InvalidRequest(
-                f"the structural tag is not supported: {_reason(error)}", code="invalid_grammar"
-            ) from None
+            refuse(f"the structural tag is not supported: {_reason(error)}")
+        return lambda: XgrammarParser(xgrammar.GrammarMatcher(compiled), self)
 
     def _compiler(self, named: frozenset[int]) -> xgrammar.GrammarCompiler:
         with self._lock:
@@ -67,6 +78,7 @@ class XgrammarLibrary:
     def allows_only_the_end(self, parser: "XgrammarParser") -> bool:
         mask = np.zeros((1, self._end.shape[0]), np.int32)
         parser.matcher.fill_next_token_bitmask(mask)
+        mask[0, -1] &= self._last_word
         return bool((mask[0] == self._end).all())
 
     def fill(self, rows: list[tuple["XgrammarParser", list[int], int]], out: Masks) -> None:
@@ -76,6 +88,7 @@ class XgrammarLibrary:
             self._batch.batch_fill_next_token_bitmask(
                 [parser.matcher for parser, _, _ in rows], out, [row + depth for _, _, row in rows]
             )
+            out[[row + depth for _, _, row in rows], -1] &= self._last_word  # it sets bits past the vocabulary
             going = []
             for parser, drafts, row in rows:
                 if depth < len(drafts) and parser.consume([drafts[depth]]):
@@ -83,17 +96,6 @@ class XgrammarLibrary:
                 elif depth:
                     parser.rollback(depth)
             rows, depth = going, depth + 1
-
-
-class XgrammarGrammar:
-    """A compiled structural tag."""
-
-    def __init__(self, library: XgrammarLibrary, compiled: xgrammar.CompiledGrammar) -> None:
-        self._library, self._compiled = library, compiled
-
-    def parser(self) -> "XgrammarParser":
-        """A parser at the start of an output."""
-        return XgrammarParser(xgrammar.GrammarMatcher(self._compiled), self._library)
 
 
 class XgrammarParser:
@@ -126,17 +128,26 @@ class XgrammarParser:
         self.matcher.rollback(count)
 
 
-def _strings(node: Any) -> list[str]:
-    found, left = [], [node]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, dict):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            left += one
-    return found
+def _check(tag: Json) -> None:
+    """Hold the schemas in a tag to the limits, and refuse the keys that xgrammar drops without a word."""
+    for node in nodes(tag):
+        if isinstance(node, dict) and "json_schema" in node:
+            check_and_rewrite(node["json_schema"])
+            left = [node["json_schema"]]
+            while left:
+                if isinstance(schema := left.pop(), dict):
+                    if ignored := schema.keys() & NOT_ENFORCED or _not_together(schema):
+                        refuse(f"{' with '.join(sorted(ignored))} is not supported in a structural tag's json_schema")
+                    left += [one for _, one in subschemas(schema)]
+
+
+def _not_together(schema: dict[str, Json]) -> set[str]:
+    """Keys of which xgrammar enforces but one."""
+    whole = schema.keys() & {"$ref", "allOf", "anyOf", "pattern", "format"}
+    beside = {"$ref", "allOf", "anyOf"} & whole and schema.keys() & BESIDE
+    lengths = {"pattern", "format"} & whole and schema.keys() & {"minLength", "maxLength"}
+    both = beside or lengths
+    return whole | both if both or len(schema.get("allOf") or ()) > 1 else set()
 
 
 def _reason(error: Exception) -> str:

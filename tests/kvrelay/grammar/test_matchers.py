@@ -121,3 +121,27 @@ def test_a_format_that_json_schema_does_not_define_is_an_annotation(family):
     matcher = compiler.compile(GrammarSpec("json_schema", '{"type": "string", "format": "password"}')).matcher()
     tokens = tokens_of(tokenizer, '"the word"')
     assert matcher.accept(tokens) == len(tokens) and matcher.is_over
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "uniqueItems": True}, {"oneOf": [{}, {}]}, {"anyOf": [{}], "properties": {"a": {}}}]
+)
+def test_a_structural_tag_has_no_schema_of_which_a_key_would_be_dropped(family, schema):
+    tag = {"type": "structural_tag", "format": {**TAG, "tags": [{**TOOL, "content": {"json_schema": schema}}]}}
+    with pytest.raises(InvalidRequest, match=r"uniqueItems|oneOf|anyOf with properties"):
+        family[0].compile(GrammarSpec("structural_tag", json.dumps(tag)))
+
+
+def test_alternatives_that_a_discriminator_tells_apart_are_one_of(family):
+    compiler, tokenizer, _ = family
+    kinds = {
+        name: {"type": "object", "properties": {"t": {"const": name}, "x": {"type": "null"}}, "required": ["t", "x"]}
+        for name in ("a", "b")
+    }
+    schema = {"$defs": kinds, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    matcher = compiler.compile(GrammarSpec("json_schema", json.dumps(schema))).matcher()
+    token_ids = tokens_of(tokenizer, '{"t":"b","x":null}')
+    assert matcher.accept(token_ids) == len(token_ids) and matcher.is_over
+    kinds["b"]["properties"]["t"] = {"enum": ["a", "b"]}
+    with pytest.raises(InvalidRequest, match="oneOf"):
+        compiler.compile(GrammarSpec("json_schema", json.dumps(schema)))
