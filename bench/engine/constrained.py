@@ -7,8 +7,9 @@ Two parts, each with the unconstrained baseline in turn with the constrained run
 
     cluster  a prefill worker, a decode worker and the ingress's dispatcher, without HTTP: TPOT as a client sees it, the
              mean of a round's streams. Median and range of the rounds, and of the rounds' ratios
-    engine   one engine in this process: steps that only decode, how long masks of all rows took (replayed tokens,
-             grammars, restrictions; beside the model's step), and how long the step then waited for them
+    engine   one engine in this process: steps that only decode, the processor time of all its threads in them, how
+             long masks of all rows took (replayed tokens, grammars, restrictions; beside the model's step), and how
+             long the step then waited for them. Where other work runs, the processor time tells more
 
 Each constrained output is checked to be the beginning of such an array, and that no unconstrained one is (the control).
 """
@@ -167,8 +168,8 @@ class TimedMasks:
     def __init__(self, engine: Engine) -> None:
         self.filled: list[float] = []
         self.waited: list[float] = []
+        fill, begin = engine.constraints._fill, engine.constraints.begin
         constraints: Any = engine.constraints
-        fill, begin = constraints._fill, constraints.begin
         constraints._fill = lambda *inputs: _timed(lambda: fill(*inputs), self.filled)
 
         def begun(*inputs: Any) -> Any:
@@ -189,19 +190,22 @@ def _timed(work: Any, into: list[float]) -> Any:
     return result
 
 
-def decode(engine: Engine, requests: list[SequenceRequest]) -> tuple[list[float], dict[str, list[int]]]:
-    """(milliseconds of each step that decodes all of them, outputs)."""
-    steps: list[float] = []
+Step = tuple[float, float]  # milliseconds, and those of all threads on their processors
+
+
+def decode(engine: Engine, requests: list[SequenceRequest]) -> tuple[list[Step], dict[str, list[int]]]:
+    """(the steps that decode all of them, outputs)."""
+    steps: list[Step] = []
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         if (refusal := engine.requests.refusal(request)) is not None:
             raise SystemExit(f"the engine refuses: {refusal}")
         engine.add(request)
     while engine.scheduler.has_work:
-        began_s = time.perf_counter()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
         result = engine.step()
         if result.num_decode == len(requests) == result.num_tokens:
-            steps.append(1000 * (time.perf_counter() - began_s))
+            steps.append((1000 * (time.perf_counter() - began_s), 1000 * (time.process_time() - began_cpu_s)))
         engine.reports.drain_events()
         for output in result.outputs:
             outputs[output.request_id] += output.token_ids
@@ -213,7 +217,7 @@ def in_engine(engine: Engine, folder: Path, options: argparse.Namespace) -> None
     checked = Checked(folder, options)
     timed, rows = TimedMasks(engine), []
     for streams in options.streams:
-        steps: dict[str, list[float]] = {setup: [] for setup in SETUPS}
+        steps: dict[str, list[Step]] = {setup: [] for setup in SETUPS}
         for index in range(-1, options.rounds):
             for setup in SETUPS[:: 1 if index % 2 else -1]:
                 made = [requests.make(setup, stream, index + 1) for stream in range(streams)]
@@ -224,13 +228,17 @@ def in_engine(engine: Engine, folder: Path, options: argparse.Namespace) -> None
                     steps[setup] += taken
             if index < 0:
                 timed.clear()
-        plain, constrained = (statistics.median(steps[setup]) for setup in SETUPS)
+        plain, constrained = (statistics.median(step for step, _ in steps[setup]) for setup in SETUPS)
+        plain_cpu, constrained_cpu = (statistics.mean(cpu for _, cpu in steps[setup]) for setup in SETUPS)
         rows.append(
             {
                 "streams": streams,
                 "plain step ms": plain,
                 "constrained ms": constrained,
                 "beyond %": 100 * (constrained / plain - 1),
+                "mean CPU ms": plain_cpu,
+                "constrained": constrained_cpu,
+                "CPU beyond %": 100 * (constrained_cpu / plain_cpu - 1),
                 **_quantiles("masks", timed.filled),
                 **_quantiles("waited", timed.waited),
             }
