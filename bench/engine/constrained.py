@@ -9,7 +9,7 @@ Two parts, each with the unconstrained baseline in turn with the constrained run
              mean of a round's streams. Median and range of the rounds, and of the rounds' ratios
     engine   one engine in this process: steps that only decode, the processor time of all its threads in them, how
              long masks of all rows took (replayed tokens, grammars, restrictions; beside the model's step), and how
-             long the step then waited for them. Where other work runs, the processor time tells more
+             long the step then waited for them. Where other work runs, compare processor times
 
 Each constrained output is checked to be the beginning of such an array, and that no unconstrained one is (the control).
 """
@@ -19,8 +19,8 @@ import asyncio
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,51 +82,43 @@ class Requests:
 
 
 class Checked:
-    """Counts outputs that the schema allows."""
+    """Counts outputs, and those that the schema allows."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, num_tokens: int) -> None:
         spec = ModelSpec.from_config(json.loads((folder / "config.json").read_text()))
         self._grammar = GrammarCompiler(folder, spec.vocab_size, spec.eos_ids).compile(SCHEMA)
-        self._tokens = options.tokens
-        self.num_valid = dict.fromkeys(SETUPS, 0)
-        self.num_seen = dict.fromkeys(SETUPS, 0)
+        self._num_tokens, self._seen, self._valid = num_tokens, Counter[str](), Counter[str]()
 
     def note(self, setup: str, output: Sequence[int]) -> None:
-        if len(output) != self._tokens:
-            raise SystemExit(f"a {setup} output has {len(output)} tokens instead of {self._tokens}")
-        self.num_seen[setup] += 1
-        self.num_valid[setup] += self._grammar.matcher().accept(output) == len(output)
+        if len(output) != self._num_tokens:
+            raise SystemExit(f"a {setup} output has {len(output)} tokens instead of {self._num_tokens}")
+        self._seen[setup] += 1
+        self._valid[setup] += self._grammar.matcher().accept(output) == len(output)
 
-    def verdict(self) -> str:
-        parts = [f"{self.num_valid[setup]} of {self.num_seen[setup]} {setup}" for setup in SETUPS]
-        if self.num_valid["constrained"] != self.num_seen["constrained"] or self.num_valid["plain"]:
-            raise SystemExit(f"outputs that begin such an array: {', '.join(parts)}")
-        return f"outputs that begin such an array: {', '.join(parts)}"
+    def report(self) -> None:
+        parts = [f"{self._valid[setup]} of {self._seen[setup]} {setup}" for setup in SETUPS]
+        print("outputs that begin such an array:", ", ".join(parts))
+        if self._valid["constrained"] != self._seen["constrained"] or self._valid["plain"]:
+            raise SystemExit("wrong")
 
 
 # ---- the cluster
 
 
-@dataclass(slots=True)
-class Tpots:
-    """A number of streams: each round's mean TPOT, in ms."""
-
-    plain: list[float] = field(default_factory=list)
-    constrained: list[float] = field(default_factory=list)
-
-    def row(self, streams: int) -> dict[str, Any]:
-        ratios = sorted(a / b for a, b in zip(self.constrained, self.plain, strict=True))
-        plain, constrained = statistics.median(self.plain), statistics.median(self.constrained)
-        return {
-            "streams": streams,
-            "plain ms": plain,
-            "range": f"{min(self.plain):.2f}-{max(self.plain):.2f}",
-            "constrained ms": constrained,
-            "range ": f"{min(self.constrained):.2f}-{max(self.constrained):.2f}",
-            "beyond %": 100 * (constrained / plain - 1),
-            "beyond %, by round": 100 * (statistics.median(ratios) - 1),
-            "range  ": f"{100 * (ratios[0] - 1):.1f}-{100 * (ratios[-1] - 1):.1f}",
-        }
+def row_of(streams: int, taken: dict[str, list[float]]) -> dict[str, Any]:
+    """Of each setup's TPOT in each round, in ms."""
+    plain, constrained = (taken[setup] for setup in SETUPS)
+    beyond = [100 * (b / a - 1) for a, b in zip(plain, constrained, strict=True)]
+    return {
+        "streams": streams,
+        "plain ms": statistics.median(plain),
+        "range": f"{min(plain):.2f}-{max(plain):.2f}",
+        "constrained ms": statistics.median(constrained),
+        "range ": f"{min(constrained):.2f}-{max(constrained):.2f}",
+        "beyond %": 100 * (statistics.median(constrained) / statistics.median(plain) - 1),
+        "of a round": statistics.median(beyond),
+        "range  ": f"{min(beyond):.1f}-{max(beyond):.1f}",
+    }
 
 
 async def tpot(dispatcher: Dispatcher, request: SequenceRequest) -> tuple[float, list[int]]:
@@ -142,21 +134,21 @@ async def tpot(dispatcher: Dispatcher, request: SequenceRequest) -> tuple[float,
 async def cluster(folder: Path, options: argparse.Namespace) -> None:
     settings = settings_from({"engine": {"kv_memory": "512MiB", "speculation": "off"}})
     requests = Requests(folder, settings.engine.block_size, options)
-    checked = Checked(folder, options)
-    found = {streams: Tpots() for streams in options.streams}
+    checked = Checked(folder, options.tokens)
+    found: dict[int, dict[str, list[float]]] = {n: {setup: [] for setup in SETUPS} for n in options.streams}
     async with local_cluster(settings, folder, num_prefill=1, num_decode=1, num_inside=0) as running:
         for index in range(-1, options.rounds):  # the first round is not counted: it compiles and records
-            for streams, tpots in found.items():
+            for streams, taken in found.items():
                 for setup in SETUPS[:: 1 if index % 2 else -1]:
                     made = [requests.make(setup, stream, index + 1) for stream in range(streams)]
                     results = await asyncio.gather(*(tpot(running.dispatcher, request) for request in made))
                     for _, output in results:
                         checked.note(setup, output)
                     if index >= 0:
-                        getattr(tpots, setup).append(statistics.mean(taken for taken, _ in results))
+                        taken[setup].append(statistics.mean(ms for ms, _ in results))
     title = f"TPOT through a prefill and a decode worker, {options.model}, {options.tokens} tokens"
-    show(title, [tpots.row(streams) for streams, tpots in found.items()], options.json)
-    print(checked.verdict())
+    show(title, [row_of(*one) for one in found.items()], options.json)
+    checked.report()
 
 
 # ---- the engine
@@ -214,7 +206,7 @@ def decode(engine: Engine, requests: list[SequenceRequest]) -> tuple[list[Step],
 
 def in_engine(engine: Engine, folder: Path, options: argparse.Namespace) -> None:
     requests = Requests(folder, engine.config.block_size, options)
-    checked = Checked(folder, options)
+    checked = Checked(folder, options.tokens)
     timed, rows = TimedMasks(engine), []
     for streams in options.streams:
         steps: dict[str, list[Step]] = {setup: [] for setup in SETUPS}
@@ -244,18 +236,15 @@ def in_engine(engine: Engine, folder: Path, options: argparse.Namespace) -> None
             }
         )
         timed.clear()
-    show(f"steps of one engine, {options.threads} threads; masks of a step in µs", rows, _beside(options.json))
-    print(checked.verdict())
+    out = options.json and options.json.with_suffix(".engine.json")
+    show(f"steps of one engine, {options.threads} threads; masks of a step in µs", rows, out)
+    checked.report()
 
 
 def _quantiles(name: str, values: list[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     at = {"p50": 0.5, "p99": 0.99}
     return {f"{name} {key}": ordered[int(share * (len(ordered) - 1))] if ordered else None for key, share in at.items()}
-
-
-def _beside(path: Path | None) -> Path | None:
-    return None if path is None else path.with_name(f"{path.stem}-engine{path.suffix}")
 
 
 def main() -> None:
