@@ -27,6 +27,7 @@ class Reply:
         self._has_usage_always = bool(self._has_usage and options and options.continuous_usage_stats)
         self._usage_between: UnsetType | None = UNSET  # in the chunks before
         self._wants_logprobs = self._shows_first = False
+        self._wants_ids, self._num_of_prompt = bool(body.return_token_ids), body.prompt_logprobs
 
     def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> object:
         """Choice `index`, whole, returned in this place."""
@@ -50,6 +51,21 @@ class Reply:
             prompt_tokens_details=replies.PromptDetails(cached_tokens=self._generation.num_cached_tokens),
         )
 
+    def _token_ids(self, pieces: Sequence[TextPiece]) -> list[int] | UnsetType:
+        return [token_id for piece in pieces for token_id in piece.token_ids] if self._wants_ids else UNSET
+
+    def _of_prompt(
+        self, prompt: Prompt, pieces: Sequence[TextPiece]
+    ) -> tuple[list[int] | UnsetType, replies.PromptLogprobs | UnsetType]:
+        """The prompt's token ids and log-probabilities, where they were asked for and a choice begins with `pieces`."""
+        if not pieces or (first := pieces[0].first) is None:
+            return UNSET, UNSET
+        num_top = self._num_of_prompt
+        return (
+            prompt.token_ids if self._wants_ids else UNSET,
+            UNSET if num_top is None else replies.prompt_logprobs(self._codec, first.prompt_logprobs, num_top),
+        )
+
     def _answer(self, kind: str, choices: list[Any], usage: replies.Usage | UnsetType | None) -> replies.Answer:
         return replies.Answer(
             id=self.request_id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage
@@ -64,6 +80,7 @@ class Reply:
                     pieces[index].append(piece)
         choices = [self.choice(place, index, pieces[index]) for place, index in enumerate(self.kept(pieces))]
         answer = self._answer(self.kind, choices, self.usage())
+        self.add_prompt(answer, pieces[0])
         answer.kvrelay = self._job.report() or UNSET
         return answer
 
@@ -82,13 +99,19 @@ class Reply:
     def chunks(self, index: int, piece: TextPiece) -> Sequence[object]:
         """The choices of the chunks for a piece."""
         is_first = self._shows_first and piece.first is not None
-        is_shown = piece.text or piece.finish_reason or self._wants_logprobs or is_first
+        is_shown = piece.text or piece.finish_reason or self._wants_logprobs or is_first or self._wants_ids
         return (self.chunk_choice(index, piece),) if is_shown else ()
 
     def _events_of(self, index: int, piece: TextPiece) -> list[bytes]:
         chunks = self.chunks(index, piece)
         usage = self.usage() if self._has_usage_always else self._usage_between
-        return [encode_event(self._answer(self.chunk_kind, [choice], usage)) for choice in chunks]
+        answers = [self._answer(self.chunk_kind, [choice], usage) for choice in chunks]
+        if answers:
+            self.add_prompt(answers[0], (piece,))
+        return [encode_event(answer) for answer in answers]
+
+    def add_prompt(self, answer: replies.Answer, pieces: Sequence[TextPiece]) -> None:
+        """Add what was asked for of the prompt, where it stands beside the choices."""
 
 
 def finish_reason_of(pieces: Sequence[TextPiece]) -> str:
@@ -113,7 +136,11 @@ class ChatReply(Reply):
             message=replies.ChatMessage(content="".join(piece.text for piece in pieces)),
             logprobs=replies.chat_logprobs(self._codec, entries, self._num_top) if self._wants_logprobs else None,
             finish_reason=finish_reason_of(pieces),
+            token_ids=self._token_ids(pieces),
         )
+
+    def add_prompt(self, answer: replies.Answer, pieces: Sequence[TextPiece]) -> None:
+        answer.prompt_token_ids, answer.prompt_logprobs = self._of_prompt(self._job.prompts[0], pieces)
 
     def chunk_choice(self, index: int, piece: TextPiece) -> replies.ChunkChoice:
         is_first = piece.first is not None
@@ -121,7 +148,13 @@ class ChatReply(Reply):
             role="assistant" if is_first else UNSET, content=piece.text if piece.text or is_first else UNSET
         )
         logprobs = replies.chat_logprobs(self._codec, piece.logprobs, self._num_top) if self._wants_logprobs else None
-        return replies.ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=piece.finish_reason)
+        return replies.ChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=logprobs,
+            finish_reason=piece.finish_reason,
+            token_ids=self._token_ids((piece,)),
+        )
 
 
 class CompletionReply(Reply):
@@ -140,6 +173,7 @@ class CompletionReply(Reply):
 
     def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> replies.CompletionChoice:
         prompt = self._job.prompts[index // self._job.num_samples]
+        token_ids, logprobs = self._of_prompt(prompt, pieces)
         return replies.CompletionChoice(
             index=place,
             text="".join(self._with_echo(prompt, piece) for piece in pieces),
@@ -147,6 +181,9 @@ class CompletionReply(Reply):
             if self._wants_logprobs
             else None,
             finish_reason=finish_reason_of(pieces),
+            token_ids=self._token_ids(pieces),
+            prompt_token_ids=token_ids,
+            prompt_logprobs=logprobs,
         )
 
     def chunk_choice(self, index: int, piece: TextPiece) -> replies.CompletionChoice:

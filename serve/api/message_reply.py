@@ -38,13 +38,14 @@ class MessageReply(ChatReply):
     def chunks(self, index: int, piece: TextPiece) -> Sequence[replies.ChunkChoice]:
         deltas = [replies.Delta(role="assistant", content="")] if piece.first is not None else []
         deltas += [_delta(part) for part in self._parts(index, piece)]
-        if not deltas and (piece.finish_reason is not None or piece.logprobs):
+        if not deltas and (piece.finish_reason is not None or piece.logprobs or self._wants_ids):
             deltas = [replies.Delta()]
         choices = [replies.ChunkChoice(index=index, delta=delta) for delta in deltas]
         if choices:
             last = choices[-1]
             if piece.finish_reason is not None:
                 last.finish_reason = self._finish_reason(index, piece.finish_reason)
+            last.token_ids = self._token_ids((piece,))
             if self._wants_logprobs and piece.logprobs:
                 last.logprobs = replies.chat_logprobs(self._codec, piece.logprobs, self._num_top)
         return choices

@@ -33,10 +33,7 @@ _MIN_TOP_P = 1e-6
 
 def refuse_unsupported(body: Common) -> None:
     """Raise InvalidRequest for what this server cannot honour, rather than ignore it."""
-    checks: list[tuple[str, Any]] = [
-        ("prompt_logprobs", body.prompt_logprobs is not None),
-        ("return_token_ids", body.return_token_ids),
-    ]
+    checks: list[tuple[str, Any]] = []
     if isinstance(body, ChatBody):
         if body.tools or body.tool_choice:
             check_tools(body.tools or [], body.tool_choice)
@@ -52,6 +49,8 @@ def refuse_unsupported(body: Common) -> None:
         if is_used:
             raise unsupported(name)
     check_choices(body)
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs: not with stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: only allowed when stream is true", "stream_options")
 
@@ -134,6 +133,12 @@ def _logprobs(body: Common) -> int | None:
     return body.logprobs if isinstance(body, CompletionBody) else None
 
 
+def _prompt_logprobs(body: Common) -> int | None:
+    """Alternatives for each token of the prompt: as many as `echo` or `prompt_logprobs` asks for."""
+    echoed = body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+    return max((count for count in (echoed, body.prompt_logprobs) if count is not None), default=None)
+
+
 def _first(*values: T | None) -> T:
     """The first that is given; the last is."""
     return next(value for value in values if value is not None)
@@ -159,7 +164,7 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=counted,
-        prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
+        prompt_logprobs=_prompt_logprobs(body),
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
     )
 

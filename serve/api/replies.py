@@ -39,11 +39,18 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+"""For each token of a prompt by its id: `logprob`, `rank` (null where it is not known) and `decoded_token`, as vLLM."""
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -55,6 +62,8 @@ class Answer(msgspec.Struct, kw_only=True):
     model: str
     choices: list[Any]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat; a completion's are each choice's
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     kvrelay: Any = UNSET
 
 
@@ -105,6 +114,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -120,6 +130,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
@@ -197,6 +208,23 @@ def echo_logprobs(
     if len(answer.tokens) != len(prompt):
         raise ValueError(f"{len(logprobs)} log-probabilities for a prompt of {len(prompt)} tokens")
     return answer
+
+
+def prompt_logprobs(codec: Tokenizer, logprobs: list[TokenLogprob], num_top: int) -> PromptLogprobs:
+    """`prompt_logprobs` of an answer: the first token has none; the others' own entry comes first."""
+    return [None, *(_prompt_logprob(codec, entry, num_top) for entry in logprobs)]
+
+
+def _prompt_logprob(codec: Tokenizer, entry: TokenLogprob, num_top: int) -> dict[str, dict[str, Any]]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+    return {
+        str(token_id): {
+            "logprob": _finite(value),
+            "rank": ranks.get(token_id),
+            "decoded_token": token_text(codec, token_id),
+        }
+        for token_id, value in [(entry.token_id, entry.logprob), *entry.top[:num_top]]
+    }
 
 
 def joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:

@@ -276,6 +276,7 @@ class TextPiece:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)  # indices of the tokens that completed no text
+    token_ids: list[int] = field(default_factory=list)
     first: TokenOutput | None = None  # the output with the sequence's first token
 
 
@@ -317,6 +318,7 @@ class ChoiceText:
             texts.append(self._rest())
         piece.text = "".join(texts)
         piece.logprobs = output.logprobs[: piece.num_tokens]
+        piece.token_ids = output.token_ids[: piece.num_tokens]
         return piece
 
     def _after_stops(self, fragment: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import GrammarSpec
+from tests.fakes import scripted
 from tests.serve.api.test_errors import error_of
 from tests.serve.conftest import MODEL
 
@@ -102,6 +103,10 @@ async def test_token_ids_are_limited(make_cluster, path):
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"return_token_ids": 1}, "return_token_ids"),
     ],
 )
 async def test_a_wrong_constraint_is_named(make_cluster, path, fields, param):
@@ -125,6 +130,64 @@ async def test_a_prompt_is_cut_to_what_leaves_room_for_the_output(make_cluster):
     body = CHAT | {"messages": messages, "truncate_prompt_tokens": -1, "max_tokens": None, "max_completion_tokens": 2}
     response = await cluster.client.post("/v1/chat/completions", json=body)
     assert response.json()["usage"]["prompt_tokens"] == 510
+
+
+# ---- the prompt's log-probabilities, token ids
+
+
+def prompt_of(path):
+    return list(b"<user>hi\n<assistant>" if "chat" in path else b"hello")
+
+
+@BOTH
+@pytest.mark.parametrize("top", [0, 2])
+async def test_each_token_of_the_prompt_has_its_log_probabilities(make_cluster, path, top):
+    cluster = await make_cluster()
+    answer = (await post(cluster, path, prompt_logprobs=top, n=2)).json()
+    found = [answer] if "chat" in path else answer["choices"]
+    assert len(found) == (1 if "chat" in path else 2)
+    for one in found:
+        first, *others = one["prompt_logprobs"]
+        assert first is None
+        for token, entry in zip(prompt_of(path)[1:], others, strict=True):
+            rank = 1 if top else None
+            expected = {str(token): {"logprob": -0.5, "rank": rank, "decoded_token": chr(token)}}
+            if top:
+                expected[str(token + 1)] = {"logprob": -1.5, "rank": 2, "decoded_token": chr(token + 1)}
+            assert entry == expected
+    assert answer["choices"][0]["logprobs"] is None
+    await cluster.all_released()
+
+
+async def test_an_echo_and_the_prompts_log_probabilities_go_together(make_cluster):
+    cluster = await make_cluster()
+    answer = (await post(cluster, "/v1/completions", prompt_logprobs=3, echo=True, logprobs=1)).json()
+    (choice,) = answer["choices"]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [3] * 4
+    assert [len(entry) for entry in choice["logprobs"]["top_logprobs"][1:5]] == [1] * 4
+
+
+@BOTH
+async def test_token_ids_are_returned(make_cluster, path):
+    cluster = await make_cluster(script=scripted("ab", then_eos=True))
+    answer = (await post(cluster, path, return_token_ids=True, n=2)).json()
+    for choice in answer["choices"]:
+        assert choice["token_ids"] == [97, 98, 256]
+        assert "chat" in path or choice["prompt_token_ids"] == prompt_of(path)
+    assert "completions" in path and ("chat" not in path or answer["prompt_token_ids"] == prompt_of(path))
+    assert "token_ids" not in (await post(cluster, path)).text
+
+
+@BOTH
+async def test_token_ids_are_streamed(make_cluster, path):
+    cluster = await make_cluster(script=scripted("é☃!", then_eos=True))  # some tokens complete no character
+    response = await post(cluster, path, return_token_ids=True, stream=True, max_tokens=20)
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token for choice in choices for token in choice["token_ids"]] == [*"é☃!".encode(), 256]
+    holders = chunks if "chat" in path else choices
+    assert [one["prompt_token_ids"] for one in holders if "prompt_token_ids" in one] == [prompt_of(path)]
+    assert "prompt_token_ids" in holders[0]
 
 
 # ---- unknown fields
