@@ -93,6 +93,7 @@ def serve(
     backend: Annotated[str | None, typer.Option(help=f"kernels: {_choices(BackendName)}")] = None,
     checks: Annotated[str | None, typer.Option(help=f"checksums of transferred KV: {_choices(ChecksMode)}")] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name in the API")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file; default: the model's own template")] = None,
     api_key: Annotated[
         str | None, typer.Option(help="clients must send this key; $KVRELAY_API_KEY keeps it out of ps")
     ] = None,
@@ -117,6 +118,7 @@ def serve(
             "max_model_len": max_model_len,
             "served_name": served_name,
             "quantization": quantization,
+            "chat_template": chat_template,
         },
         "engine": {"kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend, "draft_model": draft_model},
         "transfer": {"transport": transport, "checks": checks},

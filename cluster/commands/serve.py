@@ -64,6 +64,7 @@ def serve(settings: Settings, console: Console) -> int:
     note: Path | None = None
     try:
         with signals:
+            _check_chat_template(settings.model.chat_template)
             session.check_ports()
             model = _start(settings, session, console)
             note = endpoints.note(_running(settings, session, model))
@@ -100,6 +101,15 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
         console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
     elif is_fine:
         console.print("[dim]stopped[/dim]")
+
+
+def _check_chat_template(file: str | None) -> None:
+    """Before anything is started. Raises ModelError."""
+    if file is not None:
+        from kvrelay.serve.text.model_folder import template_file
+        from kvrelay.serve.text.tokenizer import ChatTemplate
+
+        ChatTemplate(template_file(file), {}, file)
 
 
 def _start(settings: Settings, session: RaySession, console: Console) -> str:

@@ -133,7 +133,7 @@ class IngressReplica:
             registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
         self._settings = with_api_key(self._settings, join.api_key)
-        self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
+        self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
         self._dispatcher = Dispatcher(make_router(self._settings), join.secret, self._settings, time.monotonic)
         self._secret = join.secret

@@ -49,6 +49,11 @@ class ModelSettings(Section):
         ge=16,
     )
 
+    chat_template: str | None = setting(
+        None,
+        "A Jinja file that turns chats into prompts, at the same path on every node; default: the model's own, and "
+        "without one the model has no chat.",
+    )
     reasoning_parser: ReasoningParser = setting(
         "auto",
         "How the model marks its reasoning, which chat replies return apart; auto: as its chat template shows; "

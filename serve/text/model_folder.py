@@ -48,6 +48,15 @@ def template_source(folder: Path, config: Mapping[str, Any], name: str = "defaul
     return template if isinstance(template, str) and is_default else None
 
 
+def template_file(path: str) -> str:
+    """An operator's own chat template. Raises ModelError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ModelError(path, f"the chat template cannot be read: {why}") from error
+
+
 def ids_of(value: Any) -> frozenset[int]:
     if isinstance(value, list):
         return frozenset(int(item) for item in value)

@@ -26,7 +26,14 @@ import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
-from kvrelay.serve.text.model_folder import checked_vocab_size, ids_of, read_json, special_tokens, template_source
+from kvrelay.serve.text.model_folder import (
+    checked_vocab_size,
+    ids_of,
+    read_json,
+    special_tokens,
+    template_file,
+    template_source,
+)
 from kvrelay.serve.text.stop import StopMatcher
 
 LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
@@ -147,8 +154,11 @@ def bytes_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | N
 class Tokenizer:
     """A prepared folder's tokenizer. Safe to use from threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelNotFound (no such folder or no tokenizer.json), ModelError (unreadable or incompatible)."""
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        """chat_template: a file instead of the model's own template.
+
+        Raises ModelNotFound (no such folder or no tokenizer.json), ModelError (unreadable or incompatible).
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelNotFound(str(folder), "has no tokenizer.json")
@@ -169,10 +179,13 @@ class Tokenizer:
             read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         )
         special = special_tokens(read_json(folder / "special_tokens_map.json"), tokenizer_config)
-        template = template_source(folder, tokenizer_config)
-        self.template = ChatTemplate(template, special) if template is not None else None
-        tool_template = template_source(folder, tokenizer_config, "tool_use")
-        self.tool_template = self.template if tool_template is None else ChatTemplate(tool_template, special)
+        template, tool_template = (
+            template_source(folder, tokenizer_config, name) if chat_template is None else template_file(chat_template)
+            for name in ("default", "tool_use")
+        )
+        place = chat_template or str(folder / "chat_template.jinja")
+        self.template = None if template is None else ChatTemplate(template, special, place)
+        self.tool_template = self.template if tool_template is None else ChatTemplate(tool_template, special, place)
         self.response_template: dict[str, Any] | None = tokenizer_config.get("response_template")
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -194,7 +207,7 @@ class Tokenizer:
         """The prompt's text; encode it without special tokens. Raises InvalidRequest."""
         template = self.tool_template if variables.get("tools") else self.template
         if template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+            raise InvalidRequest("no chat template: use /v1/completions, or set model.chat_template", "messages")
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -375,8 +388,8 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """One compiled template and the special tokens that it may name; a checkpoint's code, so it runs in a sandbox."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelError when the template does not compile."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], place: str = "chat_template.jinja") -> None:
+        """Raises ModelError, which names the place, when the template does not compile."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -388,7 +401,7 @@ class ChatTemplate:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ModelError("chat_template.jinja", f"the template does not compile: {error}") from error
+            raise ModelError(place, f"the chat template does not compile: {error}") from error
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any

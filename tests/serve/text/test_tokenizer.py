@@ -108,6 +108,23 @@ def test_without_a_template_chat_is_refused(tmp_path):
         Tokenizer(make_folder(tmp_path, template=None)).chat_text([{"role": "user", "content": "x"}])
 
 
+def test_the_operators_template_comes_before_the_models_own(tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0].content }}{{ eos_token }}!")
+    for template in (None, "{{ 'the model' }}"):
+        tokenizer = Tokenizer(make_folder(tmp_path, template=template), str(own))
+        assert tokenizer.chat_text([{"role": "user", "content": "x"}]).startswith("x")
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read: No such file"), ("{% if %}", "does not compile")])
+def test_a_bad_template_of_the_operator_is_named(tmp_path, text, words):
+    own = tmp_path / "own.jinja"
+    if text is not None:
+        own.write_text(text)
+    with pytest.raises(ModelError, match=f"own.jinja: the chat template {words}"):
+        Tokenizer(make_folder(tmp_path, template="{{ 'the model' }}"), str(own))
+
+
 async def test_long_texts_are_tokenised_all_the_same(tokenizer):
     text = "hello world " * 2000
     assert await encode_text(tokenizer, text) == tokenizer.encode(text)
