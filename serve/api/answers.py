@@ -27,7 +27,7 @@ class Reply:
         self._has_usage_always = bool(self._has_usage and options and options.continuous_usage_stats)
         self._usage_between: UnsetType | None = UNSET  # in the chunks before
         self._wants_logprobs = self._shows_first = False
-        self._wants_ids, self._num_of_prompt = bool(body.return_token_ids), body.prompt_logprobs
+        self._body = body
 
     def choice(self, place: int, index: int, pieces: Sequence[TextPiece]) -> object:
         """Choice `index`, whole, returned in this place."""
@@ -52,7 +52,7 @@ class Reply:
         )
 
     def _token_ids(self, pieces: Sequence[TextPiece]) -> list[int] | UnsetType:
-        return [token_id for piece in pieces for token_id in piece.token_ids] if self._wants_ids else UNSET
+        return [token_id for piece in pieces for token_id in piece.token_ids] if self._body.return_token_ids else UNSET
 
     def _of_prompt(
         self, prompt: Prompt, pieces: Sequence[TextPiece]
@@ -60,9 +60,9 @@ class Reply:
         """The prompt's token ids and log-probabilities, where they were asked for and a choice begins with `pieces`."""
         if not pieces or (first := pieces[0].first) is None:
             return UNSET, UNSET
-        num_top = self._num_of_prompt
+        num_top = self._body.prompt_logprobs
         return (
-            prompt.token_ids if self._wants_ids else UNSET,
+            prompt.token_ids if self._body.return_token_ids else UNSET,
             UNSET if num_top is None else replies.prompt_logprobs(self._codec, first.prompt_logprobs, num_top),
         )
 
@@ -99,7 +99,7 @@ class Reply:
     def chunks(self, index: int, piece: TextPiece) -> Sequence[object]:
         """The choices of the chunks for a piece."""
         is_first = self._shows_first and piece.first is not None
-        is_shown = piece.text or piece.finish_reason or self._wants_logprobs or is_first or self._wants_ids
+        is_shown = piece.text or piece.finish_reason or self._wants_logprobs or is_first or self._body.return_token_ids
         return (self.chunk_choice(index, piece),) if is_shown else ()
 
     def _events_of(self, index: int, piece: TextPiece) -> list[bytes]:

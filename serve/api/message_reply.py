@@ -38,7 +38,7 @@ class MessageReply(ChatReply):
     def chunks(self, index: int, piece: TextPiece) -> Sequence[replies.ChunkChoice]:
         deltas = [replies.Delta(role="assistant", content="")] if piece.first is not None else []
         deltas += [_delta(part) for part in self._parts(index, piece)]
-        if not deltas and (piece.finish_reason is not None or piece.logprobs or self._wants_ids):
+        if not deltas and (piece.finish_reason is not None or piece.logprobs or self._body.return_token_ids):
             deltas = [replies.Delta()]
         choices = [replies.ChunkChoice(index=index, delta=delta) for delta in deltas]
         if choices:
