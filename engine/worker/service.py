@@ -238,8 +238,8 @@ class WorkerService:
         for request_id in result.returned_to_prefill:
             self.requests.fail(request_id, wire.PREEMPTED, "returned to prefill")
         for request_id, problem in result.failed:
+            self.requests.fail(request_id, "grammar", problem, retryable=False)  # before what its transfer's end brings
             self._role.drop(request_id, problem)
-            self.requests.fail(request_id, "grammar", problem, retryable=False)
         self._role.on_reservations(result.reservations)
         self._reports.publish(result)
 
