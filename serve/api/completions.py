@@ -49,7 +49,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     prompt = await chat_prompt(front, body)
     if body.model_fields_set & CONSTRAINTS:
         (prompt,) = await constrained(front, body, [prompt])
-    if body.tools and asks_for_tools(body):
+    if (body.tools or body.functions) and asks_for_tools(body):
         prompt = await with_tools(front, body, prompt)
     if front.reasoning is not None or body.model_fields_set & REASONING_FIELDS:
         prompt = with_reasoning(front, body, prompt)

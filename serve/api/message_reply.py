@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
+
 from kvrelay.serve.api import replies
 from kvrelay.serve.api.answers import ChatReply, finish_reason_of
 from kvrelay.serve.api.endpoint import Front
@@ -17,7 +19,7 @@ class MessageReply(ChatReply):
     def __init__(self, front: Front, body: ChatBody, generation: Generation, form: OutputFormat) -> None:
         super().__init__(front, body, generation)
         self._outputs = [ChoiceOutput(form) for _ in range(generation.job.num_choices)]
-        self._call_reason = form.call_reason
+        self._call_reason, self._has_functions = form.call_reason, bool(body.functions)
         self._has_reasoning, self._stats = form.splitter is not None, front.dispatcher.stats
 
     def usage(self) -> replies.Usage:
@@ -33,6 +35,8 @@ class MessageReply(ChatReply):
         choice = super().choice(place, index, pieces)
         choice.message = _message(parts, is_answer=not output.num_reasoning_tokens)
         choice.finish_reason = self._finish_reason(index, finish_reason_of(pieces))
+        if self._has_functions:
+            _as_function_call(choice.message)
         return choice
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[replies.ChunkChoice]:
@@ -40,6 +44,9 @@ class MessageReply(ChatReply):
         deltas += [_delta(part) for part in self._parts(index, piece)]
         if not deltas and (piece.finish_reason is not None or piece.logprobs or self._body.return_token_ids):
             deltas = [replies.Delta()]
+        if self._has_functions:
+            for delta in deltas:
+                _as_function_call(delta)
         choices = [replies.ChunkChoice(index=index, delta=delta) for delta in deltas]
         if choices:
             last = choices[-1]
@@ -89,6 +96,12 @@ def _message(parts: list[Part], *, is_answer: bool) -> replies.ChatMessage:
     if starts:
         message.tool_calls = [_called(start, "".join(arguments[start.index])) for start in starts]
     return message
+
+
+def _as_function_call(message: replies.ChatMessage | replies.Delta) -> None:
+    """The call in the form of before there were tools."""
+    if message.tool_calls is not UNSET:
+        message.function_call, message.tool_calls = message.tool_calls[0].function, UNSET
 
 
 def _called(start: ToolCallStart, arguments: str) -> replies.ToolCallReply:

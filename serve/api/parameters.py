@@ -41,7 +41,7 @@ def refuse_unsupported(body: Common) -> None:
             own = [Tool(type="function", function=one) for one in body.functions or ()]
             check_tools(own, body.function_call, "functions", "function_call")
         checks += [
-            ("functions", body.functions and (body.function_call is None or body.function_call.mode != "none")),
+            ("functions", body.functions and body.tools),
             ("chat_template", body.chat_template),
             ("modalities", set(body.modalities or ["text"]) != {"text"}),
         ]

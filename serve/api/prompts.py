@@ -94,7 +94,14 @@ def _template_text(front: Front, body: ChatBody) -> str:
     """The prompt's text; with `continue_final_message` it ends inside the last message."""
     messages = template_messages(body.messages)
     shown: dict[str, Any] = {}
-    if body.tools or any(message.tool_calls or message.role == "tool" for message in body.messages):
+    if (
+        body.tools
+        or body.functions
+        or any(
+            message.tool_calls or message.function_call or message.role in ("tool", "function")
+            for message in body.messages
+        )
+    ):
         messages, shown = with_shown_tools(front, body, messages)
     variables = template_variables(front, body) if body.model_fields_set & REASONING_FIELDS else {}
     if body.documents is not None:

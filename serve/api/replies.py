@@ -107,6 +107,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallReply] | UnsetType = UNSET
+    function_call: FunctionReply | UnsetType = UNSET  # for a request with `functions`
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -123,6 +124,7 @@ class Delta(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallReply] | UnsetType = UNSET
+    function_call: FunctionReply | UnsetType = UNSET  # for a request with `functions`
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):

@@ -14,7 +14,7 @@ from kvrelay.grammar.tag_schema import checked_schema
 from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.api.endpoint import Front
 from kvrelay.serve.api.schemas import ChatBody
-from kvrelay.serve.bodies.messages import Function
+from kvrelay.serve.bodies.messages import Function, ToolChoice
 from kvrelay.serve.bodies.unknown_fields import unsupported
 from kvrelay.serve.chat.families import ToolFormat
 from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, tool_tag
@@ -26,14 +26,24 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 def asks_for_tools(body: ChatBody) -> bool:
     """Whether tools may be called. With the choice `none` the model does not see them either."""
-    return bool(body.tools) and (body.tool_choice is None or body.tool_choice.mode != "none")
+    choice = _choice(body)
+    return bool(_functions(body)) and (choice is None or choice.mode != "none")
+
+
+def _functions(body: ChatBody) -> list[Function]:
+    """Those of `tools`, or of `functions`, which was before it."""
+    return [tool.function for tool in body.tools] if body.tools else list(body.functions or ())
+
+
+def _choice(body: ChatBody) -> ToolChoice | None:
+    return body.tool_choice if body.tools else body.function_call
 
 
 def with_shown_tools(
     front: Front, body: ChatBody, messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages, and the variables of the template that show the tools. Raises InvalidRequest."""
-    tools = [_as_shown(tool.function) for tool in body.tools or ()] if asks_for_tools(body) else []
+    tools = [_as_shown(function) for function in _functions(body)] if asks_for_tools(body) else []
     support = front.tools
     if support is None:
         if tools:
@@ -54,7 +64,7 @@ def _as_shown(function: Function) -> dict[str, Any]:
 class _Asked:
     """The choice among tools, any spelling."""
 
-    tools: list[tuple[int, Function]]  # those that may be called, with their places in the body
+    tools: list[tuple[str, Function]]  # those that may be called, with the field of their parameters
     is_required: bool
     is_named: bool
     is_parallel: bool
@@ -66,15 +76,16 @@ class _Asked:
 
 
 def _asked(body: ChatBody) -> _Asked:
-    choice = body.tool_choice
+    choice = _choice(body)
     names = None if choice is None else choice.names
-    tools = [(place, tool.function) for place, tool in enumerate(body.tools or ())]
+    form = "tools[{}].function.parameters" if body.tools else "functions[{}].parameters"
+    tools = [(form.format(place), function) for place, function in enumerate(_functions(body))]
     is_named = choice is not None and choice.type == "function"
     return _Asked(
         tools=[(place, function) for place, function in tools if names is None or function.name in names],
         is_required=choice is not None and choice.mode == "required",
         is_named=is_named,
-        is_parallel=body.parallel_tool_calls is not False and not is_named,
+        is_parallel=bool(body.tools) and body.parallel_tool_calls is not False and not is_named,
         is_limited=names is not None,
     )
 
@@ -95,6 +106,8 @@ async def with_tools(front: Front, body: ChatBody, prompt: Prompt) -> Prompt:
     output = support.output(parameters, prompt.text, is_parallel=asked.is_parallel, is_constrained=spec is not None)
     if asked.is_named:
         output = replace(output, call_reason="stop")  # as OpenAI has it
+    elif not body.tools:
+        output = replace(output, call_reason="function_call")
     return replace(prompt, output=output)
 
 
@@ -113,15 +126,14 @@ def _spec(support: ToolSupport, asked: _Asked, given: GrammarSpec | None) -> Gra
     content = None
     if given is not None and not asked.is_required:
         content = checked_schema(json.loads(given.text), "response_format")
-    schemas = {function.name: _schema(own, asked, function, place) for place, function in asked.tools}
+    schemas = {function.name: _schema(own, asked, function, field) for field, function in asked.tools}
     tag = tool_tag(own, schemas, is_required=asked.is_required, is_parallel=asked.is_parallel, content_schema=content)
     return GrammarSpec("structural_tag", tag)
 
 
-def _schema(own: ToolFormat, asked: _Asked, function: Function, place: int) -> Any:
+def _schema(own: ToolFormat, asked: _Asked, function: Function, field: str) -> Any:
     if not asked.is_required and not function.strict:
         return ANY_ARGUMENTS
-    field = f"tools[{place}].function.parameters"
     try:
         return checked_schema(function.parameters, field, is_xml=own.arguments != "json")
     except InvalidRequest as error:

@@ -75,7 +75,7 @@ def error_of(response, status, param=None, code=None):
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]}, "functions"),
         ({"best_of": 3}, "best_of"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"length_penalty": 1.0}, "length_penalty"),

@@ -283,6 +283,23 @@ async def test_a_checkpoints_own_description_of_outputs_is_used(caller):
     assert "no json" in message["content"]
 
 
+async def test_functions_of_before_there_were_tools(caller):
+    cluster = await caller(CALL + CALL)
+    old = {"max_tokens": 400, "functions": [WEATHER["function"], NOW["function"]]}
+    choice = (await chat(cluster, old)).json()["choices"][0]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": '{"city": "東京 }"}'}
+    assert "tool_calls" not in choice["message"]
+    assert "<tools>" in prompt_of(cluster)
+    chunks = events(await chat(cluster, old | {"stream": True, "function_call": {"name": "get_weather"}}))
+    calls = [c["delta"]["function_call"] for chunk in chunks for c in chunk["choices"] if "function_call" in c["delta"]]
+    assert calls[0] == {"name": "get_weather", "arguments": ""}
+    assert "".join(call["arguments"] for call in calls) == '{"city": "東京 }"}'
+    assert len(tag_of(cluster)["elements"][1]["tags"]) == 1
+    await chat(cluster, old | {"function_call": "none"})
+    assert "<tools>" not in prompt_of(cluster)
+
+
 # ---- clients
 
 
