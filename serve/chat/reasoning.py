@@ -164,8 +164,7 @@ class ReasoningSplitter:
     def _take_reasoning(self) -> str:
         at = self._held.find(self._end)
         size = at if at >= 0 else len(self._held) - overlap(self._held, self._end)
-        while size and self._held[size - 1] == "\n":
-            size -= 1
+        size = len(self._held[:size].rstrip("\n"))
         reasoning = self._take(size)
         if at >= 0:
             self._trims = False
