@@ -77,6 +77,8 @@ class GrammarCompiler:
                 with self._lock:
                     self._grammars.pop(key, None)
                 future.set_exception(error)
+        if isinstance(refusal := future.exception(), InvalidRequest):
+            raise InvalidRequest(*refusal.args)  # a new one: one that is kept would keep the frames of all who got it
         return future.result()
 
     def load(self, kind: str) -> None:
@@ -105,9 +107,10 @@ class GrammarCompiler:
             return self._llguidance
 
     def _xgrammar_library(self) -> "XgrammarLibrary":
-        token_bytes = self._llguidance_library().token_bytes()
+        llguidance = self._llguidance_library()
         with self._loading:
             if self._xgrammar is None:
+                token_bytes = llguidance.token_bytes()
                 from kvrelay.grammar.xgrammar_parser import XgrammarLibrary
 
                 added = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json")).get_added_tokens_decoder()

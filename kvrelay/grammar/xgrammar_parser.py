@@ -75,6 +75,10 @@ class XgrammarLibrary:
                 self._compilers[named] = compiler
             return compiler
 
+    def has_text(self, token_id: int) -> bool:
+        """Whether some tag may contain the token: xgrammar warns on standard error when it is given any other."""
+        return bool(self._token_bytes[token_id]) or token_id in self._special
+
     def allows_only_the_end(self, parser: "XgrammarParser") -> bool:
         mask = np.zeros((1, self._end.shape[0]), np.int32)
         parser.matcher.fill_next_token_bitmask(mask)
@@ -120,7 +124,7 @@ class XgrammarParser:
 
     def consume(self, token_ids: list[int]) -> int:
         for taken, token_id in enumerate(token_ids):
-            if not self.matcher.accept_token(token_id):
+            if not (self.library.has_text(token_id) and self.matcher.accept_token(token_id)):
                 return taken
         return len(token_ids)
 

@@ -1,0 +1,73 @@
+"""What a process keeps of the grammars that it has seen is bounded, and a token without text makes no noise."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.compiler import MOST_GRAMMARS, GrammarCompiler
+from kvrelay.grammar.llguidance_parser import LlguidanceLibrary
+from kvrelay.grammar.masks import fill_masks
+from kvrelay.plane.messages import GrammarSpec
+
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]+"}, "end": "</a>"}
+VOCABULARY = 320  # the tokenizer has 259 of them
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def compiler(folder):
+    return GrammarCompiler(folder, VOCABULARY, [2])
+
+
+def test_a_refusal_given_again_keeps_no_frames_of_those_who_got_it(compiler):
+    def depth(error):
+        return sum(1 for _ in iter_traceback(error.__traceback__))
+
+    depths = []
+    for _ in range(20):
+        with pytest.raises(InvalidRequest, match="regular expression") as caught:
+            compiler.compile(GrammarSpec("regex", "("))
+        depths.append(depth(caught.value))
+    assert depths[-1] == depths[1]
+
+
+def iter_traceback(traceback):
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def test_so_many_grammars_are_kept_and_matchers_outlive_them(compiler):
+    mask = np.zeros((1, compiler.num_words), np.int32)
+    first = compiler.compile(GrammarSpec("regex", "first"))
+    matcher = first.matcher()
+    for index in range(2 * MOST_GRAMMARS):
+        fill_masks([(compiler.compile(GrammarSpec("regex", f"{index}[a-z]")).matcher(), (), 0)], mask)
+    assert len(compiler._grammars) == MOST_GRAMMARS
+    assert compiler.compile(GrammarSpec("regex", "first")) is not first
+    fill_masks([(matcher, (), 0)], mask)
+    assert matcher.problem is None and mask.any()
+
+
+def test_the_vocabulary_is_read_once_for_all_structural_tags(compiler, monkeypatch):
+    read, token_bytes = [], LlguidanceLibrary.token_bytes
+    monkeypatch.setattr(LlguidanceLibrary, "token_bytes", lambda self: read.append(1) or token_bytes(self))
+    for pattern in ("[0-9]+", "[a-z]+", "[A-Z]+"):
+        tag = TAG | {"content": {"type": "regex", "pattern": pattern}}
+        compiler.compile(GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag})))
+    assert len(read) == 1
+
+
+def test_ids_without_a_token_are_refused_silently(compiler, capfd):
+    spec = GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": TAG}))
+    matcher = compiler.compile(spec).matcher()
+    assert [matcher.accept([token]) for token in (259, 300, VOCABULARY - 1)] == [0] * 3
+    assert matcher.valid_prefix([300]) == 0
+    assert "".join(capfd.readouterr()) == ""
