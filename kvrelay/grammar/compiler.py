@@ -78,7 +78,7 @@ class GrammarCompiler:
                     self._grammars.pop(key, None)
                 future.set_exception(error)
         if isinstance(refusal := future.exception(), InvalidRequest):
-            raise InvalidRequest(*refusal.args)  # a new one: one that is kept would keep the frames of all who got it
+            raise InvalidRequest(*refusal.args)  # a new one: each raise adds frames to an error
         return future.result()
 
     def load(self, kind: str) -> None:

@@ -57,7 +57,7 @@ class XgrammarLibrary:
             compiled = self._compiler(named).compile_structural_tag(spec.text)
         except RuntimeError as error:
             refuse(f"the structural tag is not supported: {_reason(error)}")
-        return lambda: XgrammarParser(xgrammar.GrammarMatcher(compiled), self)
+        return lambda: XgrammarParser(xgrammar.GrammarMatcher(compiled), self, named)
 
     def _compiler(self, named: frozenset[int]) -> xgrammar.GrammarCompiler:
         with self._lock:
@@ -76,8 +76,8 @@ class XgrammarLibrary:
             return compiler
 
     def has_text(self, token_id: int) -> bool:
-        """Whether some tag may contain the token: xgrammar warns on standard error when it is given any other."""
-        return bool(self._token_bytes[token_id]) or token_id in self._special
+        """Whether the token is text in every tag."""
+        return bool(self._token_bytes[token_id])
 
     def allows_only_the_end(self, parser: "XgrammarParser") -> bool:
         mask = np.zeros((1, self._end.shape[0]), np.int32)
@@ -105,10 +105,11 @@ class XgrammarLibrary:
 class XgrammarParser:
     """xgrammar's matcher as a GrammarParser."""
 
-    __slots__ = ("library", "matcher")
+    __slots__ = ("library", "matcher", "named")
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, library: XgrammarLibrary) -> None:
-        self.matcher, self.library = matcher, library
+    def __init__(self, matcher: xgrammar.GrammarMatcher, library: XgrammarLibrary, named: frozenset[int]) -> None:
+        """named: special tokens that are text here."""
+        self.matcher, self.library, self.named = matcher, library, named
 
     @property
     def is_complete(self) -> bool:
@@ -124,7 +125,8 @@ class XgrammarParser:
 
     def consume(self, token_ids: list[int]) -> int:
         for taken, token_id in enumerate(token_ids):
-            if not (self.library.has_text(token_id) and self.matcher.accept_token(token_id)):
+            has_text = self.library.has_text(token_id) or token_id in self.named  # any other would make it warn
+            if not (has_text and self.matcher.accept_token(token_id)):
                 return taken
         return len(token_ids)
 
