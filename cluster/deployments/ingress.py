@@ -27,6 +27,7 @@ from kvrelay.cluster.registry.actor import connect_registry, follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import KvrelayError, PeerLost
+from kvrelay.grammar.gate import GrammarGate
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.serve.api.app import ModelCard, create_app
@@ -135,6 +136,7 @@ class IngressReplica:
         self._settings = with_api_key(self._settings, join.api_key)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
+        self._grammars = GrammarGate(model_dir, self._tokenizer.vocab_size, self._tokenizer.eos_ids)
         self._dispatcher = Dispatcher(make_router(self._settings), join.secret, self._settings, time.monotonic)
         self._secret = join.secret
         self._members: tuple[WorkerRecord, ...] = ()
@@ -143,7 +145,8 @@ class IngressReplica:
 
     def __serve_build_asgi_app__(self) -> Any:
         sessions = SharedSessions(self._registry, time.monotonic)
-        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card, sessions)
+        check = self._grammars.check
+        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card, sessions, check)
         app.router.routes.append(Route("/kvrelay/status", self._status_endpoint, methods=["GET"]))
         return app
 
@@ -223,6 +226,7 @@ class IngressReplica:
         if following := getattr(self, "_following", None):
             following.cancel()
             await self._dispatcher.aclose()
+            await self._grammars.aclose()
             await asyncio.to_thread(tracing.shutdown)
 
 

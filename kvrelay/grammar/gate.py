@@ -8,6 +8,7 @@ here.
 import asyncio
 import contextlib
 import hashlib
+import logging
 import select
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.errors import InvalidRequest, ModelError, Overloaded
+from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.grammar import checker
 from kvrelay.grammar.checker import GrammarVerdict
 from kvrelay.grammar.limits import check_size, largest_bound
 from kvrelay.plane.messages import GrammarSpec
+
+logger = logging.getLogger(__name__)
 
 MOST_WAITING = 32  # checks of one library that wait or run
 MOST_WAIT_S = 0.8  # before a check begins, once its library is loaded
@@ -43,8 +46,8 @@ class GrammarGate:
     async def check(self, spec: GrammarSpec) -> None:
         """Returns when workers may compile `spec`.
 
-        Raises InvalidRequest (the message names the key or the limit), Overloaded (too many other checks are waiting),
-        ModelError (this model's tokenizer cannot be used, or the checker does not run).
+        Raises InvalidRequest (the message names the key or the limit; or this model's tokenizer cannot be used),
+        Overloaded (too many other checks are waiting).
         """
         check_size(spec)
         key = hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
@@ -98,7 +101,8 @@ class _Checker:
         if verdict is None:
             raise Overloaded("too many grammars are waiting to be checked", retry_after_s=1.0)
         if verdict.fault is not None:
-            raise ModelError(self._arguments[0], verdict.fault)
+            logger.warning("grammars cannot be checked: %s", verdict.fault)
+            raise InvalidRequest(f"not available for this model: {verdict.fault}", code="unsupported_parameter")
         return verdict
 
     def _answer(self, spec: GrammarSpec, deadline: float) -> GrammarVerdict | None:

@@ -19,6 +19,7 @@ MOST_SCHEMAS = 5_000
 MOST_PATTERN_CHARS = 2_000
 MOST_REPEATS = 10_000  # maxLength, minItems and the like
 MOST_MULTIPLE = 10_000  # product of all multipleOf, in units of their last digit: automata grow with it
+MOST_REFERENCES = 32  # in a row
 MOST_LITERAL_CHARS = 65_536  # all property names, constants and values of enums
 
 _ONE = (
@@ -141,6 +142,8 @@ def _rewrite(root: Json, node: dict[str, Json]) -> None:
 
     It refuses oneOf unless it sees that the alternatives are disjoint, and does not look through references.
     """
+    if "$ref" in node:
+        _resolved(root, node)
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
@@ -156,7 +159,7 @@ def _rewrite(root: Json, node: dict[str, Json]) -> None:
 
 def _resolved(root: Json, node: Json) -> dict[str, Json]:
     """A schema, or what it refers to within its document; empty where that is not known."""
-    for _ in range(8):
+    for _ in range(MOST_REFERENCES):
         if not isinstance(node, dict):
             return {}
         if "$ref" not in node:
@@ -167,7 +170,7 @@ def _resolved(root: Json, node: Json) -> dict[str, Json]:
         for part in node["$ref"][2:].split("/"):
             target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
         node = target
-    return {}
+    return refuse(f"$ref {node['$ref'][:200]} leads to itself, or through more than {MOST_REFERENCES} others")
 
 
 def _are_disjoint(one: dict[str, Json], other: dict[str, Json]) -> bool:
