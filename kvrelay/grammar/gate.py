@@ -148,5 +148,7 @@ class _Checker:
 
     def close(self) -> None:
         self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # what its thread waits for ends
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._end()
