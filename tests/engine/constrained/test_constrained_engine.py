@@ -293,6 +293,15 @@ def test_on_an_asynchronous_device(make, expected):
     assert {key for key, stream in loop.items() if stream == expected[key]} >= {("few", 0), ("json", 0)}
 
 
+def test_drafts_and_groups_on_an_asynchronous_device(make, monkeypatch):
+    group = request("g", prompt_of(20, 11), grammar=WORDS, temperature=1.0, group=Group(seeds=(1, 2)))
+    several = [*asked(), group]
+    loop = serve(make(backend=ReferenceBackend("cpu")), *several)
+    engine = make(backend=LateBackend(), draft_tokens=4, token_budget=64)
+    every_step(engine, monkeypatch)
+    assert serve(engine, *several) == loop
+
+
 def test_penalties_are_looked_past_too(make):
     several = [
         request(str(n), prompt_of(6, n), frequency_penalty=0.7, temperature=n / 2, seed=n, max_tokens=20 + n)
