@@ -30,9 +30,9 @@ def drawn_masked(logits, batch, allowed, rows):
     draw = lambda *inputs: sampling_triton.draw(*inputs, masks=token_masks_of(batch, logits))
     return drawn(logits, batch, draw).tolist(), reference.draw(logits, batch).tolist()
 
-for seed, (rows, vocab) in enumerate(((4, 31), (4, 1003), (3, 2080), (4, 33), (3, 257))):
+for seed, (rows, vocab) in enumerate(((4, 31), (3, 2080), (3, 33))):
     logits, batch = mixture(seed, rows, vocab)
-    for share in (0.0, 0.1, 0.9):
+    for share in (0.0, 0.5):
         allowed = one_or_more(torch.Generator().manual_seed(seed), 2, vocab, share)
         ours, right = drawn_masked(logits, batch, allowed, [0, 1, -1, 1][:rows])
         if ours != right:
