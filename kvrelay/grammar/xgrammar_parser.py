@@ -21,6 +21,7 @@ NOT_ENFORCED = {
     *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "multipleOf", "not", "oneOf"),
     *("then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
 }
+AMBIGUOUS = ("grammar", "plus", "repeat", "star")  # formats whose masks can take seconds
 BESIDE = {"maxLength", "maximum", "minLength", "minimum", "pattern", "properties"}
 
 
@@ -137,6 +138,8 @@ class XgrammarParser:
 def _check(tag: Json) -> None:
     """Hold the schemas in a tag to the limits, and refuse the keys that xgrammar drops without a word."""
     for node in nodes(tag):
+        if isinstance(node, dict) and node.get("type") in AMBIGUOUS and node.keys() & {"content", "grammar"}:
+            refuse(f"the format {node['type']} is not supported in a structural tag")
         if isinstance(node, dict) and "json_schema" in node:
             check_and_rewrite(node["json_schema"])
             left = [node["json_schema"]]

@@ -145,3 +145,13 @@ def test_alternatives_that_a_discriminator_tells_apart_are_one_of(family):
     kinds["b"]["properties"]["t"] = {"enum": ["a", "b"]}
     with pytest.raises(InvalidRequest, match="oneOf"):
         compiler.compile(GrammarSpec("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [{"type": "grammar", "grammar": 'root ::= root root | "a"'}, {"type": "star", "content": {"type": "any_text"}}],
+)
+def test_a_structural_tag_has_no_format_whose_masks_are_not_bounded(family, inner):
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [inner]}}
+    with pytest.raises(InvalidRequest, match=inner["type"]):
+        family[0].compile(GrammarSpec("structural_tag", json.dumps(tag)))
