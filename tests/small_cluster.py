@@ -12,8 +12,7 @@ import uvicorn
 
 from kvrelay.cluster.launch.local import HOST, make_worker
 from kvrelay.config import settings_from
-from kvrelay.grammar.compiler import GrammarCompiler
-from kvrelay.plane.messages import GrammarSpec
+from kvrelay.grammar.gate import GrammarGate
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
@@ -38,13 +37,10 @@ async def small_cluster(folder: Path, settings: Mapping[str, Any] = CHAT_SETTING
     dispatcher = Dispatcher(Router(checked.router, tokens_per_hash=checked.tokens_per_hash), secret, checked)
     card = ModelCard("tiny", checked.model.max_model_len or 1024, 0)
     codec = Tokenizer(folder)
-    compiler = GrammarCompiler(folder, codec.vocab_size, codec.eos_ids)
-
-    async def check_grammar(spec: GrammarSpec) -> None:
-        await asyncio.to_thread(compiler.compile, spec)
-
-    app = create_app(dispatcher, codec, checked, card, OwnSessions(dispatcher.clock), check_grammar)
+    gate = GrammarGate(folder, codec.vocab_size, codec.eos_ids)
+    app = create_app(dispatcher, codec, checked, card, OwnSessions(dispatcher.clock), gate.check)
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(gate.aclose)
         stack.push_async_callback(dispatcher.aclose)
         infos = []
         for worker in workers:
