@@ -1,6 +1,6 @@
 """Decode speed with and without a JSON schema, and what masks cost inside the engine.
 
-    python -m bench.engine.constrained [--streams 1 4 16] [--rounds 9] [--tokens 96] [--temperature 0] [--json FILE]
+    python -m bench.engine.constrained [--streams 1 4 16] [--rounds 7] [--tokens 64] [--temperature 0] [--json FILE]
 
 Two parts, each with the unconstrained baseline in turn with the constrained run, the same prompts and output lengths
 (the schema's array is longer than any output; the baseline ignores its end). Draft tokens are off.
@@ -251,8 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=96, help="of an output")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=64, help="of an output")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--parts", nargs="+", choices=["cluster", "engine"], default=["cluster", "engine"])
     parser.add_argument("--threads", type=int, default=available_cores())
