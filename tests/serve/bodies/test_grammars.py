@@ -187,6 +187,12 @@ def test_choices_match_themselves_alone(tokenizer):
     assert not any(matches(tokenizer, spec, other) for other in ("ye", "x", "with", "a\\b\\n\\t"))
 
 
+def test_as_many_choices_as_are_allowed_compile(tokenizer):
+    choices = [f"choice number {number} of many" for number in range(MAX_CHOICES)]
+    spec = asked(guided_choice=choices).spec
+    assert matches(tokenizer, spec, choices[1000]) and not matches(tokenizer, spec, "choice number 1")
+
+
 @pytest.mark.parametrize(
     ("options", "texts"),
     [({"disable_any_whitespace": True}, ['{"a":1}']), ({"whitespace_pattern": "[ ]?"}, ['{"a":1}', '{ "a": 1}'])],
