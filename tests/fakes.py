@@ -20,6 +20,7 @@ from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput
 from kvrelay.plane.reports import Audited, KvSnapshot, LoadReport, Paired, PairReport, PathReport, Status, WorkerInfo
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable, too_many_sessions
+from kvrelay.serve.text.chat_template import template_of_request
 from kvrelay.serve.text.tokenizer import ByteDetokenizer
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Fingerprint, Role
@@ -44,6 +45,9 @@ class ByteCodec:
     def chat_text(self, messages, *, add_generation_prompt: bool = True, **variables) -> str:
         text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
         return text + ("<assistant>" if add_generation_prompt else "")
+
+    def own_chat_text(self, source: str, messages, **variables) -> str:
+        return template_of_request(source, ()).render(messages, **variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(self._visible(token) or b"" for token in token_ids).decode(errors="replace")

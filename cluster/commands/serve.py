@@ -106,8 +106,8 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
 def _check_chat_template(file: str | None) -> None:
     """Before anything is started. Raises ModelError."""
     if file is not None:
+        from kvrelay.serve.text.chat_template import ChatTemplate
         from kvrelay.serve.text.model_folder import template_file
-        from kvrelay.serve.text.tokenizer import ChatTemplate
 
         ChatTemplate(template_file(file), {}, file)
 

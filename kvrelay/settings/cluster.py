@@ -19,6 +19,11 @@ class ServeSettings(Section):
         "Fields of requests that this server does not know: ignore them (and list them in the header "
         "x-kvrelay-ignored), or refuse the request.",
     )
+    trust_request_chat_template: bool = setting(
+        False,
+        "Whether a request may bring its own chat template. It runs in Jinja's sandbox, which limits neither its time "
+        "nor its memory: only for clients that you trust.",
+    )
     api_key: str | None = setting(
         None,
         "Requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if set. Ray's dashboard shows a key "

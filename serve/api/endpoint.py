@@ -29,7 +29,7 @@ from kvrelay.logs import ACCESS_LOGGER
 from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.api.parameters import check_limits, refuse_unsupported
 from kvrelay.serve.api.replies import ErrorBody, ErrorReply
-from kvrelay.serve.api.schemas import Common, parse
+from kvrelay.serve.api.schemas import ChatBody, Common, parse
 from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.bodies.unknown_fields import count_ignored, unknown
 from kvrelay.serve.chat.reasoning import ReasoningMarkers
@@ -254,7 +254,10 @@ class Front:
 
     async def read(self, request: Request, body_type: type[B]) -> B:
         """The checked body. Raises InvalidRequest, ClientLeft."""
-        return self.check(body_type, await read_json_body(request, self.max_body_bytes))
+        body = self.check(body_type, await read_json_body(request, self.max_body_bytes))
+        if body.model is None:
+            raise InvalidRequest(f"model: required; this server has {self.model.name!r}", "model", 400, "missing")
+        return body
 
     def check(self, body_type: type[B], data: bytes) -> B:
         """The checked body. Raises InvalidRequest."""
@@ -264,6 +267,9 @@ class Front:
         if body.model is not None and body.model != self.model.name:
             raise unknown_model(body.model, self.model.name)
         refuse_unsupported(body)
+        if isinstance(body, ChatBody) and body.chat_template and not self.settings.serve.trust_request_chat_template:
+            message = "chat_template: not from requests here; see the setting serve.trust_request_chat_template"
+            raise InvalidRequest(message, "chat_template", 400, "unsupported_parameter")
         check_limits(body, self.codec.vocab_size)
         return body
 

@@ -42,7 +42,6 @@ def refuse_unsupported(body: Common) -> None:
             check_tools(own, body.function_call, "functions", "function_call")
         checks += [
             ("functions", body.functions and body.tools),
-            ("chat_template", body.chat_template),
             ("modalities", set(body.modalities or ["text"]) != {"text"}),
         ]
     for name, is_used in checks:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
@@ -108,11 +109,12 @@ def _template_text(front: Front, body: ChatBody) -> str:
         variables["documents"] = body.documents
     variables |= {key: value for key, value in (body.chat_template_kwargs or {}).items() if key not in _RESERVED}
     variables |= shown
+    own = body.chat_template
+    render = front.codec.chat_text if own is None else partial(front.codec.own_chat_text, own)
     if not body.continue_final_message:
-        has_prompt = body.add_generation_prompt is not False
-        return front.codec.chat_text(messages, add_generation_prompt=has_prompt, **variables)
+        return render(messages, add_generation_prompt=body.add_generation_prompt is not False, **variables)
     final = str(messages[-1]["content"]).strip()
-    text = front.codec.chat_text(messages, add_generation_prompt=False, **variables)
+    text = render(messages, add_generation_prompt=False, **variables)
     if not final or final not in text:
         raise InvalidRequest("continue_final_message: the template does not keep the last message", "messages")
     return text[: text.rindex(final) + len(final)]

@@ -15,7 +15,8 @@ from kvrelay.serve.chat.families import DEFAULT_FORMAT, TOOL_FORMATS, ToolFormat
 from kvrelay.serve.chat.output import OutputFormat
 from kvrelay.serve.chat.response_template import TemplateParser
 from kvrelay.serve.chat.tool_calls import ToolCallParser
-from kvrelay.serve.text.tokenizer import ChatTemplate, Tokenizer
+from kvrelay.serve.text.chat_template import ChatTemplate
+from kvrelay.serve.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 

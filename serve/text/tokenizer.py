@@ -1,5 +1,5 @@
-"""Text to tokens and back for one prepared model folder: tokenizer, incremental detokenizer, chat template, and each
-choice's text from its token outputs.
+"""Text to tokens and back for one prepared model folder: tokenizer, incremental detokenizer, and each choice's text
+from its token outputs.
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json. Imports
 tokenizers and jinja2, never torch or transformers.
@@ -11,21 +11,17 @@ Others use the tokenizer's own streaming decoder.
 
 import asyncio
 import codecs
-import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
 import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
+from kvrelay.serve.text.chat_template import ChatTemplate, template_of_request
 from kvrelay.serve.text.model_folder import (
     checked_vocab_size,
     ids_of,
@@ -184,6 +180,7 @@ class Tokenizer:
             for name in ("default", "tool_use")
         )
         place = chat_template or str(folder / "chat_template.jinja")
+        self._special_tokens = special
         self.template = None if template is None else ChatTemplate(template, special, place)
         self.tool_template = self.template if tool_template is None else ChatTemplate(tool_template, special, place)
         self.response_template: dict[str, Any] | None = tokenizer_config.get("response_template")
@@ -209,6 +206,10 @@ class Tokenizer:
         if template is None:
             raise InvalidRequest("no chat template: use /v1/completions, or set model.chat_template", "messages")
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def own_chat_text(self, source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """`chat_text` by a request's own template. Raises InvalidRequest."""
+        return template_of_request(source, tuple(self._special_tokens.items())).render(messages, **variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence."""
@@ -346,72 +347,3 @@ class ChoiceText:
         if self._matcher is None:
             return left
         return self._matcher.push(left) + self._matcher.flush()
-
-
-# ---- chat templates
-
-# Hugging Face always defines these, and templates rely on it (`tools is not none`).
-_DEFAULTS: dict[str, Any] = {"tools": None, "documents": None}
-# What a template raises on purpose, and what its code raises on messages that it did not foresee.
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Without HTML escapes, unlike jinja's own; the arguments are Hugging Face's, in their order."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own attribute)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class ChatTemplate:
-    """One compiled template and the special tokens that it may name; a checkpoint's code, so it runs in a sandbox."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str], place: str = "chat_template.jinja") -> None:
-        """Raises ModelError, which names the place, when the template does not compile."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        self._special_tokens = dict(special_tokens)
-        self.source = source
-        try:
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelError(place, f"the chat template does not compile: {error}") from error
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        """The prompt's text. Raises InvalidRequest when the template refuses the messages."""
-        try:
-            return self._template.render(
-                **{**_DEFAULTS, **self._special_tokens, **variables},
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-            )
-        except _REFUSALS as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error

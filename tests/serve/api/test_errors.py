@@ -284,6 +284,24 @@ async def test_template_variables_may_have_any_name(make_cluster):
     assert response.status_code == 200
 
 
+async def test_a_request_may_bring_its_own_template_where_the_operator_trusts_it(make_cluster):
+    cluster = await make_cluster(serve={"trust_request_chat_template": True})
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"chat_template": template})
+    assert response.status_code == 200
+    (request,) = [message.request for message in cluster.prefill[0].received if isinstance(message, wire.Prefill)]
+    assert bytes(request.token_ids).decode() == "".join(f"<{m['role']}>{m['content']}" for m in CHAT["messages"])
+    broken = await cluster.client.post("/v1/chat/completions", json=CHAT | {"chat_template": "{% for %}"})
+    error_of(broken, 400, "chat_template")
+
+
+@pytest.mark.parametrize("path, body", [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+async def test_the_model_is_required(make_cluster, path, body):
+    cluster = await make_cluster()
+    error = error_of(await cluster.client.post(path, json=body | {"model": None}), 400, "model", "missing")
+    assert MODEL in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_workers_is_503_with_retry_after(make_cluster, stream):
     cluster = await make_cluster(prefill=0, decode=0)

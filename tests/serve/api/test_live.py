@@ -15,7 +15,7 @@ from kvrelay.serve.api.ui import LiveFeed
 from tests.fakes import until
 from tests.serve.conftest import hold_in_line
 
-BODY = {"prompt": "hello world", "max_tokens": 4}
+BODY = {"model": "fake-model", "prompt": "hello world", "max_tokens": 4}
 DATA = ["/kvrelay/live", "/kvrelay/live/events", "/kvrelay/requests", "/kvrelay/requests/cmpl-1"]
 
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from kvrelay.plane import messages as wire
-from kvrelay.serve.text.tokenizer import ChatTemplate
+from kvrelay.serve.text.chat_template import ChatTemplate
 from tests.fakes import EOS, ByteCodec, scripted
 from tests.serve.api.test_api import chat, complete, events
 from tests.serve.conftest import MODEL

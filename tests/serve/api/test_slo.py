@@ -172,7 +172,7 @@ async def test_who_was_let_in_is_not_refused_after_a_workers_death(make_cluster)
 )
 async def test_a_wrong_field_is_named(make_cluster, slo, param):
     cluster = await make_cluster(slo=SLO)
-    body = json.dumps({"prompt": "a", "slo": slo}).encode()  # 1e400 becomes Infinity
+    body = json.dumps({"model": "fake-model", "prompt": "a", "slo": slo}).encode()  # 1e400 becomes Infinity
     response = await cluster.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     if slo != {"tpot_s": 1e400}:  # that is no JSON

@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvrelay.serve.text.tokenizer import ChatTemplate
+from kvrelay.serve.text.chat_template import ChatTemplate
 from tests.fakes import ByteCodec, scripted
 from tests.serve.api.test_api import chat, events
 from tests.serve.api.test_errors import error_of

@@ -12,7 +12,7 @@ from tests.fakes import FakeWorker
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CLIENT_TRACE = 0x0AF7651916CD43DD8448EB211C80319C
-BODY = {"prompt": "hello world", "max_tokens": 4}
+BODY = {"model": "fake-model", "prompt": "hello world", "max_tokens": 4}
 
 
 @pytest.fixture

@@ -172,7 +172,9 @@ async def post(http_folder, messages, **body):
     sessions = OwnSessions(dispatcher.clock)
     app = create_app(dispatcher, Tokenizer(http_folder), settings, ModelCard("m", 512, 0), sessions)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        return await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **body})
+        return await client.post(
+            "/v1/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 1, **body}
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from kvrelay.serve.workers.pairs import Verdict
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, until
 
-BODY = {"prompt": "hello world", "max_tokens": 4}
+BODY = {"model": "fake-model", "prompt": "hello world", "max_tokens": 4}
 
 
 async def complete(cluster, **headers):
