@@ -42,7 +42,15 @@ async def test_every_spelling_holds_for_the_output(tmp_path):
     ):
         for path, (fields, pattern) in product(PATHS, CASES):
             headers = {"x-kvrelay-prefill": path}
-            body = {"prompt": "hello", "max_tokens": 100, "temperature": 1.0, "seed": 1, "n": 2, **fields}
+            body = {
+                "model": "tiny",
+                "prompt": "hello",
+                "max_tokens": 100,
+                "temperature": 1.0,
+                "seed": 1,
+                "n": 2,
+                **fields,
+            }
             response = await client.post("/v1/completions", json=body, headers=headers)
             assert response.status_code == 200, response.text
             for choice in response.json()["choices"]:
@@ -50,7 +58,14 @@ async def test_every_spelling_holds_for_the_output(tmp_path):
                 assert choice["finish_reason"] == "stop"
         for path, (fields, allowed) in product(PATHS, LIMITS):
             headers = {"x-kvrelay-prefill": path}
-            body = {"prompt": "hello", "max_tokens": 12, "return_token_ids": True, "ignore_eos": True, **fields}
+            body = {
+                "model": "tiny",
+                "prompt": "hello",
+                "max_tokens": 12,
+                "return_token_ids": True,
+                "ignore_eos": True,
+                **fields,
+            }
             (choice,) = (await client.post("/v1/completions", json=body, headers=headers)).json()["choices"]
             assert len(choice["token_ids"]) == 12
             assert allowed is None or set(choice["token_ids"]) <= allowed

@@ -60,7 +60,7 @@ class Cluster:
         return int(self.url.rsplit(":", 1)[1])
 
     async def complete(self, prompt, **headers):
-        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         async with httpx.AsyncClient(timeout=60) as client:
             return await client.post(f"{self.url}/v1/completions", json=body, headers={**self.headers, **headers})
 

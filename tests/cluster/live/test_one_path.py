@@ -82,7 +82,13 @@ async def one_of_each(folder):
 
 
 async def stream_chat(client, text):
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     headers = {"x-kvrelay-prefill": "remote"}
     response = await client.post("/v1/chat/completions", json=body | {"stream": True}, headers=headers)
     assert response.status_code == 200, response.text

@@ -32,7 +32,7 @@ def opened(tmp_path_factory):
 
 
 async def ask(client, **body):
-    body = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 40, "seed": 3, **body}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 40, "seed": 3, **body}
     response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return response
