@@ -388,7 +388,7 @@ def _choice_of(request: SequenceRequest, group: wire.Group, choice: int) -> Sequ
 
 def _logprob(token: int, top: int) -> TokenLogprob:
     """-0.5 for the token itself, and worse ones for those after it."""
-    return TokenLogprob(token, -0.5, [((token + step) % 256, -0.5 - step) for step in range(top)])
+    return TokenLogprob(token, -0.5, [((token + step) % 256, -0.5 - step) for step in range(top)], 1)
 
 
 class OwnSessions:

@@ -220,10 +220,16 @@ class Sampler:
 
 
 def token_logprobs(logits: Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
-    """Log-probability of tokens[r] under row r of float32 logits [R, vocab], and of the counts[r] likeliest."""
+    """Log-probability and rank of tokens[r] under row r of float32 logits [R, vocab], and the counts[r] likeliest."""
     chosen = to_device(torch.tensor(tokens, dtype=torch.int64), logits.device)
     packed = packed_log_probabilities(logits, chosen, range(len(tokens)), max(counts, default=0))
-    return _entries(tokens, counts, unpacked(packed.cpu()))
+    ranks = 1 + (logits > logits.gather(1, chosen.unsqueeze(1))).sum(dim=1, keepdim=True)
+    numbers = torch.cat((packed, ranks.double()), dim=1).cpu()
+    entries = _entries(tokens, counts, unpacked(numbers[:, :-1]))
+    return [
+        msgspec.structs.replace(entry, rank=rank)
+        for entry, rank in zip(entries, numbers[:, -1].long().tolist(), strict=True)
+    ]
 
 
 def _entries(tokens: Rows[int], counts: Rows[int], found: LogProbabilities) -> list[TokenLogprob]:

@@ -180,6 +180,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int | None = None  # among all tokens, from 1; only those of prompts are counted
 
 
 # ---- ingress -> worker

@@ -40,7 +40,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
-"""For each token of a prompt by its id: `logprob`, `rank` (null where it is not known) and `decoded_token`, as vLLM."""
+"""For each token of a prompt by its id: `logprob`, `rank` and `decoded_token`, as vLLM."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -218,7 +218,8 @@ def prompt_logprobs(codec: Tokenizer, logprobs: list[TokenLogprob], num_top: int
 
 
 def _prompt_logprob(codec: Tokenizer, entry: TokenLogprob, num_top: int) -> dict[str, dict[str, Any]]:
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+    ranks: dict[int, int | None] = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+    ranks.setdefault(entry.token_id, entry.rank)
     return {
         str(token_id): {
             "logprob": _finite(value),

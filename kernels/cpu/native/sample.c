@@ -49,7 +49,7 @@ static const float *logits_of(const masked_row *row, long g, float *copy)
 /* The elements of a vector whose tokens are allowed: those from bit `shift` of a group's word on. */
 INLINE vi allowed(uint32_t word, int shift)
 {
-    vu bits;
+    vu bits = {0};
     for (int element = 0; element < VL; element++) bits[element] = 1u << (element + shift);
     return (vi)((word & bits) == bits);
 }

@@ -203,6 +203,7 @@ def test_logprobs_of_output_and_prompt_are_the_models(make, folder):
     for position, entry in enumerate(echoed):
         assert entry.logprob == pytest.approx(logp[position, entry.token_id].item(), abs=1e-3)
         assert [token for token, _ in entry.top] == logp[position].topk(2).indices.tolist()
+        assert entry.rank == 1 + int((logp[position] > logp[position, entry.token_id]).sum())
     for output, row in zip(outputs, logp[len(prompt) - 1 :], strict=True):
         [entry] = output.logprobs
         assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-3)
