@@ -46,7 +46,7 @@ def main() -> None:
     eos = json.loads((chosen.model / "generation_config.json").read_text())["eos_token_id"]
     vocab_size = (config.get("text_config") or config)["vocab_size"]
     compiler = GrammarCompiler(chosen.model, vocab_size, eos if isinstance(eos, list) else [eos])
-    compiler.load("json_schema")
+    compiler.load()
     groups: dict[str, list[CompiledGrammar]] = defaultdict(list)
     compiled: dict[str, list[float]] = defaultdict(list)
     for name, schema in schemas().items():

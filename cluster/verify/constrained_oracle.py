@@ -1,14 +1,15 @@
 """What Hugging Face generates within a request's constraints: the reference of constrained rows. Greedy, float32, CPU.
 
-Masks come from llguidance and xgrammar themselves: nothing of kvrelay/grammar and of the engine is used. Each token's
-mask is that of a new matcher to which the whole output is shown.
+Masks come from llguidance itself: nothing of kvrelay/grammar and of the engine is used, and a structural tag stands
+here as a grammar that was written by hand. Each token's mask is that of a new matcher which is shown the whole output.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.grammar.llguidance_parser import WHITESPACE
+from kvrelay.grammar.schema import WHITESPACE
 from kvrelay.plane.messages import GrammarSpec, Sampling, Thinking
 
 if TYPE_CHECKING:
@@ -88,14 +89,13 @@ class Oracle:
         return lambda output: listed
 
     def _grammar(self, spec: GrammarSpec) -> Allowed:
-        return self._by_xgrammar(spec.text) if spec.kind == "structural_tag" else self._by_llguidance(spec)
-
-    def _by_llguidance(self, spec: GrammarSpec) -> Allowed:
         from llguidance import LLMatcher, grammar_from, hf
 
         tokenizer = self._trie = self._trie or hf.from_tokenizer(self._tokenizer, self.vocab_size, self.eos_ids)
         if spec.kind == "json_schema":
             grammar = LLMatcher.grammar_from_json_schema(spec.text, overrides=JSON_OPTIONS)
+        elif spec.kind == "structural_tag":
+            grammar = LLMatcher.grammar_from_lark(lark_of_calls(spec.text))
         else:
             grammar = grammar_from(spec.kind, spec.text)  # type: ignore[arg-type]
 
@@ -107,24 +107,15 @@ class Oracle:
 
         return allowed
 
-    def _by_xgrammar(self, text: str) -> Allowed:
-        import torch
-        import xgrammar
 
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=self.vocab_size, stop_token_ids=self.eos_ids
-        )
-        compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(text)
-        is_text = torch.ones(self.vocab_size, dtype=torch.bool)
-        is_text[[one for one in self._tokenizer.all_special_ids if one not in self.eos_ids]] = False
-
-        def allowed(output: Sequence[int]) -> "torch.Tensor":
-            matcher, mask = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, self.vocab_size)
-            assert all(map(matcher.accept_token, output))
-            matcher.fill_next_token_bitmask(mask)
-            return bits(mask.numpy().tobytes(), self.vocab_size) & is_text
-
-        return allowed
+def lark_of_calls(tag: str) -> str:
+    """One call of the tags that a structural tag triggers, and nothing else."""
+    calls = [
+        f"{json.dumps(one['begin'])} %json {json.dumps(one['content']['json_schema'] | {'x-guidance': JSON_OPTIONS})} "
+        f"{json.dumps(one['end'])}"
+        for one in json.loads(tag)["format"]["tags"]
+    ]
+    return "start: " + " | ".join(calls)
 
 
 def after_thinking(thinking: Thinking, allowed: Allowed, vocab_size: int) -> Allowed:

@@ -8,8 +8,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import tokenizers
-
 from kvrelay.errors import InvalidRequest
 from kvrelay.grammar.limits import check_size
 from kvrelay.grammar.matcher import GrammarParser, Matcher
@@ -17,7 +15,6 @@ from kvrelay.plane.messages import GrammarSpec
 
 if TYPE_CHECKING:
     from kvrelay.grammar.llguidance_parser import LlguidanceLibrary
-    from kvrelay.grammar.xgrammar_parser import XgrammarLibrary
 
 MOST_GRAMMARS = 128  # kept compiled
 
@@ -36,7 +33,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Thread-safe; a library is loaded with the first grammar that needs it."""
+    """Compiles grammars for one model. Thread-safe; the library is loaded with the first grammar."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Iterable[int], *, num_threads: int = 2) -> None:
         """vocab_size: the model's, the width of its logits. num_threads: threads that compute masks."""
@@ -46,7 +43,6 @@ class GrammarCompiler:
         self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._loading = Lock()
         self._llguidance: LlguidanceLibrary | None = None
-        self._xgrammar: XgrammarLibrary | None = None
 
     @property
     def num_words(self) -> int:
@@ -81,19 +77,14 @@ class GrammarCompiler:
             raise InvalidRequest(*refusal.args)  # a new one: each raise adds frames to an error
         return future.result()
 
-    def load(self, kind: str) -> None:
-        """Load the library for grammars of this kind: 0.3 s to 2 s, once. Raises ModelError."""
-        if kind == "structural_tag":
-            self._xgrammar_library()
-        else:
-            self._llguidance_library()
+    def load(self) -> None:
+        """Load the library: 0.3 s to 0.5 s, once. Raises ModelError."""
+        self._llguidance_library()
 
     def _compiled(self, spec: GrammarSpec) -> Callable[[], GrammarParser]:
         check_size(spec)
         if not self._eos_ids:
             raise InvalidRequest("this model has no eos token, so an output with a grammar could not end")
-        if spec.kind == "structural_tag":
-            return self._xgrammar_library().grammar(spec)
         return self._llguidance_library().grammar(spec).parser
 
     def _llguidance_library(self) -> "LlguidanceLibrary":
@@ -105,18 +96,3 @@ class GrammarCompiler:
                     self._folder, self._vocab_size, sorted(self._eos_ids), num_threads=self._num_threads
                 )
             return self._llguidance
-
-    def _xgrammar_library(self) -> "XgrammarLibrary":
-        llguidance = self._llguidance_library()
-        with self._loading:
-            if self._xgrammar is None:
-                token_bytes = llguidance.token_bytes()
-                from kvrelay.grammar.xgrammar_parser import XgrammarLibrary
-
-                added = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json")).get_added_tokens_decoder()
-                special = {i: token.content for i, token in added.items() if token.special and i < self._vocab_size}
-                for i, token in added.items():
-                    if not token.special and i < self._vocab_size:  # text as any other: Qwen's <tool_call>
-                        token_bytes[i] = token.content.encode()
-                self._xgrammar = XgrammarLibrary(token_bytes, special, self._eos_ids, num_threads=self._num_threads)
-            return self._xgrammar

@@ -28,18 +28,18 @@ from kvrelay.plane.messages import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 32  # checks of one library that wait or run
-MOST_WAIT_S = 0.8  # before a check begins, once its library is loaded
+MOST_WAITING = 32  # checks that wait or run
+MOST_WAIT_S = 0.8  # before a check begins, once the library is loaded
 MOST_VERDICTS = 1024  # remembered
-ANSWER_S = 60.0  # a checker that takes longer, loading its library included, is given up
+ANSWER_S = 60.0  # a checker that takes longer, loading the library included, is given up
 
 
 class GrammarGate:
-    """Checks each grammar once. `aclose` ends its processes; they also end with this process."""
+    """Checks each grammar once. `aclose` ends its process, which also ends with this one."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
         arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
-        self._checkers = {is_tag: _Checker(arguments) for is_tag in (False, True)}  # by library
+        self._checker = _Checker(arguments)
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[GrammarVerdict]] = {}
 
@@ -64,7 +64,7 @@ class GrammarGate:
             raise InvalidRequest(verdict.refusal, code="invalid_grammar")
 
     async def _checked(self, key: bytes, spec: GrammarSpec) -> GrammarVerdict:
-        verdict = await self._checkers[spec.kind == "structural_tag"].check(spec)
+        verdict = await self._checker.check(spec)
         if verdict.refusal is not None and "CPU time" in verdict.refusal and (bound := largest_bound(spec)):
             verdict = GrammarVerdict(refusal=f"{verdict.refusal}; its largest bound is {bound}")
         self._verdicts[key] = verdict
@@ -75,8 +75,7 @@ class GrammarGate:
     async def aclose(self) -> None:
         for task in self._running.values():
             task.cancel()
-        for one in self._checkers.values():
-            await asyncio.to_thread(one.close)
+        await asyncio.to_thread(self._checker.close)
 
 
 class _Checker:

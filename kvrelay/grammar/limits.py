@@ -1,5 +1,6 @@
 """Limits of a grammar that need no compiler, and which of its bounds is the largest."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,11 @@ FIELD = {
     "regex": "the regular expression",
     "lark": "the grammar",
 }
+
+
+def in_tag(begin: str) -> str:
+    """Where in a structural tag something is wrong, as refusals have it."""
+    return f" (in the tag that begins with {json.dumps(begin, ensure_ascii=False)})" if begin else ""
 
 
 def check_size(spec: GrammarSpec) -> None:

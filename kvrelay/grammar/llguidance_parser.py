@@ -1,4 +1,4 @@
-"""JSON schemas, regular expressions and Lark grammars, parsed by llguidance."""
+"""Grammars of every kind, parsed by llguidance."""
 
 import json
 from collections.abc import Sequence
@@ -7,13 +7,15 @@ from typing import Any
 
 import llguidance
 import numpy as np
+import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError
+from kvrelay.grammar.limits import FIELD, in_tag
 from kvrelay.grammar.matcher import Masks
-from kvrelay.grammar.schema import normalised
+from kvrelay.grammar.schema import JSON_OPTIONS, normalised
+from kvrelay.grammar.tags import TagGrammar, lark_of_tag
 from kvrelay.plane.messages import GrammarSpec
 
-WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"  # between JSON tokens: compact or indented, but never endless
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -27,7 +29,7 @@ TRIAL_TOKENS = 16  # of an output that is tried out when a grammar is compiled
 
 # A mask's time grows with the square of the parser's items where a grammar is ambiguous: 120 ms at 1,000 items, 2 ms at
 # 200. A JSON schema is not: it needs 4 for each optional property, and 2,000 take 3 ms.
-MOST_ITEMS = {"json_schema": 2_000, "regex": 2_000, "lark": 400}
+MOST_ITEMS = {"json_schema": 2_000, "regex": 2_000, "lark": 400, "structural_tag": 2_000}
 
 
 def vocabulary(folder: Path, vocab_size: int) -> str:
@@ -54,6 +56,14 @@ class LlguidanceLibrary:
             )
         except Exception as error:  # ValueError, and whatever a tokenizer.json of another form leads to
             raise ModelError(str(folder), f"structured output cannot use its tokenizer: {error}") from error
+        added = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder()
+        self._tokens = {  # no text to llguidance: special ones, and any <...>
+            token.content: token_id
+            for token_id, token in added.items()
+            if token_id < vocab_size and token_id not in eos_ids
+            if token.content and self._tokenizer.is_special_token(token_id)
+        }
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._limits = {
             kind: llguidance.LLParserLimits(**LIMITS, max_items_in_row=most) for kind, most in MOST_ITEMS.items()
         }
@@ -61,14 +71,24 @@ class LlguidanceLibrary:
 
     def grammar(self, spec: GrammarSpec) -> "LlguidanceGrammar":
         """Raises InvalidRequest."""
+        tag = lark_of_tag(spec.text, self._tokens, self._special_ids) if spec.kind == "structural_tag" else None
+        kind = "lark" if tag is not None and tag.is_ambiguous else spec.kind
         try:
-            grammar = LlguidanceGrammar(self, spec.kind, _source(spec))
+            grammar = LlguidanceGrammar(self, kind, _source(spec, tag))
             error = grammar.base.get_error() or self._trial_error(grammar.parser())
         except ValueError as fault:
             error = str(fault)
         if error:
-            raise InvalidRequest(_sentence(spec, error), code="invalid_grammar")
+            raise InvalidRequest(self._schema_error(tag) or _sentence(spec, error), code="invalid_grammar")
         return grammar
+
+    def _schema_error(self, tag: TagGrammar | None) -> str:
+        """Which JSON schema of a structural tag is at fault, if one is, and in which tag it stands."""
+        for begin, schema in tag.schemas if tag is not None else ():
+            source = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            if error := self.compiled("json_schema", source).get_error():
+                return _sentence(GrammarSpec("json_schema", ""), error) + in_tag(begin)
+        return ""
 
     def compiled(self, kind: str, source: str) -> llguidance.LLMatcher:
         """A matcher at the start; releases the GIL. A fault is the matcher's error."""
@@ -87,12 +107,6 @@ class LlguidanceLibrary:
                 return "no output can match it" if step == 0 else ""
             parser.consume([int(random.choice(allowed))])
         return f"too complex: {parser.matcher.get_error()}" if parser.matcher.is_error() else ""
-
-    def token_bytes(self) -> list[bytes]:
-        """Each token's bytes; none for special tokens and for ids without a token."""
-        tokens = range(self._tokenizer.vocab_size)
-        is_special, decode = self._tokenizer.is_special_token, self._tokenizer.decode_bytes
-        return [b"" if is_special(token_id) else decode([token_id]) for token_id in tokens]
 
     def fill(self, rows: list[tuple["LlguidanceParser", list[int], int]], out: Masks) -> None:
         """Masks of parsers and of the states after each of their draft tokens, in rows from the given one on."""
@@ -156,20 +170,16 @@ class LlguidanceParser:
         self.matcher.rollback(count)
 
 
-def _source(spec: GrammarSpec) -> str:
+def _source(spec: GrammarSpec, tag: TagGrammar | None) -> str:
+    if tag is not None:
+        return llguidance.LLMatcher.grammar_from_lark(tag.lark)
     if spec.kind == "json_schema":
-        options: Any = {
-            "whitespace_pattern": WHITESPACE,
-            "json_allow_general_unicode_escapes": True,
-            "lenient": False,
-            "coerce_one_of": False,
-        }
-        return llguidance.LLMatcher.grammar_from_json_schema(normalised(spec.text), overrides=options)
+        overrides: Any = JSON_OPTIONS
+        return llguidance.LLMatcher.grammar_from_json_schema(normalised(spec.text), overrides=overrides)
     if spec.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(spec.text)
     return llguidance.LLMatcher.grammar_from_lark(spec.text)
 
 
 def _sentence(spec: GrammarSpec, error: str) -> str:
-    name = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[spec.kind]
-    return f"the {name} is not supported: {' '.join(error.split())}"
+    return f"{FIELD[spec.kind]} is not supported: {' '.join(error.split())}"

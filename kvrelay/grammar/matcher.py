@@ -1,7 +1,7 @@
 """One output's place in its grammar: which tokens may follow, taking tokens and taking them back.
 
-Two libraries parse (see llguidance_parser.py and xgrammar_parser.py); what ends an output is decided here, the same
-for both: an eos token is never a part of a grammar's text, and is allowed exactly where the text is complete.
+llguidance parses (llguidance_parser.py); what ends an output is decided here: an eos token is never a part of a
+grammar's text, and is allowed exactly where the text is complete.
 """
 
 from collections.abc import Sequence

@@ -14,6 +14,13 @@ from kvrelay.errors import InvalidRequest
 
 Json = Any  # what json.loads returns
 
+WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"  # between JSON tokens: compact or indented, but never endless
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": WHITESPACE,
+    "json_allow_general_unicode_escapes": True,
+    "lenient": False,
+    "coerce_one_of": False,
+}
 MOST_DEPTH = 64  # of nested schemas
 MOST_SCHEMAS = 5_000
 MOST_PATTERN_CHARS = 2_000
@@ -143,21 +150,21 @@ def _rewrite(root: Json, node: dict[str, Json]) -> None:
     It refuses oneOf unless it sees that the alternatives are disjoint, and does not look through references.
     """
     if "$ref" in node:
-        _resolved(root, node)
+        resolved(root, node)
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
         del node["format"]
     alternatives = node.get("oneOf")
     if isinstance(alternatives, list) and 2 <= len(alternatives) <= 64 and "anyOf" not in node:
-        found = [_resolved(root, one) for one in alternatives]
+        found = [resolved(root, one) for one in alternatives]
         if all(_are_disjoint(one, other) for i, one in enumerate(found) for other in found[i + 1 :]):
             items = [("anyOf" if key == "oneOf" else key, value) for key, value in node.items()]
             node.clear()
             node.update(items)  # the order of keys is the order of properties
 
 
-def _resolved(root: Json, node: Json) -> dict[str, Json]:
+def resolved(root: Json, node: Json) -> dict[str, Json]:
     """A schema, or what it refers to within its document; empty where that is not known."""
     for _ in range(MOST_REFERENCES):
         if not isinstance(node, dict):

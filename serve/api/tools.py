@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.grammar.tag_schema import checked_schema
+from kvrelay.grammar.limits import in_tag
 from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.api.endpoint import Front
 from kvrelay.serve.api.schemas import ChatBody
 from kvrelay.serve.bodies.messages import Function, ToolChoice
 from kvrelay.serve.bodies.unknown_fields import unsupported
-from kvrelay.serve.chat.families import ToolFormat
-from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, tool_tag
+from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, arguments_schema, tag_begin, tool_tag
 from kvrelay.serve.chat.tool_support import ToolSupport, shown_in_messages
 from kvrelay.serve.requests.generation import Prompt
 
@@ -100,7 +99,7 @@ async def with_tools(front: Front, body: ChatBody, prompt: Prompt) -> Prompt:
         raise unsupported("tools")
     spec = _spec(support, asked, prompt.sampling.grammar)
     if spec is not None:
-        await _check(front, body, spec)
+        await _check(front, body, asked, spec)
         prompt = replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, grammar=spec))
     parameters = {function.name: function.parameters or NO_PARAMETERS for _, function in asked.tools}
     output = support.output(parameters, prompt.text, is_parallel=asked.is_parallel, is_constrained=spec is not None)
@@ -125,25 +124,31 @@ def _spec(support: ToolSupport, asked: _Asked, given: GrammarSpec | None) -> Gra
         raise InvalidRequest(message, "tool_choice", 400, "unsupported_parameter")
     content = None
     if given is not None and not asked.is_required:
-        content = checked_schema(json.loads(given.text), "response_format")
-    schemas = {function.name: _schema(own, asked, function, field) for field, function in asked.tools}
+        content = json.loads(given.text)
+    schemas = {
+        function.name: arguments_schema(function.parameters, field)
+        if asked.is_required or function.strict
+        else ANY_ARGUMENTS
+        for field, function in asked.tools
+    }
     tag = tool_tag(own, schemas, is_required=asked.is_required, is_parallel=asked.is_parallel, content_schema=content)
     return GrammarSpec("structural_tag", tag)
 
 
-def _schema(own: ToolFormat, asked: _Asked, function: Function, field: str) -> Any:
-    if not asked.is_required and not function.strict:
-        return ANY_ARGUMENTS
-    try:
-        return checked_schema(function.parameters, field, is_xml=own.arguments != "json")
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{error.message} (of the tool {function.name!r})", field, 400, error.code) from error
-
-
-async def _check(front: Front, body: ChatBody, spec: GrammarSpec) -> None:
+async def _check(front: Front, body: ChatBody, asked: _Asked, spec: GrammarSpec) -> None:
     if body.use_beam_search:
         raise InvalidRequest("tools: not with use_beam_search", "tools", 400, "unsupported_parameter")
     try:
         await front.check_grammar(spec)
     except InvalidRequest as error:
-        raise InvalidRequest(f"tools: {error.message}", "tools", error.status, error.code) from error
+        field, name = _at_fault(front, asked, error.message)
+        raise InvalidRequest(f"{field}: {error.message}{name}", field, error.status, error.code) from error
+
+
+def _at_fault(front: Front, asked: _Asked, message: str) -> tuple[str, str]:
+    """The field of the tool whose tag a refusal names, and the tool's name in words."""
+    own = front.tools.format if front.tools is not None else None
+    for field, function in asked.tools:
+        if own is not None and in_tag(tag_begin(own, function.name)) in message:
+            return field, f" (of the tool {function.name!r})"
+    return "tools", ""

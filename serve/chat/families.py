@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Arguments = Literal["json", "qwen_xml", "glm_xml", "minimax_xml", "deepseek_xml"]  # as xgrammar names its styles
+Arguments = Literal["json", "qwen_xml", "glm_xml", "minimax_xml", "deepseek_xml"]  # the styles of a structural tag
 
 
 @dataclass(frozen=True, slots=True)

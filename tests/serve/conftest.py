@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import uvicorn
 
 from kvrelay.config import Settings, settings_from
 from kvrelay.errors import InvalidRequest
+from kvrelay.grammar.limits import in_tag, nodes
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import GrammarSpec, Sampling, SequenceRequest, TokenOutput
 from kvrelay.plane.reports import LoadReport
@@ -24,6 +26,10 @@ from kvrelay.types import Role
 from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet, until
 
 MODEL = "fake-model"
+
+
+def is_refused(node):
+    return isinstance(node, dict) and "begin" in node and "refuse me" in json.dumps(node)
 
 
 class Cluster:
@@ -57,10 +63,11 @@ class Cluster:
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
 
     async def _check_grammar(self, spec: GrammarSpec) -> None:
-        """Refuses what asks for it."""
+        """Refuses what asks for it, and names the tag."""
         self.checked.append(spec)
         if "refuse me" in spec.text:
-            raise InvalidRequest("no such type", code="invalid_grammar")
+            begins = [one["begin"] for one in nodes(json.loads(spec.text)) if is_refused(one)]
+            raise InvalidRequest("no such type" + "".join(map(in_tag, begins)), code="invalid_grammar")
 
     @property
     def workers(self) -> list[FakeWorker]:

@@ -224,14 +224,21 @@ def fuzz(sampler, count, seed, *, has_masks=True, report=lambda line: None):
     return counts
 
 
+def token_bytes_of(compiler):
+    """Each token's bytes; none for special tokens and for ids without a token."""
+    tokenizer = compiler._llguidance_library()._tokenizer
+    is_special, decode = tokenizer.is_special_token, tokenizer.decode_bytes
+    return [b"" if is_special(token_id) else decode([token_id]) for token_id in range(tokenizer.vocab_size)]
+
+
 def sampler_of(folder):
     config = json.loads((folder / "config.json").read_text())
     size = (config.get("text_config") or config)["vocab_size"]
     eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     eos_ids = eos if isinstance(eos, list) else [eos]
     compiler = GrammarCompiler(folder, size, eos_ids)
-    compiler.load("json_schema")
-    return Sampler(compiler, compiler._llguidance.token_bytes(), eos_ids)
+    compiler.load()
+    return Sampler(compiler, token_bytes_of(compiler), eos_ids)
 
 
 def main():

@@ -8,7 +8,6 @@ import pytest
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import InvalidRequest
 from kvrelay.grammar.compiler import MOST_GRAMMARS, GrammarCompiler
-from kvrelay.grammar.llguidance_parser import LlguidanceLibrary
 from kvrelay.grammar.masks import fill_masks
 from kvrelay.plane.messages import GrammarSpec
 
@@ -54,15 +53,6 @@ def test_so_many_grammars_are_kept_and_matchers_outlive_them(compiler):
     assert compiler.compile(GrammarSpec("regex", "first")) is not first
     fill_masks([(matcher, (), 0)], mask)
     assert matcher.problem is None and mask.any()
-
-
-def test_the_vocabulary_is_read_once_for_all_structural_tags(compiler, monkeypatch):
-    read, token_bytes = [], LlguidanceLibrary.token_bytes
-    monkeypatch.setattr(LlguidanceLibrary, "token_bytes", lambda self: read.append(1) or token_bytes(self))
-    for pattern in ("[0-9]+", "[a-z]+", "[A-Z]+"):
-        tag = TAG | {"content": {"type": "regex", "pattern": pattern}}
-        compiler.compile(GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag})))
-    assert len(read) == 1
 
 
 def test_tokens_without_text_are_refused_silently(compiler, capfd):

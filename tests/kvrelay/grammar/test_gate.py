@@ -33,6 +33,11 @@ def hard_patterns(count, seed=0):
     return schema(type="object", properties=dict(zip(names, patterns, strict=True)))
 
 
+def tag(**keys):
+    form = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": keys}, "end": "</a>"}
+    return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
 BOMBS = {
     "one megabyte": (schema(enum=["x" * 1000] * 1000), "1004"),
     "deep": (GrammarSpec("json_schema", '{"items":' * 20_000 + "1" + "}" * 20_000), "nested too deeply|nests more"),
@@ -47,6 +52,28 @@ BOMBS = {
     "ambiguous": (
         GrammarSpec("lark", "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(30)), 'r30: "a"'])),
         "grammar",
+    ),
+    "bounds in a tag": (tag(type="string", maxLength=10**9), "maxLength .*tag that begins"),
+    "intersections in a tag": (tag(**json.loads(hard_patterns(20, seed=1).text)), "JSON schema|CPU time"),
+    "many tags": (
+        GrammarSpec(
+            "structural_tag",
+            '{"type":"structural_tag","format":{"type":"triggered_tags","triggers":["<"],"tags":['
+            + ",".join(['{"begin":"<","content":{"type":"any_text"},"end":">"}'] * 2000)
+            + "]}}",
+        ),
+        "at most 512 tags",
+    ),
+    "deep formats": (
+        GrammarSpec(
+            "structural_tag",
+            '{"type":"structural_tag","format":'
+            + '{"type":"or","elements":[' * 50
+            + '{"type":"any_text"}'
+            + "]}" * 50
+            + "}",
+        ),
+        "too large",
     ),
     "surrogate": (GrammarSpec("regex", "a\ud800"), "surrogate"),
 }
@@ -79,6 +106,11 @@ async def test_bombs_are_refused_by_name_in_time_and_nothing_else_waits(gate):
     await bombs
     await gate.check(schema(type="array", items={"type": "string"}))
     assert longest_gap < 0.5  # of this process's event loop, on a loaded machine
+
+
+async def test_a_long_string_in_a_tag_is_compiled(gate):
+    await gate.check(tag(type="string", maxLength=100))
+    assert len(psutil.Process().children(recursive=True)) == 1  # for every kind
 
 
 async def test_a_grammar_is_checked_once(gate, monkeypatch):

@@ -124,11 +124,18 @@ def test_a_format_that_json_schema_does_not_define_is_an_annotation(family):
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "array", "uniqueItems": True}, {"oneOf": [{}, {}]}, {"anyOf": [{}], "properties": {"a": {}}}]
+    ("schema", "key"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"oneOf": [{}, {}]}, "oneOf"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "string", "maxLength": 10**9}, "maxLength"),
+    ],
 )
-def test_a_structural_tag_has_no_schema_of_which_a_key_would_be_dropped(family, schema):
-    tag = {"type": "structural_tag", "format": {**TAG, "tags": [{**TOOL, "content": {"json_schema": schema}}]}}
-    with pytest.raises(InvalidRequest, match=r"uniqueItems|oneOf|anyOf with properties"):
+def test_a_schema_in_a_structural_tag_is_refused_by_key_and_tag(family, schema, key):
+    tools = [TOOL, {**TOOL, "begin": "<call>x", "content": {"json_schema": schema}}]
+    tag = {"type": "structural_tag", "format": {**TAG, "tags": tools}}
+    with pytest.raises(InvalidRequest, match=rf'{key}.*\(in the tag that begins with "<call>x"\)'):
         family[0].compile(GrammarSpec("structural_tag", json.dumps(tag)))
 
 
@@ -149,9 +156,14 @@ def test_alternatives_that_a_discriminator_tells_apart_are_one_of(family):
 
 @pytest.mark.parametrize(
     "inner",
-    [{"type": "grammar", "grammar": 'root ::= root root | "a"'}, {"type": "star", "content": {"type": "any_text"}}],
+    [
+        {"type": "grammar", "grammar": 'root ::= root root | "a"'},
+        {"type": "star", "content": {"type": "any_text"}},
+        {"type": "any_text", "max_tokens": 3},
+        {"type": "const_string", "value": "x", "colour": "red"},
+    ],
 )
-def test_a_structural_tag_has_no_format_whose_masks_are_not_bounded(family, inner):
+def test_a_format_that_is_not_supported_is_refused_by_name(family, inner):
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [inner]}}
     with pytest.raises(InvalidRequest, match=inner["type"]):
         family[0].compile(GrammarSpec("structural_tag", json.dumps(tag)))

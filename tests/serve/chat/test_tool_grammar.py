@@ -10,16 +10,16 @@ import tokenizers
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.grammar.compiler import GrammarCompiler
+from kvrelay.grammar.limits import in_tag
 from kvrelay.grammar.masks import fill_masks
-from kvrelay.grammar.tag_schema import checked_schema
 from kvrelay.plane.messages import GrammarSpec
 from kvrelay.serve.chat.families import TOOL_FORMATS
-from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, tool_tag
+from kvrelay.serve.chat.tool_grammar import ANY_ARGUMENTS, arguments_schema, tag_begin, tool_tag
 from tests.checkpoints import chat_checkpoint
 from tests.scale import scaled
 from tests.serve.chat.calls import TOOLS, parse, rendered, written
 
-CHECKED = {name: checked_schema(schema, name) for name, schema in TOOLS.items()}
+CHECKED = {name: arguments_schema(schema, name) for name, schema in TOOLS.items()}
 WEATHER = {"city": "Paris", "days": 3, "high": 1.5, "options": {"a": 1}, "tags": ["x"], "note": None, "unit": "C"}
 XML_CLOSERS = {"minimax_xml": "</parameter>", "glm_xml": "</arg_value>", "deepseek_xml": "</｜DSML｜parameter>"}
 each_family = pytest.mark.parametrize("family", TOOL_FORMATS)
@@ -171,7 +171,7 @@ XGRAMMAR_NAMES = {
 @pytest.mark.parametrize("family", XGRAMMAR_NAMES)
 def test_xgrammars_own_tag_decides_the_same(model, family):
     """Its texts are valid calls to us, and what it refuses we refuse; whitespace around markers may differ."""
-    import xgrammar
+    xgrammar = pytest.importorskip("xgrammar")
 
     own = TOOL_FORMATS[family]
     tools = [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in CHECKED.items()]
@@ -192,32 +192,68 @@ def test_xgrammars_own_tag_decides_the_same(model, family):
 # ---- schemas
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ({"properties": {"a": {"type": "integer", "multipleOf": 3}}}, "multipleOf"),
-        ({"properties": {"a": {"not": {"type": "string"}}}}, "not is not supported where calls"),
-        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
-        ({"properties": {"a": {"allOf": [{"minimum": 1}, {"maximum": 2}]}}}, "allOf of several"),
-        ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "oneOf"),
-        ({"properties": {"a": {"$ref": "#/$defs/x", "minimum": 3}}, "$defs": {"x": {"type": "integer"}}}, "beside"),
-        ({"properties": {"a": {"type": "string", "pattern": "^a*$", "maxLength": 2}}}, "pattern with maxLength"),
-        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "properties beside anyOf"),
-        ({"type": "array"}, "must have the type object"),
-    ],
-)
-def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema, reason):
-    with pytest.raises(InvalidRequest) as caught:
-        checked_schema(schema, "tools[1].function.parameters")
-    assert caught.value.message.startswith("tools[1].function.parameters: ")
-    assert reason in caught.value.message
+DEFS = {"x": {"type": "integer", "maximum": 9}}
+ARGUMENTS = {  # a schema of one argument `a`, values that fit and that do not
+    "multipleOf": ({"type": "integer", "multipleOf": 3}, [3, 0], [4]),
+    "allOf": ({"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 2}]}, [1, 2], [0, 3]),
+    "keys beside $ref": ({"$ref": "#/$defs/x", "minimum": 3}, [3, 9], [2, 10]),
+    "a long string": ({"type": "string", "maxLength": 100}, ["x" * 100, ""], ["x" * 101]),
+    "pattern with a length": ({"type": "string", "pattern": "^a*$", "maxLength": 2}, ["aa"], ["aaa", "b"]),
+    "lengths": ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "\n\n"], ["a", "abcd"]),
+    "bare minimum": ({"minimum": 3}, [3, "x"], [2]),
+    "disjoint oneOf": ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, [1, True], ["x", None]),
+    "overlapping oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, [], [1]),
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, [], [[1, 1]]),
+    "not": ({"not": {"type": "string"}}, [], ["x"]),
+    "format": ({"type": "string", "format": "date"}, ["2026-11-23"], ["x"]),
+    "or null": ({"type": ["string", "null"], "maxLength": 3}, ["75", None], ["abcd"]),
+    "or a number": ({"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 9}]}, ["x", 9], [10]),
+    "or an object": (
+        {"anyOf": [{"type": "string"}, {"type": "object", "required": ["k"]}]}, ["x", {"k": 1}], [{}],
+    ),
+    "enum": ({"enum": ["a b", 1, None]}, ["a b", 1, None], ["a", 2]),
+    "items": ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, [[], [1, 2]], [[1, 2, 3], ["x"]]),
+    "required alone": ({"type": "object", "required": ["k"]}, [{"k": 1}], [{}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ARGUMENTS)
+@pytest.mark.parametrize("family", ["hermes", "kimi_k2", "qwen3_coder", "glm4", "minimax", "deepseek_v3_2"])
+def test_every_key_of_a_schema_is_honoured_or_refused_by_name(model, family, key):
+    own = TOOL_FORMATS[family]
+    one, fitting, others = ARGUMENTS[key]
+    schema = {"type": "object", "properties": {"a": one}, "required": ["a"], "$defs": DEFS}
+    checked = arguments_schema(schema, "f")
+    tag = tool_tag(own, {"other": ANY_ARGUMENTS, "f": checked}, is_required=True, is_parallel=False)
+    for value in fitting:
+        jsonschema.validate({"a": value}, schema)
+    try:
+        model.matcher(tag)
+    except InvalidRequest as error:
+        is_xml = own.arguments != "json"
+        assert key in ("overlapping oneOf", "uniqueItems", "not") or is_xml, error
+        named = {*one, *(other for option in one.get("anyOf", ()) for other in option)}
+        assert any(name in error.message for name in named), error
+        assert in_tag(tag_begin(own, "f")) in error.message
+        return
+    for value in others:
+        assert not model.accepts(tag, rendered(own, [("f", {"a": value})])), value
+    for value in fitting:
+        assert model.accepts(tag, rendered(own, [("f", {"a": value})])), value
+    texts = [model.sample(tag, seed) for seed in range(scaled(6))]
+    assert all(is_valid(own, text, {"f": schema, "other": {}}) for text in texts if text is not None)
+
+
+def test_arguments_are_an_object(model):
+    with pytest.raises(InvalidRequest, match="must have the type object") as caught:
+        arguments_schema({"type": "array"}, "tools[1].function.parameters")
     assert caught.value.param == "tools[1].function.parameters"
 
 
 def test_what_a_schema_leaves_open_stays_open(model):
     schema = {"properties": {"a": {"type": "object"}, "b": {"type": "array"}, "c": {}, "d": {"type": "string"}}}
     own = TOOL_FORMATS["hermes"]
-    tag = tool_tag(own, {"f": checked_schema(schema, "f")}, is_required=True, is_parallel=True)
+    tag = tool_tag(own, {"f": arguments_schema(schema, "f")}, is_required=True, is_parallel=True)
     assert model.accepts(tag, rendered(own, [("f", {"a": {"x": 1}, "b": [1, "y"], "c": None, "d": "z"})]))
 
 
@@ -245,7 +281,7 @@ def test_pydantics_schemas_are_enforced(model):
 
     schema = openai.pydantic_function_tool(Ask)["function"]["parameters"]
     own = TOOL_FORMATS["hermes"]
-    tag = tool_tag(own, {"Ask": checked_schema(schema, "f")}, is_required=True, is_parallel=True)
+    tag = tool_tag(own, {"Ask": arguments_schema(schema, "f")}, is_required=True, is_parallel=True)
     good = {"place": {"city": "Paris", "zip": None}, "unit": "C", "days": 14, "tags": []}
     assert model.accepts(tag, rendered(own, [("Ask", good)]))
     assert not model.accepts(tag, rendered(own, [("Ask", good | {"days": 15})]))
