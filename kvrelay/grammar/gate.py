@@ -29,7 +29,7 @@ from kvrelay.plane.messages import GrammarSpec
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 32  # checks that wait or run
-MOST_WAIT_S = 0.8  # before a check begins, once the library is loaded
+MOST_WAIT_S = 5.0  # before a check begins, once the library is loaded
 MOST_VERDICTS = 1024  # remembered
 ANSWER_S = 60.0  # a checker that takes longer, loading the library included, is given up
 

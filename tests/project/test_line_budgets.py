@@ -20,7 +20,7 @@ BUDGETS = {  # Python lines
     "prefill": 1_050,
     "decode": 1_340,
     "router": 6_030,
-    "serve": 8_500,
+    "serve": 8_400,
     "cluster": 15_400,
     "bench": 10_400,
 }
@@ -43,4 +43,4 @@ def test_every_folder_with_code_has_a_budget():
 def test_budgets_are_close_to_what_there_is():
     """So that one that has become generous is lowered."""
     for folder, budget in BUDGETS.items():
-        assert num_lines(ROOT / folder) >= 0.65 * budget
+        assert num_lines(ROOT / folder) >= 0.9 * budget
