@@ -182,20 +182,20 @@ def _quantize(
     begin, end = 0, width
     if GROUP:
         begin, end = group * GROUP, tl.minimum((group + 1) * GROUP, width)
-    is_row = row < num_rows
+    last = tl.where(row < num_rows, end, begin)  # nothing is read of a row that is not there
     if HAS_GIVEN:
         scale = tl.load(given)
     else:
         most = tl.zeros((BLOCK,), tl.float32)
         for at in range(begin, end, BLOCK):
             inputs = at + tl.arange(0, BLOCK)
-            number = tl.load(x + row * stride + inputs, mask=is_row & (inputs < end), other=0.0).to(tl.float32)
+            number = tl.load(x + row * stride + inputs, mask=inputs < last, other=0.0).to(tl.float32)
             most = tl.maximum(most, tl.abs(number))
         scale = tl.max(most) / 448.0
         scale = tl.where(scale > 0.0, scale, 1.0)
     for at in range(begin, end, BLOCK):
         inputs = at + tl.arange(0, BLOCK)
-        number = tl.load(x + row * stride + inputs, mask=is_row & (inputs < end), other=0.0).to(tl.float32) / scale
+        number = tl.load(x + row * stride + inputs, mask=inputs < last, other=0.0).to(tl.float32) / scale
         # clamping must not hide what is not a number
         number = tl.where(tl.abs(number) < float("inf"), tl.minimum(tl.maximum(number, -448.0), 448.0), float("nan"))
         tl.store(values + row * width + inputs, number.to(tl.float8e4nv), mask=inputs < end)

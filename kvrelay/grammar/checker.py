@@ -45,6 +45,13 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
     stream.flush()
 
 
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Wait until there is something to read, or the other end has closed. Descriptors may be above 1,023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def check(compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarVerdict:
     try:
         compiler.compile(spec)
@@ -72,7 +79,7 @@ def forked(compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarVerdict:
             os._exit(1)
     os.close(target)
     try:
-        ready, _, _ = select.select([source], [], [], WALL_S)
+        ready = is_readable(source, WALL_S)
         data = os.read(source, 1 << 16) if ready else b""
     finally:
         os.close(source)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import select
 import subprocess
 import sys
 import time
@@ -133,8 +132,7 @@ class _Checker:
         asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None and answers is not None
         checker.write_frame(asked, data)
-        ready, _, _ = select.select([answers], [], [], ANSWER_S)
-        return checker.read_frame(answers) if ready else None
+        return checker.read_frame(answers) if checker.is_readable(answers.fileno(), ANSWER_S) else None
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -95,7 +95,7 @@ async def test_killed_workers_leaving_clients_and_overload_change_no_constrained
         killed.append(worker_of(cluster, "prefill"))
         os.kill(killed[1].pid, signal.SIGKILL)
         assert await task == oracle(wanted)
-        assert dispatcher.stats.retries == 2
+        assert dispatcher.stats.retries in (1, 2)  # its part may just have been done
 
         for worker in killed:
             await worker.process.wait()

@@ -1,8 +1,10 @@
 """The ingress's check of grammars: bombs are refused in time and by name, and no process is left."""
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -106,6 +108,16 @@ async def test_bombs_are_refused_by_name_in_time_and_nothing_else_waits(gate):
     await bombs
     await gate.check(schema(type="array", items={"type": "string"}))
     assert longest_gap < 0.5  # of this process's event loop, on a loaded machine
+
+
+async def test_an_ingress_with_many_connections_is_answered(gate):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        await gate.check(schema(type="boolean"))  # its pipes are above 1,023
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_long_string_in_a_tag_is_compiled(gate):
