@@ -11,7 +11,6 @@ import math
 import msgspec
 
 from kvrelay.decode.target import KvTarget
-from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
@@ -19,6 +18,7 @@ from kvrelay.engine.worker.ingresses import IngressLink, RequestTable
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import TransferError
+from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.messages import TransferResult, reason_word, span_attributes
 from kvrelay.plane.messages import (
@@ -175,7 +175,7 @@ class DecodeRole:
         request, speed = message.request, message.prefill_tokens_per_s
         incoming = Incoming(link, request)
 
-        def reserve(engine: Engine, grammar: Grammar | None) -> None:
+        def reserve(engine: Engine, grammar: CompiledGrammar | None) -> None:
             engine.reserve(request, prefill_tokens_per_s=speed, grammar=grammar)
 
         if self._requests.admit(link, request, reserve, self.drop):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
@@ -22,6 +21,7 @@ from kvrelay.engine.worker.ingresses import IngressLink, RequestTable
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
+from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.messages import reason_word, span_attributes
 from kvrelay.plane.messages import Manifest, Pair, Prefill, Reserve, SequenceRequest, TokenOutput, encode
@@ -138,7 +138,7 @@ def _manifest_of(request: SequenceRequest, outputs: list[TokenOutput]) -> Manife
     )
 
 
-def _adding(request: SequenceRequest, *, hold: bool) -> Callable[[Engine, Grammar | None], None]:
+def _adding(request: SequenceRequest, *, hold: bool) -> Callable[[Engine, CompiledGrammar | None], None]:
     """Has the engine compute the request's prompt and one token."""
     return lambda engine, grammar: engine.add(request, hold=hold, output_limit=1, grammar=grammar)
 

@@ -7,23 +7,16 @@ forked, or continued on another worker is where it was, and nothing of this is e
 import enum
 from collections import defaultdict
 from collections.abc import Sequence as Rows
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.grammar.masks import Row
+from kvrelay.grammar.compiler import CompiledGrammar
+from kvrelay.grammar.masks import Row, allow
 from kvrelay.grammar.matcher import Masks, Matcher
 from kvrelay.plane.messages import Sampling, Thinking
 
 Mask = NDArray[np.int32]  # [words], a row of Masks
-
-
-class Grammar(Protocol):
-    """What is used of kvrelay/grammar's CompiledGrammar."""
-
-    def matcher(self) -> Matcher:
-        """At the start of an output."""
 
 
 def mask_of(token_ids: Rows[int], vocab_size: int, *, is_banned: bool = False) -> Mask:
@@ -37,7 +30,7 @@ def mask_of(token_ids: Rows[int], vocab_size: int, *, is_banned: bool = False) -
 class Rules:
     """What one request's sampling asks of its tokens. Never changes; the sequences of a group share it."""
 
-    def __init__(self, params: Sampling, grammar: Grammar | None, eos_ids: Rows[int], vocab_size: int) -> None:
+    def __init__(self, params: Sampling, grammar: CompiledGrammar | None, eos_ids: Rows[int], vocab_size: int) -> None:
         self.params, self.grammar, self.eos_ids = params, grammar, frozenset(eos_ids)
         self.can_end = bool(eos_ids) and not params.ignore_eos  # by a token
         self.thinking: Thinking | None = params.thinking
@@ -224,14 +217,14 @@ class Constraint:
         rules = self._rules
         if (forced := self._forced(phase, num_reasoned, text, end)) is not None:
             mask[:] = 0
-            _allow(mask, forced)
+            allow(mask, forced)
             return True
         has_grammar = rules.grammar is not None and phase is not Phase.REASONING
         if rules.grammar is not None and phase is Phase.OPENING:
             if not self._is_undecided:
                 mask[:] = 0
             assert rules.thinking is not None
-            _allow(mask, rules.thinking.start[end])
+            allow(mask, rules.thinking.start[end])
         restrictions = self._restrictions(phase, text, end)
         if not has_grammar:
             if not restrictions:
@@ -302,7 +295,3 @@ def _like(marker: Rows[int | Rows[int]]) -> list[frozenset[int]]:
 def _ends_like(text: Rows[int], end: int, like: Rows[frozenset[int]]) -> bool:
     """Whether text[:end] ends with a marker, in any of its tokens."""
     return end >= len(like) and all(text[end - 1 - back] in like[-1 - back] for back in range(len(like)))
-
-
-def _allow(mask: Mask, token: int) -> None:
-    mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))

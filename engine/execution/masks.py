@@ -7,25 +7,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.engine.execution.constraints import Constraint, Grammar, Rules
+from kvrelay.engine.execution.constraints import Constraint, Rules
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.grammar.compiler import CompiledGrammar, GrammarCompiler
 from kvrelay.grammar.masks import Row, fill_masks
 from kvrelay.grammar.matcher import Masks
-from kvrelay.plane.messages import GrammarSpec, Sampling
-
-
-class Grammars(Protocol):
-    """What is used of kvrelay/grammar's GrammarCompiler."""
-
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Blocking; from any thread. Raises InvalidRequest."""
+from kvrelay.plane.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ WaitMasks = Callable[[], RowMasks | None]  # None: no row needs one
 class Constraints:
     """Those of one engine's sequences. grammars: compiles them; None: requests with a grammar are refused."""
 
-    def __init__(self, grammars: Grammars | None, *, eos_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(self, grammars: GrammarCompiler | None, *, eos_ids: tuple[int, ...], vocab_size: int) -> None:
         self.grammars, self._eos_ids, self._vocab_size = grammars, eos_ids, vocab_size
         self._executor: ThreadPoolExecutor | None = None  # once it is needed
 
@@ -57,11 +50,13 @@ class Constraints:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def make(self, params: Sampling, grammar: Grammar | None = None) -> Constraint:
-        """The constraint of a new sequence. grammar: compiled already; None: it is compiled here, if there is one.
+    def make(self, params: Sampling, grammar: CompiledGrammar | None = None) -> Constraint | None:
+        """The constraint of a new sequence; None: it has none.
 
-        Raises InvalidRequest.
+        grammar: compiled already; None: it is compiled here, if there is one. Raises InvalidRequest.
         """
+        if not params.is_constrained:
+            return None
         if params.grammar is not None and grammar is None:
             assert self.grammars is not None, "the caller has checked Requests.refusal"
             grammar = self.grammars.compile(params.grammar)

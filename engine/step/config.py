@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.engine.execution.launch import LayerHook
-from kvrelay.engine.execution.masks import Grammars
 from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import SchedulerConfig
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.draft_model import DraftModel
+from kvrelay.grammar.compiler import GrammarCompiler
 from kvrelay.kernels.backend import KvOrder
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kvcache.memory.storage import KvStorage
@@ -98,4 +98,4 @@ class Extensions:
     swap_area: Callable[[KvCache], SwapArea | None] = lambda cache: None
     draft_model: DraftModel | None = None
     layer_hook: LayerHook | None = None
-    grammars: Grammars | None = None
+    grammars: GrammarCompiler | None = None

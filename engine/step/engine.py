@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.execution.launch import LayerEvents, StepExecutor, StepLoads
 from kvrelay.engine.execution.masks import Constraints, problem_of
 from kvrelay.engine.execution.runner import InFlightStep, Runner
@@ -25,6 +24,7 @@ from kvrelay.engine.speculation.speculation import DraftSteps
 from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache, Reservation, StepResult
 from kvrelay.engine.step.reports import EngineMonitor
 from kvrelay.engine.step.requests import Batch, Requests, rejection_message
+from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import SequenceRequest
@@ -163,27 +163,25 @@ class Engine:
         *,
         hold: bool = False,
         output_limit: int | None = None,
-        grammar: Grammar | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """Compute this sequence here. The caller has checked `requests.refusal`.
 
         grammar: the request's, if it is compiled; else it is compiled here. Raises InvalidRequest.
         """
-        params = request.sampling
-        constraint = self.constraints.make(params, grammar) if params.is_constrained else None
+        constraint = self.constraints.make(request.sampling, grammar)
         seq = self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
         seq.constraint = constraint
 
     def reserve(
-        self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0, grammar: Grammar | None = None
+        self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0, grammar: CompiledGrammar | None = None
     ) -> None:
         """Queue for blocks; a StepResult brings the Reservation. The caller has checked `requests.refusal`.
 
         prefill_tokens_per_s: of the worker that will compute it, to which it may be returned; 0: it may not.
         grammar: as in `add`.
         """
-        params = request.sampling
-        constraint = self.constraints.make(params, grammar) if params.is_constrained else None
+        constraint = self.constraints.make(request.sampling, grammar)
         seq = self.scheduler.add_reservation(request, self._clock())
         seq.prefill_tokens_per_s, seq.constraint = prefill_tokens_per_s, constraint
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import ConnectionLost, InvalidRequest
+from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvcache.index.changes import parts_of
 from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
@@ -92,7 +92,7 @@ class RequestTable:
         self,
         link: IngressLink,
         request: wire.SequenceRequest,
-        take: Callable[[Engine, Grammar | None], None],
+        take: Callable[[Engine, CompiledGrammar | None], None],
         drop: Callable[[str, str], None],
     ) -> bool:
         """Have the engine take a request, once its grammar is compiled. False: it was refused on the spot; the engine
@@ -110,7 +110,7 @@ class RequestTable:
             drop(request_id, reason)
             self.refuse_added(request_id, reason, message)
 
-        def take_or_refuse(engine: Engine, grammar: Grammar | None = None) -> None:
+        def take_or_refuse(engine: Engine, grammar: CompiledGrammar | None = None) -> None:
             refusal = engine.requests.refusal(request)
             if refusal is None:
                 take(engine, grammar)
@@ -130,7 +130,7 @@ class RequestTable:
         self,
         request_id: str,
         spec: wire.GrammarSpec,
-        take: Callable[[Engine, Grammar], None],
+        take: Callable[[Engine, CompiledGrammar], None],
         refused: Callable[[str, str], None],
     ) -> None:
         """Compile a request's grammar beside the loop and the engine, then have it taken.

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.engine.execution.constraints import Grammar
 from kvrelay.engine.execution.launch import LayerHook
 from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.engine.step.config import StepResult
@@ -26,6 +25,7 @@ from kvrelay.engine.worker.role import WorkerRole
 from kvrelay.engine.worker.sizing import EngineSizes, context_notice
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import WorkerError
+from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvcache.stores.remote import ClusterStore
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.plane import messages as wire
@@ -305,7 +305,7 @@ class WorkerServer:
                 self._role.handle(link, message)
             case wire.Generate(request=request):
 
-                def add(engine: Engine, grammar: Grammar | None) -> None:
+                def add(engine: Engine, grammar: CompiledGrammar | None) -> None:
                     engine.add(request, grammar=grammar)
 
                 if self._requests.admit(link, request, add, self._role.drop):

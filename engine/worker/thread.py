@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from kvrelay.engine.execution.masks import Grammars
 from kvrelay.engine.step.config import Reservation, StepResult
 from kvrelay.engine.step.engine import Engine
+from kvrelay.grammar.compiler import GrammarCompiler
 from kvrelay.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class EngineThread:
         return asyncio.wrap_future(outcome)
 
     @property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> GrammarCompiler:
         """Compiles grammars for the engine's model, from any thread."""
         grammars = self._require().constraints.grammars
         assert grammars is not None, "a worker's engine comes from a checkpoint"

@@ -1,20 +1,19 @@
 """The grammars of one process: compiled once each, and kept while they are used."""
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.grammar.limits import check_size
-from kvrelay.grammar.matcher import GrammarParser, Matcher
+from kvrelay.grammar.limits import check_size, digest_of
+from kvrelay.grammar.matcher import Matcher
 from kvrelay.plane.messages import GrammarSpec
 
 if TYPE_CHECKING:
-    from kvrelay.grammar.llguidance_parser import LlguidanceLibrary
+    from kvrelay.grammar.llguidance_parser import LlguidanceGrammar, LlguidanceLibrary
 
 MOST_GRAMMARS = 128  # kept compiled
 
@@ -22,14 +21,14 @@ MOST_GRAMMARS = 128  # kept compiled
 class CompiledGrammar:
     """What outputs of one GrammarSpec are matched with."""
 
-    __slots__ = ("_eos_ids", "_parser")
+    __slots__ = ("_eos_ids", "_grammar")
 
-    def __init__(self, parser: Callable[[], GrammarParser], eos_ids: frozenset[int]) -> None:
-        self._parser, self._eos_ids = parser, eos_ids
+    def __init__(self, grammar: "LlguidanceGrammar", eos_ids: frozenset[int]) -> None:
+        self._grammar, self._eos_ids = grammar, eos_ids
 
     def matcher(self) -> Matcher:
         """A matcher at the start of an output."""
-        return Matcher(self._parser(), self._eos_ids)
+        return Matcher(self._grammar.parser(), self._eos_ids)
 
 
 class GrammarCompiler:
@@ -55,7 +54,8 @@ class GrammarCompiler:
         Raises InvalidRequest: the grammar is not supported, and the message names the key or the place. Raises
         ModelError: the model's tokenizer cannot be used.
         """
-        key = hashlib.blake2b(f"{spec.kind}\0{spec.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+        check_size(spec)
+        key = digest_of(spec)
         with self._lock:
             future = self._grammars.get(key)
             is_ours = future is None
@@ -81,11 +81,10 @@ class GrammarCompiler:
         """Load the library: 0.3 s to 0.5 s, once. Raises ModelError."""
         self._llguidance_library()
 
-    def _compiled(self, spec: GrammarSpec) -> Callable[[], GrammarParser]:
-        check_size(spec)
+    def _compiled(self, spec: GrammarSpec) -> "LlguidanceGrammar":
         if not self._eos_ids:
             raise InvalidRequest("this model has no eos token, so an output with a grammar could not end")
-        return self._llguidance_library().grammar(spec).parser
+        return self._llguidance_library().grammar(spec)
 
     def _llguidance_library(self) -> "LlguidanceLibrary":
         with self._loading:

@@ -7,7 +7,6 @@ here.
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import msgspec
 from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.grammar import checker
 from kvrelay.grammar.checker import GrammarVerdict
-from kvrelay.grammar.limits import check_size, largest_bound
+from kvrelay.grammar.limits import check_size, digest_of, largest_bound
 from kvrelay.plane.messages import GrammarSpec
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class GrammarGate:
         Overloaded (too many other checks are waiting).
         """
         check_size(spec)
-        key = hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
+        key = digest_of(spec)
         verdict = self._verdicts.get(key)
         if verdict is None:
             task = self._running.get(key)

@@ -1,5 +1,6 @@
 """Limits of a grammar that need no compiler, and which of its bounds is the largest."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -35,6 +36,11 @@ def check_size(spec: GrammarSpec) -> None:
         raise InvalidRequest(
             f"{FIELD[spec.kind]} has {size} bytes; at most {most} are supported", code="invalid_grammar"
         )
+
+
+def digest_of(spec: GrammarSpec) -> bytes:
+    """What a grammar is remembered under; its size has been checked."""
+    return hashlib.blake2b(f"{spec.kind}\0{spec.text}".encode(), digest_size=16).digest()
 
 
 _KEYS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "multipleOf")

@@ -8,10 +8,10 @@ from typing import Any
 import llguidance
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from kvrelay.errors import InvalidRequest, ModelError
 from kvrelay.grammar.limits import FIELD, in_tag
-from kvrelay.grammar.matcher import Masks
 from kvrelay.grammar.schema import JSON_OPTIONS, normalised
 from kvrelay.grammar.tags import TagGrammar, lark_of_tag
 from kvrelay.plane.messages import GrammarSpec
@@ -108,7 +108,7 @@ class LlguidanceLibrary:
             parser.consume([int(random.choice(allowed))])
         return f"too complex: {parser.matcher.get_error()}" if parser.matcher.is_error() else ""
 
-    def fill(self, rows: list[tuple["LlguidanceParser", list[int], int]], out: Masks) -> None:
+    def fill(self, rows: list[tuple["LlguidanceParser", list[int], int]], out: NDArray[np.int32]) -> None:
         """Masks of parsers and of the states after each of their draft tokens, in rows from the given one on."""
         size = out.strides[0]
         plain = [(parser.matcher, row) for parser, drafts, row in rows if not drafts]
@@ -136,7 +136,10 @@ class LlguidanceGrammar:
 
 
 class LlguidanceParser:
-    """llguidance's matcher as a GrammarParser."""
+    """llguidance's matcher over the tokens of one output, eos tokens aside.
+
+    is_complete: the text so far is a whole text of the grammar. is_stopped: no further text can follow.
+    """
 
     __slots__ = ("_error", "_grammar", "matcher")
 

@@ -5,45 +5,15 @@ grammar's text, and is allowed exactly where the text is complete.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from kvrelay.grammar.llguidance_parser import LlguidanceParser
+
 Masks = NDArray[np.int32]  # [rows, ceil(vocabulary / 32)]: bit i % 32 of word i // 32 is token i, set when allowed
-
-
-class MaskLibrary(Protocol):
-    """What computes the masks of its own parsers, several at once on threads of its own."""
-
-    def fill(self, rows: list[tuple[Any, list[int], int]], out: Masks) -> None:
-        """Masks of (parser, draft tokens, row): from `row` on, of its state and those after each valid draft."""
-
-
-class GrammarParser(Protocol):
-    """A library's parser over the tokens of one output, eos tokens aside."""
-
-    @property
-    def library(self) -> MaskLibrary:
-        """What computes its masks."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the text so far is a whole text of the grammar."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether no further text can follow."""
-
-    @property
-    def error(self) -> str | None:
-        """Why parsing cannot go on (a limit, a fault of the library)."""
-
-    def consume(self, token_ids: list[int]) -> int:
-        """Take tokens up to the first that the grammar refuses; how many were taken."""
-
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens."""
 
 
 class Matcher:
@@ -54,7 +24,7 @@ class Matcher:
 
     __slots__ = ("_num_ends", "_num_tokens", "eos_ids", "parser")
 
-    def __init__(self, parser: GrammarParser, eos_ids: frozenset[int]) -> None:
+    def __init__(self, parser: "LlguidanceParser", eos_ids: frozenset[int]) -> None:
         self.parser = parser
         self.eos_ids = eos_ids
         self._num_tokens = 0  # that the parser has
