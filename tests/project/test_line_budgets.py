@@ -1,7 +1,7 @@
 """How many lines each folder may have. A budget is raised in a commit that says why, and lowered when lines go.
 
-Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, and for structured output, tools and reasoning,
-which need code that was not there.
+Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, for structured output, tools and reasoning, and
+for clusters of several hosts (deploy, roles that change, migration, dashboards), which need code that was not there.
 """
 
 from pathlib import Path
@@ -12,17 +12,17 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_150,
+    "kvrelay": 5_400,
     "kernels": 6_550,
     "kvcache": 6_300,
-    "engine": 11_500,
-    "kvtransfer": 6_000,
-    "prefill": 1_050,
-    "decode": 1_340,
-    "router": 6_030,
-    "serve": 8_400,
-    "cluster": 15_400,
-    "bench": 10_400,
+    "engine": 11_800,
+    "kvtransfer": 6_100,
+    "prefill": 1_100,
+    "decode": 1_420,
+    "router": 6_250,
+    "serve": 8_900,
+    "cluster": 16_800,
+    "bench": 11_200,
 }
 
 
