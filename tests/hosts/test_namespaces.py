@@ -1,0 +1,109 @@
+"""Hosts in namespaces: apart from each other, reached by ssh, crashed, cut, slowed, and gone without a trace."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.hosts import HostError, Hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+PREFIX = "10.77.9"
+
+
+def traces() -> list[str]:
+    """What a set with the prefix has left on this machine: links, namespaces, files, processes."""
+    tag, folder = Hosts(0, PREFIX)._tag, str(Hosts(0, PREFIX).folder)
+    links = [path.name for path in Path("/sys/class/net").glob(f"{tag}*")]
+    spaces = [path.name for path in Path("/run/netns").glob(f"{tag}*")]
+    lines = [(path.parent.name, _command(path)) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    processes = [f"{pid}: {line}" for pid, line in lines if folder in line or f"{tag}v" in line]
+    return links + spaces + processes + [folder for _ in range(Path(folder).exists())]
+
+
+def _command(path: Path) -> str:
+    try:
+        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def connect_s(host: str, timeout_s: float = 5.0) -> float:
+    """How long a connection to its sshd takes, ARP known."""
+    for _ in range(2):
+        began_s = time.monotonic()
+        socket.create_connection((host, 22), timeout=timeout_s).close()
+    return time.monotonic() - began_s
+
+
+def test_hosts_have_files_processes_and_addresses_of_their_own():
+    with Hosts(2, PREFIX) as hosts:
+        assert [hosts.run(host, "hostname").strip() for host in (1, 2)] == ["host1", "host2"]
+        hosts.run(1, "sh", "-c", "touch /tmp/mark ~/mark /dev/shm/mark; nohup sleep 4321 >/dev/null 2>&1 &")
+        assert "sleep 4321" in hosts.run(1, "ps", "ax")
+        assert "sleep 4321" not in hosts.run(2, "ps", "ax")
+        with pytest.raises(HostError, match="status 2"):
+            hosts.run(2, "ls", "/tmp/mark")
+        assert hosts.run(2, "sh", "-c", "ls /tmp /dev/shm").count("mark") == 0
+        assert not Path.home().joinpath("mark").exists()
+        assert socket.create_connection((hosts.address(2), 22), timeout=5).close() is None
+        assert traces()
+    assert traces() == []
+
+
+def test_a_host_crashes_keeps_its_files_and_comes_back():
+    with Hosts(2, PREFIX) as hosts:
+        hosts.run(2, "touch", "/tmp/mark")
+        hosts.crash(2)
+        assert hosts.num_processes(2) == 0
+        with pytest.raises(ConnectionRefusedError):
+            connect_s(hosts.address(2))
+        hosts.run(1, "true")
+        hosts.start(2)
+        hosts.run(2, "ls", "/tmp/mark")
+    assert traces() == []
+
+
+def test_a_link_is_cut_mended_and_slowed_both_ways():
+    with Hosts(1, PREFIX) as hosts:
+        hosts.cut(1)
+        with pytest.raises(TimeoutError):
+            connect_s(hosts.address(1), timeout_s=0.5)
+        hosts.mend(1)
+        connect_s(hosts.address(1))
+        hosts.slow(1, "10mbit", latency_s=0.1)
+        assert 0.2 <= connect_s(hosts.address(1)) < 1.5
+        began_s = time.monotonic()
+        hosts.run(1, "sh", "-c", "head -c 2000000 /dev/zero")
+        assert time.monotonic() - began_s > 16 / 10  # 16 Mbit at 10 Mbit/s
+        hosts.fast(1)
+        assert connect_s(hosts.address(1)) < 0.2
+    assert traces() == []
+
+
+def test_what_a_killed_test_left_is_removed_first():
+    lines = (
+        "import time",
+        "from tests.hosts.hosts import Hosts",
+        f"Hosts(2, {PREFIX!r}).up()",
+        "print('up', flush=True)",
+    )
+    code = "; ".join((*lines, "time.sleep(60)"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"up\n"
+        os.kill(other.pid, signal.SIGKILL)
+    assert traces()
+    with Hosts(1, PREFIX) as hosts:
+        assert "host1" in hosts.run(1, "hostname")
+    assert traces() == []
+
+
+def test_a_prefix_that_is_none_is_refused():
+    with pytest.raises(HostError, match=r"the first three numbers"):
+        Hosts(1, "10.77.0.1")
