@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
-from kvrelay.cluster.launch.endpoints import auth_headers, probe, request_json
+from kvrelay.cluster.launch.endpoints import auth_headers, dashboard_token_hint, probe, request_json
 from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.supervisor import StopSignals, report
@@ -212,7 +212,7 @@ def _announce(settings: Settings, session: RaySession, model: str, console: Cons
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], '
     body += '"max_tokens": 128, "stream": true}'
     lines = [f"API        {url}/v1", f"live view  {url}/ui", f"dashboard  {session.dashboard_url}"]
-    if token := session.dashboard_token_hint():
+    if token := dashboard_token_hint(session.dashboard_url):
         lines.append(f"           {token}")
     console.print(Panel("\n".join(lines), title=f"kvrelay serves {model}", expand=False), highlight=False)
     console.print("Try it:\n", highlight=False)

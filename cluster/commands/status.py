@@ -14,7 +14,7 @@ from rich.text import Text
 from kvrelay.cluster.commands.doctor import ApiKey, Url, chosen
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import addressed, auth_headers, other_clusters, request_json
+from kvrelay.cluster.launch.endpoints import addressed, auth_headers, dashboard_token_hint, other_clusters, request_json
 from kvrelay.cluster.launch.ray_session import ray_auth_headers
 from kvrelay.environment import environment_api_key
 from kvrelay.errors import ConfigError
@@ -36,6 +36,7 @@ def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, A
     """The whole status, as plain data. Raises ClusterError when the ingress does not answer."""
     status = request_json("GET", f"{api_url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
     status["api_url"], status["dashboard_url"] = f"{api_url}/v1", dashboard_url
+    status["dashboard_token"] = dashboard_token_hint(dashboard_url)
     try:
         app = serve_details(dashboard_url)["applications"].get(APP_NAME, {})
         status["serve"] = {
@@ -79,6 +80,8 @@ def render(status: dict[str, Any]) -> RenderableType:
     head.add_row("model", f"{status.get('model')} (up to {status.get('max_model_len')} tokens)")
     head.add_row("API", str(status.get("api_url")))
     head.add_row("dashboard", str(status.get("dashboard_url")))
+    if status.get("dashboard_token"):
+        head.add_row("", Text(status["dashboard_token"], "dim"))
     for name, deployment in sorted(serve.get("deployments", {}).items()):
         running = deployment["replicas"].count("RUNNING")
         head.add_row(name, f"{running} of {deployment['target']} running, {deployment['status']}")

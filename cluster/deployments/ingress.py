@@ -35,6 +35,7 @@ from kvrelay.serve.api.endpoint import check_api_key, error_response
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
+from kvrelay.serve.telemetry.history import PERIOD_S, History
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
@@ -142,13 +143,21 @@ class IngressReplica:
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
         self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")
+        self._history = History()
+        self._recording = asyncio.create_task(self._record_history(), name="history")
 
     def __serve_build_asgi_app__(self) -> Any:
         sessions = SharedSessions(self._registry, time.monotonic)
         check = self._grammars.check
-        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card, sessions, check)
+        parts = self._dispatcher, self._tokenizer, self._settings, self._card
+        app = create_app(*parts, sessions, check, self._history)
         app.router.routes.append(Route("/kvrelay/status", self._status_endpoint, methods=["GET"]))
         return app
+
+    async def _record_history(self) -> None:
+        while True:
+            self._history.record(self._dispatcher.stats, self._dispatcher.clock())
+            await asyncio.sleep(PERIOD_S)
 
     def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
         if members != self._members:
@@ -225,6 +234,7 @@ class IngressReplica:
     async def __del__(self) -> None:
         if following := getattr(self, "_following", None):
             following.cancel()
+            self._recording.cancel()
             await self._dispatcher.aclose()
             await self._grammars.aclose()
             await asyncio.to_thread(tracing.shutdown)

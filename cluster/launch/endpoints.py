@@ -98,6 +98,7 @@ def addressed(url: str | None, dashboard: str | None = None) -> Iterator[tuple[s
 
 PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3
 TIMEOUT_S = 120.0
+HINT_S = 3.0
 
 
 def server_root(text: str) -> str:
@@ -157,6 +158,17 @@ def request_json(
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def dashboard_token_hint(dashboard_url: str) -> str | None:
+    """How to get the token that this dashboard asks its users for; None when it asks for none or does not answer."""
+    try:
+        answer = request_json("GET", dashboard_url + "/api/authentication_mode", timeout_s=HINT_S)
+    except ClusterError:
+        return None
+    if answer.get("authentication_mode") != "token":
+        return None
+    return "asks for Ray's token: `ray get-auth-token` prints it (RAY_AUTH_MODE=token for `serve`)"
 
 
 def probe(api_url: str, model: str, *, api_key: str | None, disaggregated: bool) -> dict[str, Any]:

@@ -171,14 +171,6 @@ class RaySession:
                 raise ClusterError(f"not running after {START_S:.0f} s: {summary or 'Serve has not begun'}")
             time.sleep(POLL_S)
 
-    def dashboard_token_hint(self) -> str | None:
-        """Where to find the dashboard's token; None when it needs none."""
-        from ray._private.authentication.authentication_token_setup import AuthenticationMode, get_authentication_mode
-
-        if get_authentication_mode() != AuthenticationMode.TOKEN:
-            return None
-        return "token: ~/.ray/auth_token (RAY_AUTH_MODE=token for `serve`)"
-
     # ---- stop
 
     def stop(self, *, keep_logs: bool = False) -> str | None:

@@ -30,6 +30,7 @@ from kvrelay.serve.api.sessions import Sessions
 from kvrelay.serve.chat.reasoning import find_markers
 from kvrelay.serve.chat.tool_support import find_tools
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.telemetry.history import History
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
 
@@ -47,15 +48,18 @@ def create_app(
     model: ModelCard,
     sessions: Sessions,
     check_grammar: Callable[[GrammarSpec], Awaitable[None]] = _no_grammars,
+    history: History | None = None,
 ) -> Starlette:
     """The app; requests before the first worker is connected get 503.
 
     sessions: shared with other ingresses. check_grammar: raises InvalidRequest for a grammar that workers cannot use.
+    history: what its host records; None: the page shows none.
     """
     slo = settings.slo if settings.slo.is_on else None
     reasoning = find_markers(settings.model.reasoning_parser, tokenizer)
     tools = find_tools(settings.model.tool_parser, tokenizer)
-    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, check_grammar, reasoning, tools)
+    history = history or History()
+    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, check_grammar, history, reasoning, tools)
     live = ui.LiveFeed(partial(ui.front_snapshot, front))
     app = Starlette(
         routes=[
@@ -73,6 +77,7 @@ def create_app(
             Route("/ui", endpoint(front, ui.page, needs_key=False), methods=["GET"]),
             Route("/kvrelay/live", endpoint(front, live.once), methods=["GET"]),
             Route("/kvrelay/live/events", endpoint(front, live.stream), methods=["GET"]),
+            Route("/kvrelay/history", endpoint(front, ui.history), methods=["GET"]),
             Route("/kvrelay/requests", endpoint(front, ui.requests), methods=["GET"]),
             Route("/kvrelay/requests/{request_id}", endpoint(front, ui.one_request), methods=["GET"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),

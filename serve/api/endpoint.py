@@ -35,6 +35,7 @@ from kvrelay.serve.bodies.unknown_fields import count_ignored, unknown
 from kvrelay.serve.chat.reasoning import ReasoningMarkers
 from kvrelay.serve.chat.tool_support import ToolSupport
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force
+from kvrelay.serve.telemetry.history import History
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.settings.router import SloSettings
 
@@ -239,6 +240,7 @@ class Front:
     sessions: Sessions
     slo: SloSettings | None  # None: no request has one
     check_grammar: Callable[[GrammarSpec], Awaitable[None]]  # raises InvalidRequest
+    history: History
     reasoning: ReasoningMarkers | None = None  # None: the model does not reason
     tools: ToolSupport | None = None  # None: tools are refused
 

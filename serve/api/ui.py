@@ -214,6 +214,11 @@ class _PatientStream(EventStream):
         await super().__call__(scope, receive, sending)
 
 
+async def history(front: Front, request: Request) -> Response:
+    """The last 15 minutes of this ingress."""
+    return json_response({"ingress": INGRESS, **front.history.view(front.dispatcher.clock())}, 200, _NO_STORE)
+
+
 async def requests(front: Front, request: Request) -> Response:
     """Every request in the log, newest first."""
     now_s, log = front.dispatcher.clock(), front.dispatcher.requests

@@ -1,8 +1,8 @@
 """What the ingress records of its requests: counters and histograms, the log of the last requests with the time of each
 stage, and the one observer through which a sequence reports.
 
-Cheap enough for every token. metrics.py and live.py read what is recorded here. The log keeps no prompt text and no
-tokens, only counts; running requests are bounded by admission, ended ones by REQUESTS_KEPT.
+Cheap enough for every token. metrics.py, history.py and api/ui.py read what is recorded here. The log keeps no prompt
+text and no tokens, only counts; running requests are bounded by admission, ended ones by REQUESTS_KEPT.
 """
 
 import math
@@ -23,6 +23,7 @@ REQUESTS_KEPT = 512
 STAGES_KEPT = 48  # of a request; after many retries the stages in the middle are dropped
 CANDIDATES_KEPT = 4
 WHY_CHARS = 240
+Flow = tuple[str, str, str]  # source, target and transport of KV
 
 _TTFT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
@@ -66,7 +67,7 @@ class ServeStats:
     """The counters of one ingress since its start."""
 
     ttft_s: Histogram = field(default_factory=lambda: Histogram(_TTFT_BOUNDS_S))
-    itl_s: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS_S))
+    itl_s: Histogram = field(default_factory=lambda: Histogram(_TPOT_BOUNDS_S))
     tpot_s: Histogram = field(default_factory=lambda: Histogram(_TPOT_BOUNDS_S))
     total_s: Histogram = field(default_factory=lambda: Histogram(_TOTAL_BOUNDS_S))
     transfer_s: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS_S))
@@ -82,7 +83,9 @@ class ServeStats:
     prompt_squares: int = 0  # sum of squared prompt lengths: how much lengths vary
     output_tokens: int = 0
     reasoning_tokens: int = 0
-    cached_prefix_tokens: int = 0
+    looked_up_tokens: int = 0  # of prompts that were computed, at their first tokens
+    cached_prefix_tokens: int = 0  # of those
+    kv_flows: Counter[Flow] = field(default_factory=Counter)  # KV bytes moved since history.py took them out
 
 
 # ---- the log of requests
@@ -329,6 +332,7 @@ class RequestObserver:
         worker, record.cached_tokens = record.prefill or record.decode, cached
         record.note("prefill started", prefill_s, worker=worker, queued_s=queue_s, cached_tokens=cached)
         record.note("first token", now_s, worker=worker, compute_s=compute_s, chunks=chunks)
+        self._stats.looked_up_tokens += record.prompt_tokens
         self._stats.cached_prefix_tokens += cached
         if self._is_explained:
             self._explain.on_first_token(output, now_s)
@@ -349,6 +353,7 @@ class RequestObserver:
             exposed_s=message.exposed_s,
         )
         self._stats.transfer_s.observe(message.seconds)
+        self._stats.kv_flows[record.prefill or "", record.decode or "", message.transport] += message.num_bytes
         self._explain.transfer = message
 
     # ---- decode, and the end

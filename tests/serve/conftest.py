@@ -21,6 +21,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import RETRY_BUDGET
+from kvrelay.serve.telemetry.history import History
 from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.types import Role
 from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet, until
@@ -51,6 +52,7 @@ class Cluster:
         tokens_per_hash = settings.tokens_per_hash
         router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
         self.dispatcher = Dispatcher(router, SECRET, settings, retry_budget=retry_budget)
+        self.history = History()
         self.app = create_app(
             self.dispatcher,
             codec,
@@ -58,6 +60,7 @@ class Cluster:
             ModelCard(MODEL, codec.max_model_len, 1700000000),
             OwnSessions(self.dispatcher.clock),
             self._check_grammar,
+            self.history,
         )
         self.checked: list[GrammarSpec] = []
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)

@@ -1,8 +1,12 @@
 """What `kvrelay serve` waits for and prints, with Serve's answers made up."""
 
 import io
+import json
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,10 +69,45 @@ def test_a_start_that_never_ends_fails_with_how_far_it_is(monkeypatch: pytest.Mo
         waited(monkeypatch, iter([("DEPLOYING", "")] * 100), 100.0)
 
 
+def nobody():
+    """An address at which no server answers."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Ray's, as far as it tells how it knows its users."""
+
+    mode = "token"
+
+    def do_GET(self):
+        is_known = self.path == "/api/authentication_mode"
+        self.send_response(200 if is_known else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"authentication_mode": self.mode} if is_known else {}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize(("mode", "is_shown"), [("token", True), ("disabled", False)])
+def test_a_dashboard_that_asks_for_a_token_is_announced_with_the_command_that_prints_it(mode, is_shown):
+    console = Console(file=io.StringIO(), width=200, record=True)
+    handler = type("Handler", (Dashboard,), {"mode": mode})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        session: Any = SimpleNamespace(dashboard_url=f"http://127.0.0.1:{server.server_port}")
+        _announce(settings_from({}), session, "m", console)
+        server.shutdown()
+    text = console.export_text()
+    assert session.dashboard_url in text and ("`ray get-auth-token` prints it" in text) is is_shown
+
+
 def test_the_curl_line_names_the_variable_of_the_key_and_never_the_key():
     settings = settings_from({"serve": {"api_key": "it's secret"}})
     console = Console(file=io.StringIO(), width=200, record=True)
-    session: Any = SimpleNamespace(dashboard_url="http://d", dashboard_token_hint=lambda: None)
+    session: Any = SimpleNamespace(dashboard_url=nobody())
     _announce(settings, session, "m", console)
     text = console.export_text()
     line = next(line for line in text.splitlines() if line.startswith("curl "))

@@ -16,7 +16,7 @@ from tests.fakes import until
 from tests.serve.conftest import hold_in_line
 
 BODY = {"model": "fake-model", "prompt": "hello world", "max_tokens": 4}
-DATA = ["/kvrelay/live", "/kvrelay/live/events", "/kvrelay/requests", "/kvrelay/requests/cmpl-1"]
+DATA = ["/kvrelay/live", "/kvrelay/live/events", "/kvrelay/history", "/kvrelay/requests", "/kvrelay/requests/cmpl-1"]
 
 
 async def snapshot(cluster):
@@ -348,3 +348,29 @@ async def test_who_else_has_a_request_is_told_from_its_id(make_cluster):
     assert elsewhere.status_code == unknown.status_code == 404
     assert elsewhere.json()["error"]["message"].startswith(f"ingress {other} served this request")
     assert unknown.json()["error"]["message"].startswith(f"ingress {INGRESS} does not know")
+
+
+# ---- the last 15 minutes
+
+
+async def test_the_history_has_what_was_served_and_who_sent_kv_to_whom(make_cluster):
+    cluster = await make_cluster()
+    cluster.history.record(cluster.dispatcher.stats, cluster.dispatcher.clock() - 5.0)
+    await complete(cluster)
+    await until(lambda: cluster.dispatcher.stats.kv_flows)  # the transfer may end after the answer
+    cluster.history.record(cluster.dispatcher.stats, cluster.dispatcher.clock())
+    answer = await cluster.client.get("/kvrelay/history")
+    view = answer.json()
+    assert (view["ingress"], answer.headers["cache-control"]) == (INGRESS, "no-store")
+    served = view["points"]
+    assert served["requests_per_s"] == [pytest.approx(0.2, rel=0.2)]
+    assert served["output_tokens_per_s"] == [pytest.approx(0.8, rel=0.2)]
+    assert served["ttft_p50_s"][0] > 0 and served["failed_per_s"] == [0.0]
+    (flow,) = view["flows"]
+    assert (flow["source"], flow["target"], flow["transport"]) == ("p0", "d0", "fake") and flow["bytes_per_s"] > 0
+
+
+async def test_an_ingress_that_has_just_started_has_an_empty_history(make_cluster):
+    cluster = await make_cluster()
+    view = (await cluster.client.get("/kvrelay/history")).json()
+    assert set(map(len, view["points"].values())) == {0} and view["flows"] == []
