@@ -169,14 +169,14 @@ class PrefillRole:
             case Prefill(request=request, ticket=None):
                 if self._requests.admit(link, request, _adding(request, hold=False), self.drop):
                     self._requests.begin_span(request.request_id, "prefill")
-            case Prefill(request=request, ticket=bytes(ticket)):
-                self._begin(link, request, ticket)
+            case Prefill(request=request, ticket=bytes(ticket), moves=moves):
+                self._begin(link, request, ticket, moves)
             case Pair():
                 self._spawn(self._pair(link, message), f"pair with {message.worker_id}")
             case Reserve(request=request):
                 self._requests.refuse(link, request.request_id, "invalid", f"{self._worker_id} does not decode")
 
-    def _begin(self, link: IngressLink, request: SequenceRequest, ticket: bytes) -> None:
+    def _begin(self, link: IngressLink, request: SequenceRequest, ticket: bytes, moves: str) -> None:
         """Open the transfer and have the engine compute the prompt."""
         request_id = request.request_id
         if request_id in self._requests or request_id in self._prefilling:
@@ -190,7 +190,7 @@ class PrefillRole:
         self._announcements.add(transfer)
         prefilling = self._prefilling[request_id] = _Prefilling(request, transfer)
         prefilling.task = self._spawn(self._send(prefilling), f"prefill {request_id}")
-        if self._requests.admit(link, request, _adding(request, hold=True), self.drop):
+        if self._requests.admit(link, request, _adding(request, hold=True), self.drop, moves):
             self._requests.begin_span(request_id, "prefill", decode_worker=transfer.ticket.target_worker)
         else:
             self.drop(request_id, "refused")

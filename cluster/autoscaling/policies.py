@@ -27,11 +27,13 @@ from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
+from kvrelay.settings.cluster import ClusterSettings
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
 NAME = "planner"  # its key in the registry
 LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
+DRAIN_S: float = ClusterSettings.model_fields["drain_timeout_s"].default
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
 
 
@@ -44,12 +46,17 @@ class PlannerPolicy:
     attributes, because Serve allows one object for feed, learned speeds, retirements, planner and saved state.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        """`settings`: as the section `planner` of kvrelay's settings. Raises ConfigError."""
+    def __init__(self, drain_timeout_s: float = DRAIN_S, **settings: Any) -> None:
+        """Raises ConfigError.
+
+        Args:
+            drain_timeout_s: as `cluster.drain_timeout_s` of kvrelay's settings.
+            settings: as their section `planner`.
+        """
         self._settings = planner_settings_from(settings)
         self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
         self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
-        self._retiring = {role: Retiring(self._settings.drain_timeout_s) for role in (PREFILL, DECODE)}
+        self._retiring = {role: Retiring(drain_timeout_s) for role in (PREFILL, DECODE)}
         self.store = RegistryStateStore()
         self._loading_s: float | None = None  # when loading the saved state began
         self.is_loaded = False
@@ -117,7 +124,7 @@ class PlannerPolicy:
         if (memory := decoded(found or b"")) is not None:
             self._feed = replace(memory.feed, target=self._feed.target)
             self._learned, self.resumed = memory.learned, memory.planner
-            drain_s = self._settings.drain_timeout_s
+            drain_s = self._retiring[DECODE].drain_s
             self._retiring |= {role: replace(state, drain_s=drain_s) for role, state in memory.retiring.items()}
             logger.info("kvrelay planner: resumes from its saved state")
         return True
@@ -173,7 +180,7 @@ class PlannerPolicy:
         if (found := registry()) is None:
             logger.warning("kvrelay planner: there is no registry to take the retirements")
         else:
-            found.retire.remote(names, self._settings.drain_timeout_s)
+            found.retire.remote(names, self._retiring[DECODE].drain_s)
 
 
 def latest(context: Any) -> dict[str, dict[str, float]]:

@@ -10,14 +10,14 @@ from ray import serve
 from ray.serve import Application
 
 from kvrelay.cluster.deployments.ingress import IngressReplica
-from kvrelay.cluster.deployments.worker import SHUTDOWN_S, DecodeReplica, PrefillReplica
+from kvrelay.cluster.deployments.worker import DecodeReplica, PrefillReplica
 from kvrelay.cluster.registry.actor import connect_registry
 from kvrelay.config import Settings, settings_from, with_secrets
 from kvrelay.environment import environment_api_key
 
 DEFAULT_CPUS = 0.1  # what Ray accounts for; cores.py pins the real cores
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
-_WATCHED = {"health_check_period_s": 5.0, "health_check_timeout_s": 30.0, "graceful_shutdown_timeout_s": SHUTDOWN_S}
+CLOSE_S = 15.0  # after the drain: for closing connections, transfers and the engine; then Serve kills the replica
 
 
 def build(args: dict[str, Any] | Settings | None = None) -> Application:
@@ -47,7 +47,7 @@ def application(settings: Settings) -> Application:
         num_replicas=cluster.ingress,
         max_ongoing_requests=MAX_ONGOING,
         ray_actor_options={"num_cpus": DEFAULT_CPUS},
-        **_WATCHED,
+        **_watched(settings),
     )
     return ingress.bind(plain, *workers)
 
@@ -57,7 +57,14 @@ def worker_options(settings: Settings) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": DEFAULT_CPUS}
     if settings.cluster.num_gpus_per_worker:
         actor["num_gpus"] = settings.cluster.num_gpus_per_worker
-    return {"ray_actor_options": actor, "max_ongoing_requests": 16, "graceful_shutdown_wait_loop_s": 0.5, **_WATCHED}
+    own = {"ray_actor_options": actor, "max_ongoing_requests": 16, "graceful_shutdown_wait_loop_s": 0.5}
+    return own | _watched(settings)
+
+
+def _watched(settings: Settings) -> dict[str, Any]:
+    """How Serve checks a replica's health, and how long it waits for one to stop."""
+    stop_s = settings.cluster.drain_timeout_s + CLOSE_S
+    return {"health_check_period_s": 5.0, "health_check_timeout_s": 30.0, "graceful_shutdown_timeout_s": stop_s}
 
 
 def replica_arguments(settings: Settings) -> dict[str, Any]:

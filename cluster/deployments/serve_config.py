@@ -51,6 +51,7 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
 def _policy(settings: Settings) -> dict[str, Any]:
     """The application's policy: the planner, for both roles at once."""
     own = planner_settings(settings).model_dump(mode="json", exclude_defaults=True)
+    own |= settings.cluster.model_dump(mode="json", include={"drain_timeout_s"}, exclude_defaults=True)
     return {"policy_function": PLANNER_POLICY_PATH, "policy_kwargs": own}
 
 

@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 DETAILS_S = 10.0
 LEAST_WORKERS = 2  # one of each role, while Serve's targets are unknown
-DRAIN_S = 30.0
-SHUTDOWN_S = DRAIN_S + 15.0
-
 
 HUNG_S = 60.0  # far above the longest step, also of a large model on a slow CPU
 
@@ -170,7 +167,7 @@ class WorkerReplica:
         if self._listing is None:
             return
         if self._ending is None:
-            self._ending = asyncio.create_task(self._end(DRAIN_S), name="end")
+            self._ending = asyncio.create_task(self._end(self._settings.cluster.drain_timeout_s), name="end")
         await self._ending
 
     def _retire(self, drain_s: float) -> None:

@@ -158,12 +158,18 @@ class Scheduler:
             self._reject(seq, "deadline")
         self.num_overdue += len(overdue)
 
+    def reject_queued(self) -> None:
+        """Reject what is queued and was never begun: the worker stops, and another one computes it sooner."""
+        for seq in [*self.waiting, *self.reserving]:
+            if not seq.has_begun:
+                self._reject(seq, "draining")
+
     def _reject(self, seq: Sequence, reason: str) -> None:
         self.blocks.finish(seq, FinishReason.ABORT)
         self.rejected.append((seq, reason))
 
     def take_rejected(self) -> list[tuple[Sequence, str]]:
-        """(sequence, reason) of those rejected since the last call: "deadline" or "full"."""
+        """(sequence, reason) of those rejected since the last call: "deadline", "full" or "draining"."""
         rejected, self.rejected = self.rejected, []
         return rejected
 

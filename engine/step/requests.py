@@ -104,6 +104,8 @@ def rejection_message(seq: Sequence, reason: str, now_s: float) -> str:
     waited_s = now_s - seq.arrived_s
     if reason == "deadline":
         return f"no first token within {seq.request.deadline_s:g} s: still queued after {waited_s:.3g} s"
+    if reason == "draining":
+        return f"the worker stops; still queued after {waited_s:.3g} s"
     return f"its place in the queue went to a tenant with fewer sequences, after {waited_s:.3g} s"
 
 

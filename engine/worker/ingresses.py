@@ -94,6 +94,7 @@ class RequestTable:
         request: wire.SequenceRequest,
         take: Callable[[Engine, CompiledGrammar | None], None],
         drop: Callable[[str, str], None],
+        moves: str = "",
     ) -> bool:
         """Have the engine take a request, once its grammar is compiled. False: it was refused on the spot; the engine
         may refuse it later.
@@ -101,8 +102,9 @@ class RequestTable:
         Args:
             take: adds the request to the engine, on its thread, with its compiled grammar.
             drop: called with (request_id, reason) when the engine refused, before the ingress receives Refused.
+            moves: the id of a request that is here and that this one moves away: also while the worker drains.
         """
-        if not self._add(link, request):
+        if not self._add(link, request, moves):
             return False
         request_id, loop = request.request_id, asyncio.get_running_loop()
 
@@ -158,9 +160,9 @@ class RequestTable:
         else:
             self._thread.post(action)
 
-    def _add(self, link: IngressLink, request: wire.SequenceRequest) -> bool:
+    def _add(self, link: IngressLink, request: wire.SequenceRequest, moves: str) -> bool:
         request_id = request.request_id
-        if self.is_draining:
+        if self.is_draining and moves not in link.requests:
             self.refuse(link, request_id, "draining", f"{self._worker_id} is shutting down")
             return False
         if request_id in self._links:
@@ -333,6 +335,11 @@ class EngineReports:
                 link.send(result.events)
             if load is not None:
                 link.send(load)
+
+    def announce(self) -> None:
+        """Send the load now: what it says of the worker has changed."""
+        for link in self._subscribers:
+            link.send(self.load())
 
     def _send_assigned(self) -> None:
         for link, others in self._assigned.take_changes():

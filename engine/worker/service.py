@@ -102,8 +102,14 @@ class WorkerService:
         await self.thread.aclose()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new; return when nothing is left, or after `timeout_s`."""
+        """Take nothing new, and return when nothing is left, or after `timeout_s`.
+
+        What is queued is refused, and ingresses receive the load at once: they place it elsewhere, and move what runs.
+        """
         self.requests.is_draining = True
+        self.thread.post(lambda engine: engine.scheduler.reject_queued())
+        if self._reports is not None:
+            self._reports.announce()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while len(self.requests):

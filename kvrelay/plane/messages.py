@@ -197,11 +197,13 @@ class Reserve(WireMessage, frozen=True, tag="reserve"):
 class Prefill(WireMessage, frozen=True, tag="prefill"):
     """Prefill: compute the prompt, sample one token, announce the KV to the ticket's decode worker.
 
-    Without a ticket only the one token is computed.
+    Without a ticket only the one token is computed. `moves`: the id of a sequence that this one continues and that runs
+    on the worker itself: it moves to the ticket's decode worker, and a worker that drains takes it, too.
     """
 
     request: SequenceRequest
     ticket: bytes | None = None
+    moves: str = ""
 
 
 class Generate(WireMessage, frozen=True, tag="generate"):

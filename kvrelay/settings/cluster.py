@@ -46,6 +46,14 @@ class ClusterSettings(Section):
         ge=1,
     )
     num_gpus_per_worker: float = setting(0.0, "Ray GPUs that each worker requests.", unit="GPUs", ge=0)
+    drain_timeout_s: float = setting(
+        60.0,
+        "How long a worker or an ingress that is to stop may take. Its running sequences move to other workers with "
+        "their KV; what can neither move nor end in this time continues on another worker from its text.",
+        unit="s",
+        ge=0,
+        le=3600,
+    )
     dashboard_port: int = setting(
         8265, "Port of Ray's dashboard, another when it is taken; no effect under `serve deploy`.", ge=1, le=65535
     )
@@ -104,13 +112,6 @@ class PlannerSettings(Section):
         unit="s",
         ge=10,
         le=86400,
-    )
-    drain_timeout_s: float = setting(
-        120.0,
-        "How long a retiring worker may take to finish; then its sequences continue on other workers.",
-        unit="s",
-        ge=0,
-        le=3600,
     )
 
     @model_validator(mode="after")

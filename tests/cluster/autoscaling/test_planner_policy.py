@@ -358,6 +358,7 @@ async def test_who_is_ended_by_serve_does_not_end_its_process_itself(monkeypatch
     facts = Leaving()
     facts.is_empty.set()
     replica._registry = replica._worker = replica._record = facts
+    replica._settings = settings_from({"cluster": {"drain_timeout_s": 30}})
     replica._ending = replica._following = replica._lease = None
     note_exits(monkeypatch, facts.note)
     replica._listing = asyncio.create_task(asyncio.sleep(60))

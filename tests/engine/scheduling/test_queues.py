@@ -51,6 +51,19 @@ def outputs_of(engine):
     return said
 
 
+def test_a_worker_that_stops_refuses_what_is_queued_and_finishes_what_has_begun(folder):
+    engine = engine_of(folder, max_running=1)
+    for number in range(3):
+        engine.add(request(number))
+    engine.step()
+    engine.scheduler.reject_queued()
+    refused = engine.step().refused
+    assert [(name, reason) for name, reason, _ in refused] == [("r1", "draining"), ("r2", "draining")]
+    assert list(outputs_of(engine)) == ["r0"]
+    engine.check()
+    assert engine.pool.counts().used == 0
+
+
 def test_the_order_changes_who_is_first_and_no_token(folder):
     plain, ordered = engine_of(folder, max_running=1), engine_of(folder, max_running=1)
     for number in range(4):
