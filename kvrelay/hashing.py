@@ -16,7 +16,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-from kvrelay.native.build import load_extension, load_or_none
+from kvrelay.native.build import NativeLibrary
 from kvrelay.types import BlockHash
 
 HASH_SEED = "kvrelay-blake2b-128-v1"
@@ -25,6 +25,15 @@ TOKEN_BYTES = 4
 
 _TENANT = b"tenant"  # BLAKE2's personalisation: such a digest never equals a block's
 _NATIVE = Path(__file__).parent / "native"
+
+
+def _library(name: str, folder: str, source: str) -> NativeLibrary:
+    path = _NATIVE / folder
+    return NativeLibrary(name, [path / "module.c", path / f"{source}.c"], [path / f"{source}.h"], is_extension=True)
+
+
+BLOCK_HASHES = _library("kvrelay_block_hash", "blake2b", "blake2b")
+HASH_TABLE = _library("kvrelay_hash_table", "hash_table", "table")
 
 
 @functools.lru_cache(1024)
@@ -76,13 +85,7 @@ def _chain(parent: bytes, packed: bytes, width: int) -> bytes:
 @functools.cache
 def hash_extension() -> Any:
     """The extension module with `pack(tokens, start, end)` and `chain(parent, packed, width)`; None: no compiler."""
-    return _extension("kvrelay_block_hash", "block hashing runs", "blake2b", "blake2b")
-
-
-def _extension(name: str, runs: str, folder: str, source: str) -> Any:
-    path = _NATIVE / folder
-    sources, headers = [path / "module.c", path / f"{source}.c"], [path / f"{source}.h"]
-    return load_or_none(load_extension, name, sources, headers, instead=f"{runs} in Python")
+    return BLOCK_HASHES.load_or_none(instead="block hashing runs in Python")
 
 
 class HashChain:
@@ -195,7 +198,7 @@ HashIndex = PythonHashIndex  # the extension's HashTable has the same methods
 @functools.cache
 def table_extension() -> Any:
     """The extension module with `HashTable(seed)` and `are_distinct(hashes)`; None without a compiler."""
-    return _extension("kvrelay_hash_table", "the hash index runs", "hash_table", "table")
+    return HASH_TABLE.load_or_none(instead="the hash index runs in Python")
 
 
 def new_hash_index() -> HashIndex:

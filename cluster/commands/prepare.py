@@ -4,7 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvrelay.errors import BackendUnavailable, ConfigError
+from kvrelay.native import ahead
+from kvrelay.native.build import NativeLibrary
 from kvrelay.types import Role
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ def command(
     model: Annotated[str | None, typer.Argument(help="as serve's --model; of a folder config.json is read")] = None,
     arch: Annotated[list[str] | None, typer.Option(help="GPU to compile for: 9.0a (H100, H200), 10.0a (B200)")] = None,
     output: Annotated[Path | None, typer.Option(help="copy GPU modules there, for machines without a compiler")] = None,
+    cpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="processors to compile for, not just this one: x86-64-v3, all; for an image without a compiler"
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags override it")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
@@ -32,7 +40,7 @@ def command(
     from kvrelay.cluster.commands.settings_flags import settings_from_flags
 
     settings, console = settings_from_flags(config, {"model": {"source": model}}, set_ or []), Console(soft_wrap=True)
-    compile_cpu_kernels(console)
+    compile_cpu_kernels(console, cpu or [])
     if arch:
         if wrong := [one for one in arch if not re.fullmatch(r"(7\.5|[89]\.\d|1\d\.\d)[af]?", one)]:
             raise ConfigError(f"--arch {wrong[0]}: a compute capability from 7.5 on, such as 9.0a")
@@ -50,30 +58,53 @@ def command(
     raise typer.Exit(0 if is_whole else 1)
 
 
-def compile_cpu_kernels(console: Console) -> None:
-    """Those in C, for this machine's processor. Raises BackendUnavailable: there is no C compiler, or it fails."""
+def compile_cpu_kernels(console: Console, levels: Sequence[str] = ()) -> None:
+    """Those in C: for this machine's processor, or for the processors of `levels`, which need not be this one.
+
+    Raises BackendUnavailable: there is no C compiler, or it fails; ConfigError: a level that this machine's compiler
+    does not know.
+    """
+    chosen = _levels(levels)
+    libraries = cpu_libraries()
+    with _bar(console) as show:
+        for index, (title, library) in enumerate(libraries.items()):
+            show(index, len(libraries), f"CPU: {title}")
+            for level in chosen:
+                library.compile_ahead(level)
+            if not chosen:
+                library.load()
+    if chosen:
+        names = ", ".join(level.name for level in chosen)
+        console.print(f"{len(libraries)} CPU libraries for each of {names} are in {ahead.folder()}", soft_wrap=True)
+    else:
+        console.print(f"{len(libraries)} CPU libraries are there")
+
+
+def cpu_libraries() -> dict[str, NativeLibrary]:
+    """All that is written in C, by what it does."""
     from kvrelay import hashing
-    from kvrelay.kernels.cpu.native_kernels import NativeKernels
-    from kvrelay.kvcache.memory.host import native_copies
+    from kvrelay.kernels.cpu import native_kernels
+    from kvrelay.kvcache.memory import host
     from kvrelay.kvcache.pool import ledger
-    from kvrelay.kvcache.stores.codecs import native_codecs
+    from kvrelay.kvcache.stores import codecs
     from kvrelay.kvtransfer.mover import mover
 
-    kernels: dict[str, Callable[[], object]] = {
-        "block hashes": hashing.hash_extension,
-        "hash index": hashing.table_extension,
-        "block pool": ledger.binder,
-        "copies between tiers": native_copies,
-        "KV codecs": native_codecs,
-        "KV transfers": mover.library,
-        "model kernels": lambda: NativeKernels(1),
+    return {
+        "block hashes": hashing.BLOCK_HASHES,
+        "hash index": hashing.HASH_TABLE,
+        "block pool": ledger.LIBRARY,
+        "copies between tiers": host.LIBRARY,
+        "KV codecs": codecs.LIBRARY,
+        "KV transfers": mover.LIBRARY,
+        "model kernels": native_kernels.LIBRARY,
     }
-    with _bar(console) as show:
-        for index, (title, load) in enumerate(kernels.items()):
-            show(index, len(kernels), f"CPU: {title}")
-            if load() is None:
-                raise BackendUnavailable(title, "a C compiler (cc, gcc or clang) and Python.h are needed")
-    console.print(f"{len(kernels)} CPU libraries are there")
+
+
+def _levels(names: Sequence[str]) -> list[ahead.CpuLevel]:
+    known = {level.name: level for level in ahead.levels_of_machine()}
+    if wrong := [name for name in names if name not in (*known, "all")]:
+        raise ConfigError(f"--cpu {wrong[0]}: on this kind of machine all, or one of {', '.join(known) or 'none'}")
+    return list(known.values()) if "all" in names else [known[name] for name in dict.fromkeys(names)]
 
 
 def why_no_gpu_kernels(settings: "Settings") -> str | None:

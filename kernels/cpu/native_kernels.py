@@ -20,13 +20,14 @@ from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import unit_of
 from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, plain_weight, shape_of
 from kvrelay.kernels.cpu.stored import laid_out, native_form, scheme_of_pair
-from kvrelay.native.build import load_native
+from kvrelay.native.build import NativeLibrary
 
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
 PART_TOKENS = 512  # PART of cascade.h
 WORTH = 256  # fewest tokens of KV saved in a step, summed over rows: bench/results/2026-11-22-scheduling.md
 KIND_F32, KIND_BF16, KIND_DOT = 0, 1, 2
 _FOLDER = Path(__file__).parent / "native"
+LIBRARY = NativeLibrary("kernels", sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h")))
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_pool_create": ([_I], _P),
@@ -122,7 +123,7 @@ class NativeKernels:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self.lib: Any = load_native("kernels", sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h")))
+        self.lib: Any = LIBRARY.load()
         for name, (arguments, result) in SIGNATURES.items():
             function = getattr(self.lib, name)
             function.argtypes, function.restype = arguments, result

@@ -21,21 +21,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.errors import ConfigError
-from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native, load_or_none
+from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, NativeLibrary
 from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
 
 Numbers = NDArray[np.int64]
-_SOURCES = (Path(__file__).parent / "native" / "copy.c", *XXH3_SOURCES)
+LIBRARY = NativeLibrary("kvcache", (Path(__file__).parent / "native" / "copy.c", *XXH3_SOURCES), XXH3_HEADERS)
 _HASH_FROM = 241  # bytes: for shorter inputs XXH3 is another function, which native/xxh3 does not have
 
 
 @functools.cache
 def native_copies() -> Any | None:
     """native/copy.c; None where it cannot be compiled."""
-    instead = "numpy copies blocks between tiers"
-    library = load_or_none(load_native, "kvcache", _SOURCES, XXH3_HEADERS, instead=instead)
+    library = LIBRARY.load_or_none(instead="numpy copies blocks between tiers")
     if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.native.build import load_extension, load_or_none
+from kvrelay.native.build import NativeLibrary
 
 BlockIds: TypeAlias = "array[int]"  # "i": a block id array, as fast to slice and join as bytes
 Ints = NDArray[np.int32]
@@ -95,11 +95,13 @@ def _common(run: Run, first: int, other: Run, position: int, most: int) -> int:
     return at // 2 if unlike[at] else most
 
 
+LIBRARY = NativeLibrary("kvrelay_ledger", [Path(__file__).parent / "native" / "ledger.c"], is_extension=True)
+
+
 @functools.cache
 def binder() -> Callable[..., tuple[Any, ...]] | None:
     """Returns take, acquire, release, held, assign and common for three arrays; None without a compiler."""
-    sources, instead = [Path(__file__).parent / "native" / "ledger.c"], "the block pool runs in Python"
-    module = load_or_none(load_extension, "kvrelay_ledger", sources, instead=instead)
+    module = LIBRARY.load_or_none(instead="the block pool runs in Python")
     if module is None:
         return None
 

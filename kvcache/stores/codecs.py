@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import KvrelayError
-from kvrelay.native.build import load_native, load_or_none
+from kvrelay.native.build import NativeLibrary
 from kvrelay.types import ITEM_BYTES, KvLayout
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.uint16]
 
+LIBRARY = NativeLibrary("kvrelay_codecs", [Path(__file__).parent / "native" / "codecs.c"])
 _KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 _LARGEST = {"int8": np.float32(127), "fp8": np.float32(448)}
 _MOST_GROUP = 64  # numbers that share a scale; the C code takes up to 1,024
@@ -159,8 +160,7 @@ def make_codec(name: str, layout: KvLayout) -> Codec:
 
 @functools.cache
 def native_codecs() -> ctypes.CDLL | None:
-    sources, instead = [Path(__file__).parent / "native" / "codecs.c"], "KV codecs run in numpy, several times slower"
-    return load_or_none(load_native, "kvrelay_codecs", sources, instead=instead)
+    return LIBRARY.load_or_none(instead="KV codecs run in numpy, several times slower")
 
 
 def quantise(block: Bytes, dtype: str, group: int, target: str) -> tuple[Scales, Bytes] | None:

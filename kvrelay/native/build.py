@@ -1,5 +1,5 @@
 """Builds C sources with the machine's compiler, once, and loads the result: a ctypes library or a Python extension
-module.
+module. A library that was compiled ahead for this processor's level (native/ahead.py) goes first: it needs no compiler.
 
 Owns the cache of compiled libraries: keyed by sources, flags, compiler, processor and (extension modules) interpreter,
 written under a lock and put in place by one rename, so that workers starting together compile once.
@@ -18,14 +18,17 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
 from kvrelay.environment import cache_dir, native_disabled
 from kvrelay.errors import BackendUnavailable
+from kvrelay.native import ahead
+from kvrelay.native.ahead import CpuLevel
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +42,53 @@ _TARGETS = (("-march=native",), ("-mcpu=native",), ())
 _SOURCE_FLAGS = {
     "blake2b.c": ("-mno-avx512f",)  # some compilers vectorise it for AVX-512: 553 ns a block instead of 120
 }  # on x86-64, after the target's
+_ALL_FLAGS = (*_FLAGS, repr(_SOURCE_FLAGS))
 _TIMEOUT_S = 180.0
 
 _XXH3 = Path(__file__).parent / "xxh3"
 XXH3_SOURCES = (_XXH3 / "xxh3.c",)  # for C code that hashes what it copies
 XXH3_HEADERS = (_XXH3 / "xxh3.h", _XXH3 / "vector.h")
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """What a library is compiled from. Folders of `headers` are searched."""
+
+    name: str
+    sources: Sequence[Path]
+    headers: Sequence[Path] = ()
+    is_extension: bool = False  # a Python extension module, not a library for ctypes
+
+    def load(self) -> Any:
+        """Raises BackendUnavailable."""
+        return (load_extension if self.is_extension else load_native)(self.name, self.sources, self.headers)
+
+    def load_or_none(self, *, instead: str) -> Any | None:
+        """None, and `instead` is logged, where it cannot be loaded."""
+        try:
+            return self.load()
+        except BackendUnavailable as error:
+            logger.info("%s: %s", instead, error)
+            return None
+
+    def compile_ahead(self, level: CpuLevel) -> Path:
+        """Compile for `level`, which this processor need not have, unless that is done; the library's path.
+
+        Raises:
+            BackendUnavailable: there is no C compiler or no Python.h, or the compiler fails.
+        """
+        target = ahead.path_of(
+            self.name, level, _ALL_FLAGS, (*self.sources, *self.headers), is_extension=self.is_extension
+        )
+        if not target.exists():
+            include = _include(self.name) if self.is_extension else None
+            command = _command(_compiler(self.name), self.headers, include)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _compile(command, self.sources, target, (level.flags,))
+            except (OSError, subprocess.SubprocessError) as error:
+                raise BackendUnavailable(self.name, str(error)) from error
+        return target
 
 
 def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Any:
@@ -52,11 +97,11 @@ def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] =
     Raises:
         BackendUnavailable: as load_native, or there is no Python.h (Debian: python3-dev).
     """
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").exists():
-        raise BackendUnavailable(name, f"no Python.h in {include}")
     try:
-        path = _built(name, _compiler(name), sources, headers, include)
+        path = _compiled_ahead(name, sources, headers, is_extension=True)
+        if path is None:
+            include = _include(name)
+            path = _built(name, _compiler(name), sources, headers, include)
         spec = importlib.util.spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -73,26 +118,42 @@ def load_native(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()
         BackendUnavailable: KVRELAY_NATIVE=0, no C compiler, or it failed; the text names which.
     """
     try:
-        return ctypes.CDLL(str(_built(name, _compiler(name), sources, headers)))
+        path = _compiled_ahead(name, sources, headers, is_extension=False)
+        return ctypes.CDLL(str(path or _built(name, _compiler(name), sources, headers)))
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendUnavailable(name, str(error)) from error
 
 
-def load_or_none(load: Callable[..., Any], name: str, *files: Sequence[Path], instead: str) -> Any | None:
-    """load_native or load_extension of these sources and headers; None, and `instead` is logged, where it fails."""
-    try:
-        return load(name, *files)
-    except BackendUnavailable as error:
-        logger.info("%s: %s", instead, error)
+def _compiled_ahead(name: str, sources: Sequence[Path], headers: Sequence[Path], *, is_extension: bool) -> Path | None:
+    """The fastest library for this processor that was compiled ahead, if any. Raises BackendUnavailable."""
+    _check_enabled(name)
+    if not ahead.folder().is_dir():
         return None
+    paths = (
+        ahead.path_of(name, level, _ALL_FLAGS, (*sources, *headers), is_extension=is_extension)
+        for level in ahead.runnable(processor().split())
+    )
+    return next(filter(Path.exists, paths), None)
+
+
+def _include(name: str) -> Path:
+    """The folder of the interpreter's headers. Raises BackendUnavailable."""
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").exists():
+        raise BackendUnavailable(name, f"no Python.h in {include}")
+    return include
+
+
+def _check_enabled(name: str) -> None:
+    if native_disabled():
+        raise BackendUnavailable(name, "KVRELAY_NATIVE=0")
 
 
 def _compiler(name: str) -> str:
-    if native_disabled():
-        raise BackendUnavailable(name, "KVRELAY_NATIVE=0")
+    _check_enabled(name)
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        raise BackendUnavailable(name, "no C compiler (cc, gcc or clang) on the PATH")
+        raise BackendUnavailable(name, "no C compiler (cc, gcc or clang) on the PATH, and nothing compiled ahead fits")
     return compiler
 
 
@@ -128,18 +189,26 @@ def _built(
         if not target.exists():
             logger.info("compiling %s with %s (once)", name, compiler)
             start_s = time.perf_counter()
-            folders = [f"-I{folder}" for folder in dict.fromkeys(header.parent for header in headers)]
-            _compile([compiler, *_FLAGS, *folders, *(("-isystem", str(include)) if include else ())], sources, target)
+            _compile(_command(compiler, headers, include), sources, target)
             logger.info("compiled %s in %.1f s", name, time.perf_counter() - start_s)
     return target
 
 
-def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """All sources to `target` for this very processor; falls back to the compiler's default target."""
+def _command(compiler: str, headers: Sequence[Path], include: Path | None) -> list[str]:
+    folders = [f"-I{folder}" for folder in dict.fromkeys(header.parent for header in headers)]
+    return [compiler, *_FLAGS, *folders, *(("-isystem", str(include)) if include else ())]
+
+
+def _compile(
+    command: Sequence[str], sources: Sequence[Path], target: Path, architectures: Sequence[tuple[str, ...]] = _TARGETS
+) -> None:
+    """All sources to `target`, for the first of `architectures` that the compiler accepts: by default this very
+    processor, else the compiler's default target.
+    """
     error = ""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         product = Path(scratch) / target.name
-        for architecture in _TARGETS:
+        for architecture in architectures:
             error = _build([*command, *architecture], sources, product)
             if not error:
                 os.replace(product, target)

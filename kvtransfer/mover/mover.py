@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets
-from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native, load_or_none
+from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, NativeLibrary
 
 Hashes = NDArray[np.uint64]
 _FOLDER = Path(__file__).parent / "native"
+LIBRARY = NativeLibrary("mover", sorted([*_FOLDER.glob("*.c"), *XXH3_SOURCES]), [*_FOLDER.glob("*.h"), *XXH3_HEADERS])
 INLINE_BYTES = 256 << 10  # up to here: moved and hashed (< 100 us) before a thread is awake (100 us and more)
 _SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
 _STEP_BYTES = 256 << 10  # in Python: copied at once, and at least so much before it is hashed
@@ -98,9 +99,7 @@ class _Job(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """The compiled mover, or None where there can be none. Compiles at its first call: make that off the loop."""
-    sources, headers = [*_FOLDER.glob("*.c"), *XXH3_SOURCES], [*_FOLDER.glob("*.h"), *XXH3_HEADERS]
-    instead = "KV is moved and hashed in Python"
-    lib = load_or_none(load_native, "mover", sorted(sources), headers, instead=instead)
+    lib = LIBRARY.load_or_none(instead="KV is moved and hashed in Python")
     if lib is None:
         return None
     lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p], ctypes.c_int

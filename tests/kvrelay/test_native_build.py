@@ -1,5 +1,6 @@
 """Compiling C at start: cached by content, rebuilt when the source changes, and clear when it cannot be."""
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.native.build import WARNINGS, load_extension, load_native, source_flags
+from kvrelay.native import ahead, build
+from kvrelay.native.build import WARNINGS, NativeLibrary, load_extension, load_native, source_flags
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 
@@ -104,3 +106,54 @@ def test_processes_that_start_together_share_one_build(source, tmp_path):
     started = [subprocess.Popen([sys.executable, "-c", code, str(source)]) for _ in range(3)]
     assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
     assert len(list((tmp_path / "cache" / "native").glob("*.so"))) == 1
+
+
+ANSWER = "int answer(void) { return %s; }\n"
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """An installation of its own, so that nothing is left in this one's."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "installed"))
+    return tmp_path / "installed" / "share" / "kvrelay" / "native"
+
+
+def test_what_was_compiled_ahead_is_loaded_without_a_compiler(source, environment, monkeypatch, tmp_path):
+    slowest = ahead.levels_of_machine()[-1]
+    path = NativeLibrary("answer", [source]).compile_ahead(slowest)
+    assert path.parent == environment and path.name.startswith(f"answer.{slowest.name}.")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert load_native("answer", [source]).answer() == 42
+    assert not (tmp_path / "cache").exists()
+    source.write_text(ANSWER % 43)  # another version of the source is not what was compiled
+    with pytest.raises(BackendUnavailable, match="nothing compiled ahead fits"):
+        load_native("answer", [source])
+
+
+def test_an_extension_module_is_loaded_without_a_compiler_or_headers(source, environment, monkeypatch, tmp_path):
+    source.write_text(MODULE)
+    library = NativeLibrary("kvrelay_answer", [source], is_extension=True)
+    library.compile_ahead(ahead.levels_of_machine()[-1])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert library.load().answer == 42
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+def test_the_fastest_level_that_the_processor_has_is_loaded(source, environment, monkeypatch):
+    levels = {level.name: level for level in ahead.LEVELS}
+    source.write_text("#ifdef __AVX2__\n" + ANSWER % 3 + "#else\n" + ANSWER % 1 + "#endif\n")
+    for name in ("x86-64-v4", "x86-64-v3", "x86-64"):  # compiled, whatever this processor is
+        NativeLibrary("answer", [source]).compile_ahead(levels[name])
+    for level, wanted in (("x86-64", "x86-64"), ("x86-64-v3", "x86-64-v3"), ("x86-64-v4-bf16", "x86-64-v4")):
+        monkeypatch.setattr(build, "processor", lambda level=level: " ".join(["x86_64", *levels[level].features]))
+        found = build._compiled_ahead("answer", [source], (), is_extension=False)
+        assert found is not None and found.name.split(".")[1] == wanted
+
+
+def test_the_levels_of_a_processor_are_ordered_and_each_has_what_it_needs():
+    v3 = next(level for level in ahead.LEVELS if level.name == "x86-64-v3").features
+    assert [one.name for one in ahead.runnable(v3, "x86_64")] == ["x86-64-v3", "x86-64"]
+    assert [one.name for one in ahead.runnable(v3 - {"fma"}, "x86_64")] == ["x86-64"]
+    assert [one.name for one in ahead.runnable((), "aarch64")] == ["armv8-a"]
+    assert ahead.runnable(v3, "riscv64") == ()

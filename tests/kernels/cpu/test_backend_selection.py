@@ -10,11 +10,11 @@ from kvrelay.engine.checkpoints.preflight import check_backend
 from kvrelay.errors import BackendUnavailable, ConfigError
 from kvrelay.kernels import select
 from kvrelay.kernels.cpu import backend as cpu_backend
-from kvrelay.kernels.cpu import native_kernels as native_cpu
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.select import backend_class, select_backend
+from kvrelay.native import build as native_build
 from kvrelay.types import Role
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -68,7 +68,7 @@ def test_without_a_compiler_torch_takes_over_with_one_line(monkeypatch, caplog):
     def refuse(*_):
         raise BackendUnavailable("kernels", "no C compiler")
 
-    monkeypatch.setattr(native_cpu, "load_native", refuse)
+    monkeypatch.setattr(native_build, "load_native", refuse)
     cpu_backend._warn_slow.cache_clear()
     with caplog.at_level(logging.WARNING):
         backends = [CpuBackend(1), CpuBackend(1)]
