@@ -36,7 +36,7 @@ STOPSIGNAL SIGTERM
 # `kvrelay serve`, and a node of Ray that has Serve's proxy, answer here; compose.yaml asks a Ray node without one elsewhere
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
     CMD ["wget", "-q", "-O", "/dev/null", "http://127.0.0.1:8000/health"]
-ENTRYPOINT ["tini", "-g", "--"]
+ENTRYPOINT ["tini", "--"]
 CMD ["kvrelay", "serve", "--host", "0.0.0.0"]
 
 # ---- CPU: installs, and compiles the kernels in C for every level of this kind of processor
