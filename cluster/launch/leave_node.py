@@ -43,7 +43,7 @@ def leave(within_s: float) -> list[str]:
     import ray
     from ray._private import services
     from ray._private.state import actors
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
     address = services.canonicalize_bootstrap_address_or_die("auto")
