@@ -29,6 +29,7 @@ from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.kvtransfer.slabs.server import SlabServer
 from kvrelay.kvtransfer.slabs.slabs import SharedSlab, allocate_slab, free_slab
 from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.plane.ports import use_ports
 from kvrelay.plane.tls import ClusterTls, cluster_tls
 from kvrelay.settings.cache import StoreSettings
 
@@ -223,6 +224,7 @@ class StoreService:
 
 def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> StoreService:
     """A node; not started."""
+    use_ports(settings.cluster.ports)
     tls = cluster_tls(settings.cluster, secret)
     return StoreService(
         node_id,

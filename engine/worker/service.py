@@ -24,13 +24,14 @@ from kvrelay.engine.worker.kv_exchange import prefetch
 from kvrelay.engine.worker.role import WorkerRole
 from kvrelay.engine.worker.sizing import EngineSizes, context_notice
 from kvrelay.engine.worker.thread import EngineThread
-from kvrelay.errors import WorkerError
+from kvrelay.errors import BackendUnavailable, WorkerError
 from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvcache.stores.remote import ClusterStore
 from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.plane import messages as wire
 from kvrelay.plane.connection import Server
 from kvrelay.plane.framing import Connection
+from kvrelay.plane.ports import use_ports
 from kvrelay.plane.reports import Audited, LoadReport, PairReport, Status, WorkerInfo
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.types import Role
@@ -46,6 +47,7 @@ class WorkerService:
     def __init__(self, options: WorkerOptions) -> None:
         self.options, self.epoch = options, uuid.uuid4().hex
         self.info: WorkerInfo | None = None
+        use_ports(options.settings.cluster.ports)
         self.tls = cluster_tls(options.settings.cluster, options.secret)
         self.thread = EngineThread(
             self.build_engine,
@@ -283,8 +285,14 @@ class WorkerServer:
         self._loop = asyncio.get_running_loop()
 
     async def start(self, host: str, describe: Callable[[int], WorkerInfo]) -> WorkerInfo:
-        """Listen at a free port of `host`. `describe(port)`: what every ingress is sent first."""
-        self._info = describe(await self._server.start(host))
+        """Listen at a free port of `host`. `describe(port)`: what every ingress is sent first.
+
+        Raises BackendUnavailable.
+        """
+        try:
+            self._info = describe(await self._server.start(host))
+        except OSError as error:
+            raise BackendUnavailable("request plane", f"cannot listen on {host}: {error}") from error
         return self._info
 
     async def aclose(self) -> None:

@@ -5,7 +5,7 @@ process on the network can inject work. With `tls` the same happens inside TLS.
 
 Without TLS a server also listens on an abstract Unix socket named after its address, where a small frame costs less
 than half the CPU of loopback TCP. A client of the same user on the same machine connects there; any other takes TCP.
-Imports nothing of ours but errors, framing and tls.
+Imports nothing of ours but errors, framing, ports and tls.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from functools import partial
 
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError, TlsMismatch
 from kvrelay.plane.framing import Connection, FrameReader
+from kvrelay.plane.ports import listen
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -136,10 +137,8 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port. Raises OSError."""
-        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = addresses[0]
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        """Listen, at port 0 where this process may (ports.py); returns the port. Raises OSError."""
+        listener = listen(host, port, backlog=_BACKLOG)
         self._listeners = [listener]
         bound = int(listener.getsockname()[1])
         if self._tls is None and (local := local_listener(host, bound, _BACKLOG)) is not None:

@@ -1,11 +1,14 @@
 """Settings of the HTTP front end, of the cluster's processes, and of the planner."""
 
+import re
 from typing import Self
 
 from pydantic import model_validator
 
 from kvrelay.settings.choices import PlannerMode, UnknownFields
 from kvrelay.settings.section import Section, setting
+
+LEAST_PORTS = 6  # of a worker: requests, KV in and out, its host tier in the cluster's store, UCX
 
 
 class ServeSettings(Section):
@@ -62,6 +65,11 @@ class ClusterSettings(Section):
         "Authenticates workers to each other until Ray stops; default: $KVRELAY_SECRET, else random at start. Ray's "
         "dashboard shows a secret given on the command line, or in a file for `serve deploy`.",
     )
+    worker_ports: str | None = setting(
+        None,
+        "Ports that workers and nodes of the KV store listen on for requests and KV, such as 20000-20099: up to six "
+        "for each process of a host; default: any free port.",
+    )
     tls: bool = setting(
         False,
         "Mutual TLS 1.3 between workers and ingresses, for requests and for KV over tcp. Not for nixl, and not needed "
@@ -73,6 +81,25 @@ class ClusterSettings(Section):
         "node; ca.crt must serve this cluster alone; default: an authority derived from the cluster's secret issues a "
         "certificate to each process.",
     )
+
+    @property
+    def ports(self) -> range:
+        """`worker_ports` as a range; empty: any free port."""
+        if self.worker_ports is None:
+            return range(0)
+        first, _, last = self.worker_ports.partition("-")
+        return range(int(first), int(last) + 1)
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.worker_ports is None:
+            return self
+        match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.worker_ports)
+        if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
+            raise ValueError(f"worker_ports is {self.worker_ports!r}; write a range from 1024 to 65535: 20000-20099")
+        if len(self.ports) < LEAST_PORTS:
+            raise ValueError(f"worker_ports holds {len(self.ports)} ports; a worker needs up to {LEAST_PORTS}")
+        return self
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

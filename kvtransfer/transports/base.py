@@ -5,6 +5,7 @@ more; until then its blocks must not be re-used. Nothing here knows tickets or l
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,14 @@ class Reader(Protocol):
         """Let go of the source once nothing is in flight; a read that never ends keeps its resources."""
 
 
+NAMESPACES: dict[str, tuple[str, ...]] = {  # that both processes must share, beside the kernel
+    "shm": ("net",),  # an abstract Unix socket
+    "cuda_ipc": ("ipc", "pid"),
+    "nixl": ("ipc", "net", "pid"),  # UCX within a host
+    "tcp": ("net",),  # for loopback
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Transport:
     """One kind of transport: how to make its two sides, and whether it can run here at all."""
@@ -76,10 +85,13 @@ async def open_off_loop(open_it: Callable[[], Opened], close_it: Callable[[Opene
         raise
 
 
-def host_id() -> str:
-    """Equal for processes under one running kernel; "" where that cannot be known."""
+def host_id(*namespaces: str) -> str:
+    """Equal for processes under one running kernel that share these namespaces ("net", "ipc", "pid"); "" where that
+    cannot be known. Containers, and hosts made of namespaces, share a kernel without sharing them.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in namespaces)])
     except OSError:
         return ""
 

@@ -26,7 +26,7 @@ import msgspec
 
 from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.mover.copy_plan import CopyList
-from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id
+from kvrelay.kvtransfer.transports.base import NAMESPACES, Landed, Transport, host_id
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _on(device: str) -> Iterator[Any]:
 
 
 class _Descriptor(msgspec.Struct, frozen=True):
-    host: str  # host_id()
+    host: str  # host_id(...) of its namespaces
     handle: bytes  # of the allocation that the pool lies in
     offset: int  # of the pool in it
     num_bytes: int  # of the pool
@@ -132,7 +132,9 @@ class CudaIpcExporter:
                 )
             base = _attribute(_RANGE_BEGIN, memory.address)
             _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        pool = _Descriptor(host_id(), bytes(handle), memory.address - base, memory.layout.num_bytes)
+        pool = _Descriptor(
+            host_id(*NAMESPACES["cuda_ipc"]), bytes(handle), memory.address - base, memory.layout.num_bytes
+        )
         body = msgspec.msgpack.encode(pool)
         return _mac(self._secret, body) + body
 
@@ -182,7 +184,7 @@ class CudaIpcReader:
             wanted = msgspec.msgpack.decode(body, type=_Descriptor)
         except msgspec.DecodeError as error:
             raise TransportError(f"malformed descriptor: {error}") from error
-        if not wanted.host or wanted.host != host_id():
+        if not wanted.host or wanted.host != host_id(*NAMESPACES["cuda_ipc"]):
             raise TransportError("the source is on another host")
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._open, wanted)

@@ -35,7 +35,7 @@ from kvrelay.kvtransfer.mover.mover import (
     nothing,
 )
 from kvrelay.kvtransfer.mover.verification import ArrivingRead
-from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id, open_off_loop, why_not_on_host
+from kvrelay.kvtransfer.transports.base import NAMESPACES, Landed, Transport, host_id, open_off_loop, why_not_on_host
 from kvrelay.plane.connection import connections
 from kvrelay.types import KvMemory
 
@@ -175,7 +175,7 @@ LOOPBACK = Transport("loopback", LoopbackExporter, LoopbackReader, why_not_on_ho
 
 
 class _ShmDescriptor(msgspec.Struct, frozen=True):
-    host: str  # host_id()
+    host: str  # host_id(...) of its namespaces
     socket_name: bytes
     device: int  # st_dev and st_ino of the memfd
     inode: int
@@ -224,7 +224,9 @@ class ShmExporter:
 
     def describe(self) -> bytes:
         stat = os.fstat(self._memfd)
-        return msgspec.msgpack.encode(_ShmDescriptor(host_id(), self._name, stat.st_dev, stat.st_ino, self._num_bytes))
+        return msgspec.msgpack.encode(
+            _ShmDescriptor(host_id(*NAMESPACES["shm"]), self._name, stat.st_dev, stat.st_ino, self._num_bytes)
+        )
 
     def set_busy(self, num_open: int) -> None:
         """Needs no progress."""
@@ -245,7 +247,7 @@ class ShmReader(CopyingReader):
     async def connect(self, descriptor: bytes) -> None:
         try:
             wanted = msgspec.msgpack.decode(descriptor, type=_ShmDescriptor)
-            if not wanted.host or wanted.host != host_id():
+            if not wanted.host or wanted.host != host_id(*NAMESPACES["shm"]):
                 raise TransportError("the source is on another host")
             fd = await open_off_loop(partial(self._receive, wanted), os.close)
             try:

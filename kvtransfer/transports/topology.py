@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-from kvrelay.kvtransfer.transports.base import host_id
+from kvrelay.kvtransfer.transports.base import NAMESPACES, host_id
 from kvrelay.machine import UNKNOWN_NODE, entries, node_cpus, text
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Nic(PciDevice, frozen=True, kw_only=True, omit_defaults=True):
 class Topology(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One worker's surroundings."""
 
-    host: str  # equal on one host; "": unknown
+    host: str  # equal under one kernel; "": unknown
+    within: dict[str, str] = {}  # by transport: the same with the namespaces that it needs both ends to share
     process: str  # different in every process
     numa_node: int = UNKNOWN_NODE  # of all cores that the process may use, where they have one in common
     nics: list[Nic] = []
@@ -73,6 +75,7 @@ def _machine_of(pid: int) -> Topology:
     return discover(
         Path("/sys"),
         host=host_id(),
+        within={name: host_id(*kinds) for name, kinds in NAMESPACES.items()},
         process=f"{_TOKEN}-{pid}",
         cores=os.sched_getaffinity(0),
         addresses=_addresses(),
@@ -84,6 +87,7 @@ def discover(
     root: Path,
     *,
     host: str,
+    within: Mapping[str, str] = MappingProxyType({}),
     process: str,
     cores: Iterable[int] = (),
     addresses: Mapping[str, Sequence[str]] | None = None,
@@ -101,6 +105,7 @@ def discover(
     gpus = {f"cuda:{index}": root / "bus/pci/devices" / address for index, address in enumerate(gpu_addresses)}
     return Topology(
         host=host,
+        within=dict(within),
         process=process,
         numa_node=nodes.pop() if len(nodes) == 1 else UNKNOWN_NODE,
         nics=[*_rdma_nics(root), *_ethernet_nics(root, addresses or {})],
@@ -239,17 +244,25 @@ def rank_paths(
     Args:
         offers: what both sides can use, best first: that order stands, but UCX over TCP comes last.
     """
-    is_same_host = bool(source.host) and source.host == target.host
-    if is_same_host:
-        whys = {**dict.fromkeys(offers, "same host"), "nixl": "same host, through UCX", "loopback": "same process"}
-        whys.pop("cuda_ipc" if source.process == target.process else "loopback", None)
+    near = [name for name in offers if _is_near(source, target, name)]
+    whys = {**dict.fromkeys(near, "same host"), "tcp": "TCP on one host" if "tcp" in near else "TCP"}
+    whys |= {"loopback": "same process"} if "loopback" in near else {}
+    whys.pop("cuda_ipc" if source.process == target.process else "loopback", None)
+    if "nixl" in near:
+        whys["nixl"] = "same host, through UCX"
     elif (ours := rdma_nics(source, source_device)) and (theirs := rdma_nics(target, target_device)):
-        whys = {"nixl": f"RDMA {_named(ours[0])}, to {_named(theirs[0])}"}
+        whys["nixl"] = f"RDMA {_named(ours[0])}, to {_named(theirs[0])}"
     else:
-        whys = {"nixl": "TCP through UCX: slow, and a target that dies during a read can take the source down"}
+        whys["nixl"] = "TCP through UCX: slow, and a target that dies during a read can take the source down"
         offers = sorted(offers, key="nixl".__eq__)
-    whys["tcp"] = "TCP on one host" if is_same_host else "TCP"
     return [(name, whys[name]) for name in offers if name in whys]
+
+
+def _is_near(source: Topology, target: Topology, transport: str) -> bool:
+    """Whether both run under one kernel and in the namespaces that this transport needs within a host."""
+    if not source.host or source.host != target.host:
+        return False
+    return source.within.get(transport) == target.within.get(transport)
 
 
 def _named(nic: Nic) -> str:

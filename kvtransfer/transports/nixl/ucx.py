@@ -8,6 +8,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 
+from kvrelay.plane.ports import port_range
+
 _DEFAULTS = {
     "NIXL_LOG_LEVEL": "WARN",  # INFO goes to stdout
     "UCX_LOG_FILE": "stderr",  # as do UCX's warnings
@@ -28,7 +30,9 @@ _CANNOT_CONNECT = {  # these move bytes, but UCX needs another one to connect tw
 
 
 def set_defaults() -> None:
-    """Before NIXL is imported."""
+    """Before NIXL is imported. UCX listens where the process's other listeners do."""
+    if ports := port_range():
+        os.environ.setdefault("UCX_TCP_PORT_RANGE", f"{ports.start}-{ports.stop - 1}")
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from kvrelay.errors import BackendUnavailable, TransportError
 from kvrelay.kvtransfer.mover.copy_plan import CopyList
-from kvrelay.kvtransfer.transports.base import Landed, Transport, host_id, open_off_loop, why_not_on_host
+from kvrelay.kvtransfer.transports.base import NAMESPACES, Landed, Transport, host_id, open_off_loop, why_not_on_host
 from kvrelay.kvtransfer.transports.tcp.channels import LOOK_S, Channel, TlsChannel, shut, tune
 from kvrelay.kvtransfer.transports.tcp.connection import Share, Stream, StreamRead
 from kvrelay.kvtransfer.transports.tcp.protocol import (
@@ -35,6 +35,7 @@ from kvrelay.kvtransfer.transports.tcp.protocol import (
     requests_for,
 )
 from kvrelay.plane.connection import connections
+from kvrelay.plane.ports import listen
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvMemory
 
@@ -118,8 +119,7 @@ class TcpExporter:
 
     def _listen(self) -> socket.socket:
         """Raises OSError."""
-        family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((self._host, 0), family=family, backlog=64)
+        listener = listen(self._host, backlog=64)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _REQUEST_BUFFER_BYTES)
         return listener
 
@@ -127,7 +127,7 @@ class TcpExporter:
         assert self._listener is not None
         port = self._listener.getsockname()[1]
         is_tls, num_bytes = self._tls is not None, self._memory.layout.num_bytes
-        return msgspec.msgpack.encode(TcpDescriptor(host_id(), self._host, port, num_bytes, is_tls))
+        return msgspec.msgpack.encode(TcpDescriptor(host_id(*NAMESPACES["tcp"]), self._host, port, num_bytes, is_tls))
 
     def set_busy(self, num_open: int) -> None:
         """Needs no progress."""
@@ -216,7 +216,7 @@ class TcpReader:
         if source.is_tls != (self._tls is not None):
             there, here = ("on", "off") if source.is_tls else ("off", "on")
             raise TransportError(f"cluster.tls is {there} at the source and {here} here: set it alike")
-        is_here = bool(source.host_id) and source.host_id == host_id()
+        is_here = bool(source.host_id) and source.host_id == host_id(*NAMESPACES["tcp"])
         await self._open(source, self._num_streams or (1 if is_here else _BETWEEN_HOSTS))
 
     def _dial(self, source: TcpDescriptor) -> Channel:

@@ -285,3 +285,21 @@ def test_gpus_of_one_host_go_over_cuda_ipc_and_then_through_ucx(tmp_path):
 def test_a_gpu_that_is_not_known_is_ranked_by_the_rest(tmp_path):
     source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
     assert "RDMA mlx5_9, 400 Gb/s, to mlx5_0" in ranked(source, target, "cuda:9", "cuda:0", ["nixl"])["nixl"]
+
+
+def test_containers_of_one_kernel_are_offered_only_what_their_namespaces_allow(tmp_path):
+    source = msgspec.structs.replace(
+        cloud_vm(tmp_path), within={"shm": "net1", "cuda_ipc": "ipc1", "nixl": "all1", "tcp": "net1"}
+    )
+    pod = msgspec.structs.replace(source, process="q", within={**source.within, "cuda_ipc": "ipc2", "nixl": "all2"})
+    assert list(ranked(source, pod, offers=["shm", "cuda_ipc", "tcp", "nixl"])) == ["shm", "tcp", "nixl"]
+    other = msgspec.structs.replace(pod, within=dict.fromkeys(source.within, "other"))
+    assert rank_paths(source, other, "cpu", "cpu", ["shm", "tcp", "nixl"])[0] == ("tcp", "TCP")
+    assert list(ranked(source, other)) == ["tcp", "nixl"]
+
+
+def test_this_machine_names_the_namespaces_of_each_transport():
+    found = this_machine()
+    assert found.within["shm"].startswith(found.host)
+    assert "net:[" in found.within["shm"]
+    assert "net:[" not in found.within["cuda_ipc"]

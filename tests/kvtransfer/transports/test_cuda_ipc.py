@@ -98,7 +98,7 @@ def test_the_kernel_copies_those_bytes_in_the_interpreter():
 
 
 def sealed(secret, **changes):
-    told = {"host": host_id(), "handle": bytes(64), "offset": 0, "num_bytes": 1}
+    told = {"host": host_id("ipc", "pid"), "handle": bytes(64), "offset": 0, "num_bytes": 1}
     body = msgspec.msgpack.encode(told | changes)
     return cuda_ipc._mac(secret, body) + body
 
