@@ -11,6 +11,17 @@ class ServerUnreachable(ClusterError):
     """No server answers at an address."""
 
 
+class RequestRefused(ClusterError):
+    """A server answers with an error. `status`: HTTP's."""
+
+    def __init__(self, url: str, message: str, status: int) -> None:
+        super().__init__(url, message, status)
+        self.url, self.message, self.status = url, message, status
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.message}"
+
+
 class WorkerRetired(KvrelayError):
     """The worker has finished and closed because the planner wants fewer: no fault. Serve then removes its replica."""
 

@@ -1,7 +1,8 @@
 """The only reader of environment variables that are no settings of a section.
 
 KVRELAY_API_KEY and KVRELAY_SECRET (secrets), KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or
-off), KVRELAY_LOG_LEVEL and KVRELAY_LOG_FILE (log messages), and variables of Hugging Face and OpenTelemetry. Imports
+off), KVRELAY_LOG_LEVEL and KVRELAY_LOG_FILE (log messages), and variables of Ray, Hugging Face and
+OpenTelemetry. Imports
 nothing of ours.
 """
 
@@ -24,6 +25,11 @@ def environment_api_key() -> str | None:
 def environment_secret() -> str | None:
     """KVRELAY_SECRET; None when it is unset or empty."""
     return os.environ.get(SECRET_VARIABLE) or None
+
+
+def ray_dashboard_address() -> str | None:
+    """The variables in which Ray's own commands look for the dashboard: those of `ray job` and of `serve`."""
+    return os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_DASHBOARD_ADDRESS") or None
 
 
 def cache_dir() -> Path:

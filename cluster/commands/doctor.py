@@ -15,10 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import addressed, auth_headers, request_json
+from kvrelay.cluster.launch.endpoints import addressed
+from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.environment import environment_api_key
 
-Url = Annotated[str | None, typer.Option(help="URL of the API; default: this machine's newest cluster")]
+Url = Annotated[str | None, typer.Option(help="URL of the API alone; default: found through --address")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Ray's dashboard (HEAD, HEAD:8265, URL); default: $RAY_API_SERVER_ADDRESS, else this machine's newest "
+        "cluster"
+    ),
+]
 ApiKey = Annotated[str | None, typer.Option(help="the cluster's API key, if it has one; default: $KVRELAY_API_KEY")]
 
 TIMEOUT_S = 10.0
@@ -104,6 +112,7 @@ def chosen(pair: dict[str, Any]) -> dict[str, Any]:
 
 def doctor(
     url: Url = None,
+    address: Address = None,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="measure every path again")] = False,
@@ -113,8 +122,8 @@ def doctor(
     The exit code is 1 when a pair is incompatible, or no decode worker is connected.
     """
     console = Console()
-    with addressed(url) as (api_url, _):
-        view = settled(api_url, api_key or environment_api_key(), is_probe=probe)
+    with addressed(url, address) as cluster:
+        view = settled(cluster.api_url, api_key or environment_api_key(), is_probe=probe)
     wrong = incompatible(view)
     is_fine = not wrong and view["decode"] > 0
     if as_json:

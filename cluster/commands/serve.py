@@ -16,7 +16,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
-from kvrelay.cluster.launch.endpoints import auth_headers, dashboard_token_hint, probe, request_json
+from kvrelay.cluster.launch.dashboard import dashboard_token_hint
+from kvrelay.cluster.launch.endpoints import probe
+from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.supervisor import StopSignals, report

@@ -11,15 +11,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cluster.commands.doctor import ApiKey, Url, chosen
-from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
+from kvrelay.cluster.commands.doctor import Address, ApiKey, Url, chosen
+from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import addressed, auth_headers, dashboard_token_hint, other_clusters, request_json
-from kvrelay.cluster.launch.ray_session import ray_auth_headers
+from kvrelay.cluster.launch.dashboard import RayDashboard, dashboard_token_hint
+from kvrelay.cluster.launch.endpoints import Endpoints, addressed, other_clusters
+from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.environment import environment_api_key
 from kvrelay.errors import ConfigError
-
-Dashboard = Annotated[str | None, typer.Option(help="URL of Ray's dashboard; default: as --url")]
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -27,18 +26,14 @@ SETTLE_S = 300.0
 UNHEALTHY_S = 60.0  # Serve replaces a lost worker well within this
 
 
-def serve_details(dashboard_url: str) -> dict[str, Any]:
-    """Serve's own status. Raises ClusterError."""
-    return request_json("GET", dashboard_url + APPLICATIONS, headers=ray_auth_headers(), timeout_s=TIMEOUT_S)
-
-
-def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, Any]:
+def gather(cluster: Endpoints, api_key: str | None) -> dict[str, Any]:
     """The whole status, as plain data. Raises ClusterError when the ingress does not answer."""
-    status = request_json("GET", f"{api_url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
-    status["api_url"], status["dashboard_url"] = f"{api_url}/v1", dashboard_url
-    status["dashboard_token"] = dashboard_token_hint(dashboard_url)
+    url = f"{cluster.api_url}/kvrelay/status"
+    status = request_json("GET", url, headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
+    status["api_url"], status["dashboard_url"] = f"{cluster.api_url}/v1", cluster.dashboard.url
+    status["dashboard_token"] = dashboard_token_hint(cluster.dashboard.url)
     try:
-        app = serve_details(dashboard_url)["applications"].get(APP_NAME, {})
+        app = cluster.dashboard.application()
         status["serve"] = {
             "status": app.get("status"),
             "deployments": {
@@ -57,19 +52,19 @@ def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, A
 
 def status(
     url: Url = None,
-    dashboard: Dashboard = None,
+    address: Address = None,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show the workers, their load and KV pools, and how KV travels between them."""
-    with addressed(url, dashboard) as (api_url, dashboard_url):
-        found = gather(api_url, dashboard_url, api_key or environment_api_key())
+    with addressed(url, address) as cluster:
+        found = gather(cluster, api_key or environment_api_key())
     if as_json:
         print(json.dumps(found, indent=2))
         return
     console = Console()
     console.print(render(found))
-    if line := other_clusters(api_url):
+    if line := other_clusters(cluster.api_url):
         console.print(f"[dim]{line}[/dim]", highlight=False)
 
 
@@ -180,7 +175,7 @@ def scale(
     decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,
     ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
     url: Url = None,
-    dashboard: Dashboard = None,
+    address: Address = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the new count runs")] = True,
 ) -> None:
     """Change how many workers run, without restarting the others."""
@@ -189,18 +184,17 @@ def scale(
     if not counts:
         raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
     target = ", ".join(f"{name} {count}" for name, count in counts.items())
-    with addressed(url, dashboard) as (_, dashboard_url):
-        config = scaled(serve_details(dashboard_url), counts)
-        request_json("PUT", dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
+    with addressed(url, address) as cluster:
+        cluster.dashboard.deploy(scaled(cluster.dashboard.details(), counts))
         if wait:
-            _wait_until_settled(dashboard_url, counts, target)
+            _wait_until_settled(cluster.dashboard, counts, target)
     Console().print(f"now at {target}" if wait else f"scaling to {target}", highlight=False)
 
 
-def _wait_until_settled(dashboard_url: str, counts: dict[str, int], target: str) -> None:
+def _wait_until_settled(dashboard: RayDashboard, counts: dict[str, int], target: str) -> None:
     """Raises ClusterError when the application has failed, stays unhealthy, or takes too long."""
     started_s = healthy_s = time.monotonic()
-    while not has_settled(app := _application(dashboard_url), counts):
+    while not has_settled(app := dashboard.application(), counts):
         now_s, status = time.monotonic(), app.get("status")
         if status != "UNHEALTHY":
             healthy_s = now_s
@@ -209,11 +203,6 @@ def _wait_until_settled(dashboard_url: str, counts: dict[str, int], target: str)
         if now_s - started_s > SETTLE_S:
             raise ClusterError(f"not yet at {target}; see kvrelay status")
         time.sleep(POLL_S)
-
-
-def _application(dashboard_url: str) -> dict[str, Any]:
-    """Serve's status of the application; empty when it is not deployed."""
-    return dict(serve_details(dashboard_url).get("applications", {}).get(APP_NAME, {}))
 
 
 def has_settled(app: dict[str, Any], counts: dict[str, int]) -> bool:

@@ -1,14 +1,12 @@
-"""Which cluster a command addresses: the given URLs, or those of a cluster that runs on this machine; and requests to
-it, with the standard library's HTTP.
+"""Which cluster a command addresses: the given URLs, or those of a cluster that runs on this machine.
 
-Each running `kvrelay serve` has a file with its addresses in the cache folder, read by the other commands.
+Each running `kvrelay serve` has a file with its addresses in the cache folder, read by the other commands. For any
+other cluster Ray's dashboard is the one address: Serve's details there say where the API listens.
 """
 
 import contextlib
-import http.client
 import json
-import urllib.error
-import urllib.request
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,12 +16,17 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
 from kvrelay.cluster.errors import ClusterError, ServerUnreachable
-from kvrelay.environment import cache_dir
-from kvrelay.errors import ConfigError
+from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.http_json import auth_headers, request_json, server_root
+from kvrelay.environment import cache_dir, ray_dashboard_address
 
 DEFAULT_API = "http://127.0.0.1:8000"
-DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+DASHBOARD_PORT = 8265
+DEFAULT_DASHBOARD = f"http://127.0.0.1:{DASHBOARD_PORT}"
+CONNECT_S = 3.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,110 @@ def running() -> list[RunningCluster]:
     return [cluster for _, cluster in sorted(found, key=lambda pair: -pair[0])]
 
 
-def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
-    """API and dashboard URL: as given, else those of this machine's newest matching cluster, else the defaults.
+class Endpoints:
+    """One cluster's API and dashboard. The API's address is looked up at the dashboard when it is first wanted."""
+
+    def __init__(self, api_url: str | None, dashboard_url: str, *, default_api: str | None = None) -> None:
+        """`default_api`: where the API may be although no dashboard answers."""
+        self.dashboard = RayDashboard(dashboard_url)
+        self._api_url, self._default_api = api_url, default_api
+
+    @property
+    def api_url(self) -> str:
+        """Raises ClusterError: kvrelay is not deployed there, or its API is not reachable from here."""
+        if self._api_url is None:
+            try:
+                self._api_url = reachable(api_urls(self.dashboard.details(), self.dashboard.url))
+            except ClusterError:
+                if self._default_api is None or not _accepts(self._default_api):
+                    raise
+                self._api_url = self._default_api
+        return self._api_url
+
+
+def endpoints(url: str | None, address: str | None) -> Endpoints:
+    """The cluster to address: as given, else as Ray's variable says, else this machine's newest matching cluster, else
+    a Ray at its usual port here.
+
+    Args:
+        url: of the API alone.
+        address: of Ray's dashboard, of which a host alone is enough.
 
     Raises:
-        ConfigError: a given URL is no address.
+        ConfigError: a given address is none.
     """
-    url, dashboard = url and server_root(url), dashboard and server_root(dashboard)
+    url, variable = url and server_root(url), ray_dashboard_address()
+    address = address or (None if url else variable)
+    address = address and server_root(address, default_port=DASHBOARD_PORT)
     for known in running():
-        if url in (None, known.api_url) and dashboard in (None, known.dashboard_url):
-            return known.api_url, known.dashboard_url
-    return url or DEFAULT_API, dashboard or DEFAULT_DASHBOARD
+        if url in (None, known.api_url) and address in (None, known.dashboard_url):
+            return Endpoints(known.api_url, known.dashboard_url)
+    if address is None and url and variable:
+        address = server_root(variable, default_port=DASHBOARD_PORT)
+    return Endpoints(url, address or DEFAULT_DASHBOARD, default_api=None if url or address else DEFAULT_API)
+
+
+def api_urls(details: dict[str, Any], dashboard_url: str) -> list[str]:
+    """Where the API may be reached, the likeliest first: at the dashboard's own host, which may be a public name or the
+    end of a tunnel, and at the address of each node with a proxy or an ingress.
+
+    Args:
+        details: the answer of GET /api/serve/applications/.
+
+    Raises:
+        ClusterError: kvrelay is not deployed there, or its API serves its own host alone.
+    """
+    apps = details.get("applications", {})
+    ours = next((app for app in apps.values() if is_kvrelay(app)), None)
+    if ours is None:
+        there = f"; other applications are: {', '.join(sorted(apps))}" if apps else ""
+        raise ClusterError(f"kvrelay is not deployed at {dashboard_url}{there} (kvrelay deploy FILE)")
+    http = details.get("http_options") or {}
+    host, here = str(http.get("host") or ""), urlsplit(dashboard_url).hostname or ""
+    found = [
+        (target["ip"], target["port"])
+        for group in details.get("target_groups", [])
+        if group.get("protocol") == "HTTP" and group.get("app_name") in ("", ours["name"])
+        for target in group["targets"]
+    ] or [(proxy["node_ip"], http.get("port", 8000)) for proxy in details.get("proxies", {}).values()]
+    if not found:
+        raise ClusterError(f"Serve at {dashboard_url} runs no proxy and no ingress yet; try again in a moment")
+    if host in _LOOPBACK and here not in _LOOPBACK:
+        raise ClusterError(
+            f"the API listens on {host}:{found[0][1]} of its host alone: set http_options.host to 0.0.0.0 in the Serve "
+            "file (Serve applies it after `serve shutdown`), or forward the port and give --url"
+        )
+    scheme, prefix = "https" if http.get("ssl_certfile") else "http", (ours.get("route_prefix") or "/").rstrip("/")
+    places = [(here, found[0][1]), *(found if host not in _LOOPBACK else [])]
+    return list(dict.fromkeys(f"{scheme}://{_bracketed(ip)}:{port}{prefix}" for ip, port in places))
+
+
+def is_kvrelay(app: dict[str, Any]) -> bool:
+    """Whether an application in Serve's details is kvrelay."""
+    return (app.get("deployed_app_config") or {}).get("import_path") == IMPORT_PATH
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def reachable(urls: list[str]) -> str:
+    """The first that accepts a connection. Raises ServerUnreachable naming them all."""
+    if found := next(filter(_accepts, urls), None):
+        return found
+    places = ", ".join(urlsplit(url).netloc for url in urls)
+    raise ServerUnreachable(
+        f"the API listens at {places}, which this machine cannot reach: open the port, or forward it and give --url"
+    )
+
+
+def _accepts(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def other_clusters(api_url: str) -> str | None:
@@ -81,94 +177,23 @@ def other_clusters(api_url: str) -> str | None:
 
 
 @contextmanager
-def addressed(url: str | None, dashboard: str | None = None) -> Iterator[tuple[str, str]]:
-    """API and dashboard URL, for requests made inside the context.
+def addressed(url: str | None, address: str | None) -> Iterator[Endpoints]:
+    """The cluster, for requests made inside the context.
 
     Adds how to start a cluster to an error that none answers, where `kvrelay serve` has started none here.
     """
     try:
-        yield endpoints(url, dashboard)
+        yield endpoints(url, address)
     except ServerUnreachable as error:
-        if running():
+        if running() or url or address or ray_dashboard_address():
             raise
         raise ServerUnreachable(
-            f"{error}. Start a cluster with `kvrelay serve`, or give its address with --url"
+            f"{error}. Start a cluster with `kvrelay serve`, or give its address with --address"
         ) from error
 
 
 PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3
 TIMEOUT_S = 120.0
-HINT_S = 3.0
-
-
-def server_root(text: str) -> str:
-    """The root URL of a server's address as users write it: host:port, or a URL that may end in /v1.
-
-    Raises:
-        ConfigError: the text is no address.
-    """
-    url = text if "://" in text else f"http://{text}"
-    problem = ConfigError(f"{text!r} is not a server's address; write for example http://127.0.0.1:8000")
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # a port that is no number or too large, half an IPv6 address
-        raise problem from error
-    if not is_address or any(character.isspace() or not character.isprintable() for character in url):
-        raise problem
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def request_json(
-    method: str,
-    url: str,
-    body: dict[str, Any] | None = None,
-    *,
-    headers: dict[str, str] | None = None,
-    timeout_s: float,
-) -> dict[str, Any]:
-    """The JSON answer.
-
-    Raises:
-        ServerUnreachable: no server answers.
-        ClusterError: with the server's error message, or because the answer is no JSON.
-    """
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            text = answer.read()
-            try:
-                return dict(json.loads(text or b"{}"))
-            except (ValueError, TypeError) as error:
-                start = text.decode(errors="replace").strip()[:80]
-                raise ClusterError(f"{url}: is another server at this address? It answers {start!r}") from error
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")
-        try:
-            text = json.loads(text)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            text = text.strip()[:200] or str(error)
-        raise ClusterError(f"{url}: {text}") from error
-    except (ValueError, http.client.HTTPException) as error:
-        raise ClusterError(f"{url} does not answer: {error}") from error
-    except OSError as error:
-        raise ServerUnreachable(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
-
-
-def auth_headers(api_key: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def dashboard_token_hint(dashboard_url: str) -> str | None:
-    """How to get the token that this dashboard asks its users for; None when it asks for none or does not answer."""
-    try:
-        answer = request_json("GET", dashboard_url + "/api/authentication_mode", timeout_s=HINT_S)
-    except ClusterError:
-        return None
-    if answer.get("authentication_mode") != "token":
-        return None
-    return "asks for Ray's token: `ray get-auth-token` prints it (RAY_AUTH_MODE=token for `serve`)"
 
 
 def probe(api_url: str, model: str, *, api_key: str | None, disaggregated: bool) -> dict[str, Any]:

@@ -6,23 +6,21 @@ too.
 
 import contextlib
 import errno
-import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
+from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import request_json
+from kvrelay.cluster.launch.dashboard import RayDashboard, keep_ray_token_private
+from kvrelay.cluster.launch.rollout import PLACE_S, Report, wait_until_running
 from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report
 from kvrelay.config import Settings
 from kvrelay.environment import LOG_FILE_VARIABLE
@@ -32,13 +30,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; KV never passes through it
-POLL_S = 0.25
 LONGEST_FOLDER = 16
 STOP_GRACE_S = 2.0
-PLACE_S = 60.0  # nothing else runs on this Ray, so a replica without resources by then will never get them
-START_S = 1800.0  # a large model from a slow disk
-_RESOURCES = re.compile(r"Resources required for each replica: (\{.*?\}), total resources available: (\{.*?\})\.")
-Report = Callable[[str, str], None]  # part of the cluster, its state
 
 
 class RaySession:
@@ -140,36 +133,11 @@ class RaySession:
             proxy_location=config["proxy_location"],
             logging_config={"enable_access_log": False},
         )
-        request_json("PUT", self.dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
+        RayDashboard(self.dashboard_url).deploy(config)
 
     def wait_until_running(self, report: Report) -> None:
-        """Wait until every replica runs; report the counts meanwhile.
-
-        Raises:
-            ClusterError: with a replica's own error, with the resources that one has lacked for PLACE_S, or after
-                START_S.
-        """
-        from ray import serve
-
-        started_s = placed_s = time.monotonic()
-        while True:
-            app = serve.status().applications.get(APP_NAME)
-            deployments = {} if app is None else app.deployments
-            states = {name: progress(one.replica_states, one.message) for name, one in deployments.items()}
-            for name, state in states.items():
-                report(name, state)
-            if app is not None and app.status == "RUNNING":
-                return
-            if app is not None and app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise ClusterError(failure(app))
-            now_s, summary = time.monotonic(), ", ".join(f"{name} {state}" for name, state in states.items())
-            if not any(missing(one.message) for one in deployments.values()):
-                placed_s = now_s
-            if now_s - placed_s > PLACE_S:
-                raise ClusterError(f"this machine has no place for every replica: {summary}")
-            if now_s - started_s > START_S:
-                raise ClusterError(f"not running after {START_S:.0f} s: {summary or 'Serve has not begun'}")
-            time.sleep(POLL_S)
+        """Wait until every replica runs; report the counts meanwhile. Raises ClusterError."""
+        wait_until_running(RayDashboard(self.dashboard_url), report, place_s=PLACE_S, unhealthy_s=0.0)
 
     # ---- stop
 
@@ -202,35 +170,6 @@ def temporary_folder() -> str:
     """
     usual = tempfile.gettempdir()
     return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
-
-
-def progress(replica_states: dict[str, int], message: str) -> str:
-    """A deployment's running replicas and missing resources, from Serve's status of it."""
-    running = sum(count for state, count in replica_states.items() if state == "RUNNING")
-    state = f"{running} of {sum(replica_states.values())} running"
-    lack = missing(message)
-    return f"{state}, {lack}" if lack else state
-
-
-def missing(message: str) -> str | None:
-    """The resources that a replica needs and this Ray lacks, parsed from Serve's message; None when it names none."""
-    found = _RESOURCES.search(message or "")
-    if found is None:
-        return None
-    needed, free = json.loads(found[1]), json.loads(found[2])
-    lacks = [
-        f"{needed[name]:g} {name} (free: {free.get(name, 0):g})" for name in needed if needed[name] > free.get(name, 0)
-    ]
-    return f"a replica needs {', '.join(lacks)}" if lacks else None
-
-
-def failure(app: Any) -> str:
-    """The last line of Serve's error messages, kvrelay's own error if there is one."""
-    texts = [deployment.message for deployment in app.deployments.values() if deployment.message] or [app.message]
-    lines = [line.strip() for line in max(texts, key=len).splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("kvrelay.errors.")]
-    text: str = (own or lines or ["the application did not start"])[-1]
-    return text.removeprefix("kvrelay.errors.")
 
 
 def without_log_monitor() -> None:
@@ -335,37 +274,3 @@ def set_ray_environment(port: int) -> None:
     }
     for name, value in {**_VARIABLES, **ports}.items():
         os.environ.setdefault(name, value)
-
-
-def keep_ray_token_private() -> None:
-    """Create Ray's token file readable by this user alone; Ray itself would create it readable by all.
-
-    An existing one stays.
-
-    Raises OSError when the home folder cannot be written; Ray itself fails then too.
-    """
-    mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
-    if mode != "token" or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return
-    path = _token_path()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (
-        contextlib.suppress(FileExistsError),
-        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
-    ):
-        file.write(secrets.token_hex(32))
-
-
-def _token_path() -> Path:
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-
-
-def ray_auth_headers() -> dict[str, str]:
-    """The dashboard's request headers for Ray's token authentication: the token is looked up in Ray's own order of
-    places.
-    """
-    token = os.environ.get("RAY_AUTH_TOKEN")
-    if not token:
-        path = _token_path()
-        token = path.read_text().strip() if path.is_file() else None
-    return {"authorization": f"Bearer {token}"} if token else {}

@@ -23,6 +23,7 @@ from kvrelay.cluster.loadgen.stats import OK, Distribution, LoadRecord, Slo, Sum
 from kvrelay.cluster.workloads.choose import load_trace
 from kvrelay.cluster.workloads.mixes import poisson_arrivals
 from kvrelay.cluster.workloads.trace import TraceEntry, scale_entries
+from kvrelay.environment import environment_api_key
 from kvrelay.errors import ConfigError
 
 _WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run
@@ -168,7 +169,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def command(
-    url: Annotated[str | None, typer.Option(help="server root; default: this machine's newest cluster")] = None,
+    url: Annotated[str | None, typer.Option(help="server root, of any OpenAI server; default: by --address")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="a kvrelay cluster, by Ray's dashboard; default: as for kvrelay status")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop with this many clients")] = None,
     rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
@@ -190,7 +194,7 @@ def command(
     endpoint: Annotated[str, typer.Option(help="completions (prompts of token ids) or chat (text)")] = "completions",
     extra_body: Annotated[str, typer.Option(help="JSON object added to every request")] = "{}",
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
+    api_key: Annotated[str | None, typer.Option(help="bearer token; default without --url: $KVRELAY_API_KEY")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 600.0,
     warm_up: Annotated[int, typer.Option(min=0, help="requests before the clock starts")] = 2,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="goodput: TTFT limit, ms")] = None,
@@ -216,7 +220,8 @@ def command(
             raise ConfigError("--time-scale and --length-scale must be above 0")
         if rate is not None and rate <= 0:
             raise ConfigError("--rate must be above 0")
-        url = endpoints(url, None)[0]
+        api_key = api_key or (None if url else environment_api_key())  # the key is of kvrelay's clusters alone
+        url = endpoints(url, address).api_url
         require_loopback(url, allow_remote=allow_remote)
         _check_outputs(json_file, plot_file)
         seed = secrets.randbelow(1 << 31) if seed is None else seed

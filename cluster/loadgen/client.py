@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import auth_headers, request_json
+from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.cluster.loadgen.prompts import as_text
 from kvrelay.cluster.loadgen.stats import OK, UNFINISHED, LoadRecord, Slo, Summary, token_gaps
 from kvrelay.errors import ConfigError

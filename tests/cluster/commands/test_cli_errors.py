@@ -51,8 +51,8 @@ def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int,
         (["serve", "--config", str(CONFIGS / "kuberay.yaml")], "kubectl apply -f"),
         (["serve", "--config", str(CONFIGS / "ray-cluster.yaml")], "ray up"),
         (["status", "--url", "http://"], "'http://' is not a server's address"),
-        (["status", "--dashboard", "a:x"], "'a:x' is not a server's address"),
-        (["scale", "--decode", "1", "--dashboard", "ftp://a"], "'ftp://a' is not a server's address"),
+        (["status", "--address", "a:x"], "'a:x' is not a server's address"),
+        (["scale", "--decode", "1", "--address", "ftp://a"], "'ftp://a' is not a server's address"),
         (["serve", "--dtype", "fp8"], "model.dtype"),
         (["serve", "--decode", "0"], "cluster.decode"),
         (["serve", "--kv-memory", "lots"], "not a size"),
@@ -106,13 +106,13 @@ def test_a_missing_model_is_told_before_ray_starts(capsys: pytest.CaptureFixture
 
 
 def test_status_of_nothing_says_what_does_not_answer(capsys: pytest.CaptureFixture[str]):
-    code, text = said(capsys, ["status", "--url", "http://127.0.0.1:9", "--dashboard", "http://127.0.0.1:9"])
+    code, text = said(capsys, ["status", "--url", "http://127.0.0.1:9", "--address", "http://127.0.0.1:9"])
     assert code == 1 and "127.0.0.1:9" in text and "does not answer" in text
 
 
 @pytest.mark.parametrize("url", ["foo.invalid", "127.0.0.1:9", "localhost:9/v1"])
 def test_a_url_needs_no_scheme(capsys: pytest.CaptureFixture[str], url: str):
-    code, text = said(capsys, ["status", "--url", url, "--dashboard", url])
+    code, text = said(capsys, ["status", "--url", url, "--address", url])
     assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
 
 
@@ -181,7 +181,7 @@ def test_scaling_a_ray_without_kvrelay_says_so(capsys: pytest.CaptureFixture[str
     with HTTPServer(("127.0.0.1", 0), Empty) as server:
         thread = Thread(target=server.handle_request)
         thread.start()
-        code, text = said(capsys, ["scale", "--decode", "2", "--dashboard", f"http://127.0.0.1:{server.server_port}"])
+        code, text = said(capsys, ["scale", "--decode", "2", "--address", f"http://127.0.0.1:{server.server_port}"])
         thread.join()
     assert code == 1 and "not deployed" in text
 

@@ -4,8 +4,6 @@ import io
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -15,58 +13,9 @@ from rich.console import Console
 
 from kvrelay.cluster.commands import serve
 from kvrelay.cluster.commands.serve import _announce, _report_sizes
-from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch import ray_session
-from kvrelay.cluster.launch.ray_session import RaySession
-from kvrelay.config import Settings, settings_from
+from kvrelay.config import settings_from
 
 pytestmark = pytest.mark.alone
-
-
-UNPLACED = 'Resources required for each replica: {"CPU": 4.0}, total resources available: {"CPU": 2.0}.'
-
-
-@dataclass
-class Deployment:
-    """As Serve's DeploymentStatusOverview."""
-
-    replica_states: dict[str, int] = field(default_factory=lambda: {"STARTING": 1})
-    message: str = ""
-
-
-def waited(monkeypatch: pytest.MonkeyPatch, answers: Iterator[tuple[str, str]], step_s: float) -> list[str]:
-    """The reports while Serve answers (status, message of the only deployment), `step_s` apart."""
-    from ray import serve
-
-    now_s = 0.0
-
-    def status() -> Any:
-        nonlocal now_s
-        now_s += step_s
-        state, message = next(answers)
-        app = SimpleNamespace(status=state, message="", deployments={"decode": Deployment(message=message)})
-        return SimpleNamespace(applications={"kvrelay": app})
-
-    reports: list[str] = []
-    monkeypatch.setattr(serve, "status", status)
-    monkeypatch.setattr(ray_session, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=lambda duration_s: None))
-    RaySession(Settings()).wait_until_running(lambda part, state: reports.append(f"{part} {state}"))
-    return reports
-
-
-def test_a_replica_that_waits_for_its_place_is_reported_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch):
-    answers = iter([("DEPLOYING", ""), ("DEPLOYING", UNPLACED), ("RUNNING", "")])
-    assert waited(monkeypatch, answers, 1.0)[1] == "decode 0 of 1 running, a replica needs 4 CPU (free: 2)"
-
-
-def test_a_replica_without_a_place_fails_the_start_in_the_end(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ClusterError, match=r"no place for every replica: decode .* needs 4 CPU \(free: 2\)"):
-        waited(monkeypatch, iter([("DEPLOYING", UNPLACED)] * 100), 10.0)
-
-
-def test_a_start_that_never_ends_fails_with_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ClusterError, match="not running after 1800 s: decode 0 of 1 running"):
-        waited(monkeypatch, iter([("DEPLOYING", "")] * 100), 100.0)
 
 
 def nobody():

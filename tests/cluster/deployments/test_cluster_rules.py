@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,8 +19,10 @@ from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_sha
 from kvrelay.cluster.deployments.serve_config import planned_workers, scaled, serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints as state_file
-from kvrelay.cluster.launch.endpoints import endpoints, other_clusters, server_root
-from kvrelay.cluster.launch.ray_session import keep_ray_token_private, missing, progress
+from kvrelay.cluster.launch.dashboard import keep_ray_token_private
+from kvrelay.cluster.launch.endpoints import endpoints, other_clusters
+from kvrelay.cluster.launch.http_json import server_root
+from kvrelay.cluster.launch.rollout import missing, progress
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
 from kvrelay.machine import Core
@@ -190,14 +193,22 @@ def test_notes_of_running_clusters_are_found_and_those_of_dead_ones_removed(
 
 def test_a_cluster_is_chosen_by_either_of_its_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
-    assert endpoints(None, None) == ("http://127.0.0.1:8000", "http://127.0.0.1:8265")
+    monkeypatch.setattr(state_file, "_accepts", lambda url: True)
+
+    def chosen(url: str | None, address: str | None) -> tuple[str, str]:
+        cluster = endpoints(url, address)
+        return cluster.api_url, cluster.dashboard.url
+
     for age_s, (pid, name) in enumerate([(os.getpid(), "new"), (os.getppid(), "old")]):
         path = state_file.note(state_file.RunningCluster(pid, f"http://{name}", f"http://{name}-d", "m"))
         os.utime(path, (1e9 - age_s, 1e9 - age_s))
-    assert endpoints(None, None) == ("http://new", "http://new-d")
-    assert endpoints("http://old/v1/", None) == endpoints(None, "http://old-d/") == ("http://old", "http://old-d")
-    assert endpoints("http://far", None) == ("http://far", "http://127.0.0.1:8265")
-    assert endpoints("http://far", "http://far-d") == ("http://far", "http://far-d")
+    assert chosen(None, None) == ("http://new", "http://new-d")
+    assert chosen("http://old/v1/", None) == chosen(None, "http://old-d/") == ("http://old", "http://old-d")
+    assert chosen("http://far", None) == ("http://far", "http://127.0.0.1:8265")
+    assert chosen("http://far", "far-d") == ("http://far", "http://far-d:8265")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "old-d")
+    assert chosen("http://new", None) == ("http://new", "http://new-d")
+    assert chosen("http://far", None) == ("http://far", "http://old-d:8265")
     assert other_clusters("http://new") == "also running here: http://old (choose with --url)"
 
 
@@ -296,7 +307,7 @@ class Serve:
     def __init__(self, *statuses: str, count: int = 1) -> None:
         self.statuses, self.count, self.now_s = iter(statuses), count, 0.0
 
-    def application(self, dashboard_url: str) -> dict[str, object]:
+    def application(self) -> dict[str, object]:
         replicas = [{"state": "RUNNING"}] * self.count
         return {
             "status": next(self.statuses),
@@ -311,10 +322,9 @@ class Serve:
         self.now_s += 10.0
 
 
-def settle(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+def settle(monkeypatch: pytest.MonkeyPatch, serve: Any) -> None:
     monkeypatch.setattr(status_command, "time", serve)
-    monkeypatch.setattr(status_command, "_application", serve.application)
-    status_command._wait_until_settled("http://d", {"decode": 1}, "decode 1")
+    status_command._wait_until_settled(serve, {"decode": 1}, "decode 1")
 
 
 def test_scaling_waits_while_a_lost_worker_is_being_replaced(monkeypatch: pytest.MonkeyPatch):
@@ -343,7 +353,9 @@ def test_what_a_replica_lacks_is_read_out_of_serves_message():
     assert missing(UNPLACED) == "a replica needs 4 CPU (free: 1.7), 1 GPU (free: 0)"
     assert missing(UNPLACED.replace("4.0", "1.0").replace(', "GPU": 1.0', "")) is None  # it has its place by now
     assert missing("") is None and missing("2 replicas have taken more than 10s to initialize.") is None
-    assert progress({"RUNNING": 1, "STARTING": 2}, UNPLACED).startswith("1 of 3 running, a replica needs 4 CPU")
+    replicas = [{"state": "RUNNING"}, {"state": "STARTING"}, {"state": "STARTING"}]
+    deployment = {"replicas": replicas, "message": UNPLACED}
+    assert progress(deployment).startswith("1 of 3 running, a replica needs 4 CPU")
 
 
 def test_rays_token_is_made_for_this_user_alone_and_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from kvrelay.cluster.commands.status import serve_details
+from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings
@@ -66,7 +66,7 @@ class Served:
     shared: frozenset[Path]  # what others had in /dev/shm before
 
     def status(self) -> dict[str, Any]:
-        where = ("--url", self.url, "--dashboard", self.dashboard, "--api-key", API_KEY)
+        where = ("--url", self.url, "--address", self.dashboard, "--api-key", API_KEY)
         return dict(json.loads(kvrelay("status", "--json", *where)))
 
     def workers(self, role: str) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def test_without_the_key_nothing_is_answered(served: Served):
 
 
 def test_the_dashboards_account_of_the_application_holds_no_secret(served: Served):
-    details = serve_details(served.dashboard)
+    details = RayDashboard(served.dashboard).details()
     assert details["applications"]["kvrelay"]["deployed_app_config"]["args"]["model"] == {"dtype": "float32"}
     assert API_KEY not in json.dumps(details) and SECRET not in json.dumps(details)
 
@@ -196,11 +196,11 @@ def test_the_ray_dashboard_knows_the_three_deployments(served: Served):
 
 def test_scaling_up_and_down_leaves_the_others_running(served: Served):
     pids = {worker["pid"] for worker in served.status()["workers"]}
-    kvrelay("scale", "--decode", "2", "--dashboard", served.dashboard)
+    kvrelay("scale", "--decode", "2", "--address", served.dashboard)
     until(lambda: len(served.workers("decode")) == 2, 30, "two decode workers")
     assert pids < {worker["pid"] for worker in served.status()["workers"]}
     assert served.answer()
-    kvrelay("scale", "--decode", "1", "--dashboard", served.dashboard)
+    kvrelay("scale", "--decode", "1", "--address", served.dashboard)
     until(lambda: len(served.workers("decode")) == 1, 30, "one decode worker")
     assert served.answer()
 
@@ -224,7 +224,7 @@ def test_a_killed_decode_worker_ends_its_stream_cleanly_and_is_replaced(served: 
     assert failure is not None or pieces >= 1000  # told, or carried on by another worker
     assert failure is None or victim["worker_id"] in str(failure) or "worker" in str(failure)
 
-    kvrelay("scale", "--decode", "1", "--dashboard", served.dashboard)  # waits while Serve says UNHEALTHY
+    kvrelay("scale", "--decode", "1", "--address", served.dashboard)  # waits while Serve says UNHEALTHY
 
     def recovered() -> bool:
         ups = [worker for worker in served.workers("decode") if worker["is_up"]]
