@@ -15,23 +15,13 @@ from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.ingresses import IngressLink, RequestTable
-from kvrelay.engine.worker.service import WorkerService
+from kvrelay.engine.worker.role import WorkerParts
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import TransferError
 from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.messages import TransferResult, reason_word, span_attributes
-from kvrelay.plane.messages import (
-    Manifest,
-    Pair,
-    Prefill,
-    Reserve,
-    Reserved,
-    SequenceRequest,
-    TokenOutput,
-    Transferred,
-    decode_manifest,
-)
+from kvrelay.plane.messages import Manifest, Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
 from kvrelay.plane.reports import PairReport, PairsSeen
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import Role
@@ -123,8 +113,6 @@ def _are_candidates(candidates: list[tuple[int, float]], request: SequenceReques
 class DecodeRole:
     """Serves Reserve. Lives on the worker's loop."""
 
-    watches_outputs = False
-
     def __init__(
         self,
         options: WorkerOptions,
@@ -151,7 +139,7 @@ class DecodeRole:
             tls=tls,
             transports=transports_for(tls),
         )
-        self._worker_id, self._vocab_size = options.worker_id, engine.model.spec.vocab_size
+        self._vocab_size = engine.model.spec.vocab_size
         self._thread, self._requests = thread, requests
         self._incoming: dict[str, Incoming] = {}
         self._tasks: dict[Incoming, asyncio.Task[None]] = {}
@@ -160,17 +148,7 @@ class DecodeRole:
 
     # ---- one request
 
-    def handle(self, link: IngressLink, message: Prefill | Reserve | Pair) -> None:
-        match message:
-            case Reserve():
-                self._begin(link, message)
-            case Prefill(request=request):
-                why = f"{self._worker_id} does not prefill for others"
-                self._requests.refuse(link, request.request_id, "invalid", why)
-            case Pair():
-                logger.warning("%s is asked to pair with %s, but sends no KV", self._worker_id, message.worker_id)
-
-    def _begin(self, link: IngressLink, message: Reserve) -> None:
+    def handle(self, link: IngressLink, message: Reserve) -> None:
         """Have the engine reserve blocks; `_receive` goes on from there."""
         request, speed = message.request, message.prefill_tokens_per_s
         incoming = Incoming(link, request)
@@ -178,7 +156,7 @@ class DecodeRole:
         def reserve(engine: Engine, grammar: CompiledGrammar | None) -> None:
             engine.reserve(request, prefill_tokens_per_s=speed, grammar=grammar)
 
-        if self._requests.admit(link, request, reserve, self.drop):
+        if self._requests.admit(link, request, reserve, self.drop, side=Role.DECODE):
             self._incoming[request.request_id] = incoming
             task = asyncio.create_task(self._receive(incoming, message.timeout_s), name=f"receive {request.request_id}")
             self._tasks[incoming] = task
@@ -314,9 +292,6 @@ class DecodeRole:
         else:
             self._abort(request_id)
 
-    def on_output(self, output: TokenOutput) -> None:
-        """Decoding is the engine's; nothing here waits for an output."""
-
     # ---- facts
 
     def changes(self) -> PairsSeen | None:
@@ -346,22 +321,8 @@ class DecodeRole:
         await self.plane.aclose()
 
 
-class DecodeWorker(WorkerService):
-    """One engine that takes sequences over after their first token."""
-
-    role = Role.DECODE
-
-    def __init__(self, options: WorkerOptions) -> None:
-        super().__init__(options)
-        self._decode: DecodeRole | None = None
-
-    async def _start_role(self, engine: Engine) -> DecodeRole:
-        self._decode = role = DecodeRole(self.options, self.epoch, self.tls, engine, self.thread, self.requests)
-        await role.plane.start()
-        return role
-
-    @property
-    def target(self) -> KvTarget:
-        """The receiving end of the KV plane."""
-        assert self._decode is not None
-        return self._decode.plane
+async def start_target(parts: WorkerParts) -> DecodeRole:
+    """A worker's target, which listens. Raises BackendUnavailable: a forced transport cannot be used."""
+    role = DecodeRole(parts.options, parts.epoch, parts.tls, parts.engine, parts.thread, parts.requests)
+    await role.plane.start()
+    return role

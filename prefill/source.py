@@ -224,7 +224,10 @@ class SourceTransfer:
 
 
 class KvSource:
-    """Exports one pool and opens transfers out of it. One for each prefill worker. 13 attributes: limits and parts."""
+    """Exports one pool and opens transfers out of it. One for each worker. 14 attributes: limits and parts.
+
+    The pool is readable once `start` has ended; the first link to a decode worker awaits it.
+    """
 
     port = 0  # it does not listen
 
@@ -249,6 +252,7 @@ class KvSource:
         self.memory, self.settings, self.generation_of = memory, settings, generation_of
         self.secret, self.deadline_s = secret, deadline_s
         self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
+        self._starting = asyncio.Lock()
         self._open: set[SourceTransfer] = set()
         self._stats = TransferStats()
         self._probe_buffers = probe_buffers
@@ -257,7 +261,9 @@ class KvSource:
         self.links: dict[TargetAddress, TargetLink] = {}  # of each decode worker that KV was sent to, or was paired
         self._connect = partial(TargetLink, secret=secret, tls=tls, lease_s=lease_s, window_bytes=window_bytes)
 
-    def _hello(self) -> wire.Hello:
+    async def _hello(self) -> wire.Hello:
+        """What a link sends first. Raises BackendUnavailable."""
+        await self.start()
         return wire.Hello(
             protocol=wire.TRANSFER_PROTOCOL,
             worker_id=self._worker_id,
@@ -271,10 +277,13 @@ class KvSource:
         )
 
     async def start(self) -> None:
-        """Make the pool readable. Raises BackendUnavailable when a forced transport cannot be used."""
-        await asyncio.to_thread(this_machine)  # known from then on
-        await asyncio.to_thread(library)  # compiled now, not for the first announcement
-        await self.exports.start(self.settings.transport)
+        """Make the pool readable, if it is not. Raises BackendUnavailable when a forced transport cannot be used."""
+        async with self._starting:
+            if self.exports.exporters:
+                return
+            await asyncio.to_thread(this_machine)  # known from then on
+            await asyncio.to_thread(library)  # compiled now, not for the first announcement
+            await self.exports.start(self.settings.transport)
 
     async def aclose(self) -> None:
         """Cancel what is open, close connections, stop exporting."""
@@ -334,7 +343,7 @@ class KvSource:
     def _link_to(self, address: TargetAddress) -> TargetLink:
         """The link to this decode worker; a new one connects in the background."""
         if address not in self.links:
-            self.links[address] = link = self._connect(address, self._hello(), on_closed=self._forget)
+            self.links[address] = link = self._connect(address, self._hello, on_closed=self._forget)
             link.start()
         return self.links[address]
 

@@ -8,14 +8,22 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
-from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError, TransferRefused
+from kvrelay.errors import (
+    AuthenticationFailed,
+    BackendUnavailable,
+    LeaseExpired,
+    PeerLost,
+    PlaneError,
+    TransferError,
+    TransferRefused,
+)
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import Reason, reason_of, refusal
 from kvrelay.plane import connection as plane
@@ -87,7 +95,7 @@ class TargetLink:
     def __init__(
         self,
         address: TargetAddress,
-        hello: wire.Hello,
+        hello: Callable[[], Awaitable[wire.Hello]],
         secret: bytes,
         on_closed: Callable[[TargetAddress], None],
         *,
@@ -200,6 +208,8 @@ class TargetLink:
             self._lost = type(error), error.why
         except AuthenticationFailed as error:
             self._lost = TransferRefused, f"{Reason.BAD_MAC}: {error}"
+        except BackendUnavailable as error:
+            self._lost = TransferRefused, f"{Reason.TRANSPORT}: {error}"
         except (PlaneError, TimeoutError, msgspec.DecodeError) as error:
             self._lost = PeerLost, f"{self._address.worker}: {str(error) or 'timed out'}"
         finally:
@@ -227,10 +237,11 @@ class TargetLink:
 
     async def _handshake(self) -> None:
         there, patience_s = self._address, min(self._lease_s, _CONNECT_TIMEOUT_S)
+        hello = await self._hello()
         self._connection = await plane.connect(
             there.host, there.port, self._secret, tls=self._tls, timeout_s=patience_s
         )
-        await self._connection.send(wire.encode(self._hello))
+        await self._connection.send(wire.encode(hello))
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
             reply: wire.ToSource = wire.Alive()
             while isinstance(reply, wire.Alive):  # it lives, and is still wiring up a path

@@ -13,18 +13,15 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.execution.launch import LayerHook
-from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.step.engine import Engine
-from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.ingresses import IngressLink, RequestTable
-from kvrelay.engine.worker.service import WorkerService
+from kvrelay.engine.worker.role import WorkerParts
 from kvrelay.engine.worker.thread import EngineProbeBuffers, EngineThread
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.protocol.messages import reason_word, span_attributes
-from kvrelay.plane.messages import Manifest, Pair, Prefill, Reserve, SequenceRequest, TokenOutput, encode
+from kvrelay.plane.messages import Manifest, Pair, Prefill, SequenceRequest, TokenOutput, encode
 from kvrelay.plane.reports import Paired
 from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.prefill.source_link import TargetAddress
@@ -146,8 +143,6 @@ def _adding(request: SequenceRequest, *, hold: bool) -> Callable[[Engine, Compil
 class PrefillRole:
     """Serves Prefill and Pair. Lives on the worker's loop."""
 
-    watches_outputs = True  # transfers wait for them
-
     def __init__(
         self,
         worker_id: str,
@@ -164,20 +159,19 @@ class PrefillRole:
 
     # ---- one request
 
-    def handle(self, link: IngressLink, message: Prefill | Reserve | Pair) -> None:
+    def handle(self, link: IngressLink, message: Prefill | Pair) -> None:
         match message:
             case Prefill(request=request, ticket=None):
-                if self._requests.admit(link, request, _adding(request, hold=False), self.drop):
+                take = _adding(request, hold=False)
+                if self._requests.admit(link, request, take, self.drop, side=Role.PREFILL):
                     self._requests.begin_span(request.request_id, "prefill")
             case Prefill(request=request, ticket=bytes(ticket), moves=moves):
                 self._begin(link, request, ticket, moves)
             case Pair():
                 self._spawn(self._pair(link, message), f"pair with {message.worker_id}")
-            case Reserve(request=request):
-                self._requests.refuse(link, request.request_id, "invalid", f"{self._worker_id} does not decode")
 
     def _begin(self, link: IngressLink, request: SequenceRequest, ticket: bytes, moves: str) -> None:
-        """Open the transfer and have the engine compute the prompt."""
+        """Open the transfer and have the engine compute the prompt. `moves`: see RequestTable.admit."""
         request_id = request.request_id
         if request_id in self._requests or request_id in self._prefilling:
             self._requests.refuse(link, request_id, "duplicate", f"{request_id} is already here")
@@ -190,7 +184,8 @@ class PrefillRole:
         self._announcements.add(transfer)
         prefilling = self._prefilling[request_id] = _Prefilling(request, transfer)
         prefilling.task = self._spawn(self._send(prefilling), f"prefill {request_id}")
-        if self._requests.admit(link, request, _adding(request, hold=True), self.drop, moves):
+        take = _adding(request, hold=True)
+        if self._requests.admit(link, request, take, self.drop, side=Role.PREFILL, moves=moves):
             self._requests.begin_span(request_id, "prefill", decode_worker=transfer.ticket.target_worker)
         else:
             self.drop(request_id, "refused")
@@ -217,6 +212,9 @@ class PrefillRole:
             if self._prefilling.get(request_id) is prefilling:  # the engine may re-use the blocks
                 self.release(request_id, "done")
 
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._prefilling
+
     def drop(self, request_id: str, reason: str) -> None:
         prefilling = self._prefilling.pop(request_id, None)
         if prefilling is not None:
@@ -235,9 +233,6 @@ class PrefillRole:
         elif (prefilling := self._prefilling.get(output.request_id)) is not None:
             prefilling.add(output)
 
-    def on_reservations(self, reservations: list[Reservation]) -> None:
-        assert not reservations
-
     # ---- pairing
 
     async def _pair(self, link: IngressLink, message: Pair) -> None:
@@ -250,14 +245,6 @@ class PrefillRole:
             logger.exception("pairing with %s failed", message.worker_id)
             return
         link.send(Paired(report=report))
-
-    # ---- facts
-
-    def changes(self) -> None:
-        return None
-
-    def subscribed(self) -> None:
-        """Subscribers receive nothing but the load."""
 
     # ---- life
 
@@ -279,40 +266,25 @@ class PrefillRole:
         self._announcements.aclose()
 
 
-class PrefillWorker(WorkerService):
-    """One engine that passes every sequence on after its first token."""
+async def start_source(announcements: Announcements, parts: WorkerParts, *, is_eager: bool) -> PrefillRole:
+    """A worker's source, which makes the pool readable now, where `is_eager`, or for its first transfer.
 
-    role = Role.PREFILL
-
-    def __init__(self, options: WorkerOptions) -> None:
-        super().__init__(options)
-        self._announcements = Announcements()
-        self._prefill: PrefillRole | None = None
-
-    def _layer_hook(self) -> LayerHook:
-        return self._announcements.on_layers
-
-    async def _start_role(self, engine: Engine) -> PrefillRole:
-        transfer = self.options.settings.transfer
-        source = KvSource(
-            engine.cache.memory,
-            self.worker_id,
-            self.epoch,
-            engine.cache.fingerprint,
-            self.options.secret,
-            transfer,
-            host=self.options.host,
-            generation_of=engine.pool.generation,
-            probe_buffers=EngineProbeBuffers(self.thread),
-            tls=self.tls,
-            transports=transports_for(self.tls),
-        )
+    Raises BackendUnavailable: a forced transport cannot be used.
+    """
+    options = parts.options
+    source = KvSource(
+        parts.engine.cache.memory,
+        options.worker_id,
+        parts.epoch,
+        parts.engine.cache.fingerprint,
+        options.secret,
+        options.settings.transfer,
+        host=options.host,
+        generation_of=parts.engine.pool.generation,
+        probe_buffers=EngineProbeBuffers(parts.thread),
+        tls=parts.tls,
+        transports=transports_for(parts.tls),
+    )
+    if is_eager:
         await source.start()
-        self._prefill = PrefillRole(self.worker_id, source, self.thread, self.requests, self._announcements)
-        return self._prefill
-
-    @property
-    def source(self) -> KvSource:
-        """The sending end of the KV plane."""
-        assert self._prefill is not None
-        return self._prefill.plane
+    return PrefillRole(options.worker_id, source, parts.thread, parts.requests, announcements)

@@ -120,10 +120,9 @@ class WorkerReplica:
     def _make(self, model_dir: Any, join: JoinSettings, node_id: str, num_workers: int) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
         from kvrelay.cluster.compiling.kernels import compile_missing
-        from kvrelay.decode.worker import DecodeWorker
+        from kvrelay.cluster.deployments.service import worker_service
         from kvrelay.engine.checkpoints.checkpoint import model_name
         from kvrelay.engine.worker.build import WorkerOptions
-        from kvrelay.prefill.worker import PrefillWorker
 
         compile_missing(self._settings, Role(self.role), model_dir)
         worker_id = worker_name(self.role, own_replica())
@@ -142,7 +141,7 @@ class WorkerReplica:
             cluster_store=self._stores,
             num_workers=num_workers,
         )
-        return PrefillWorker(options) if self.role == Role.PREFILL else DecodeWorker(options)
+        return worker_service(options, Role(self.role))
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay import tracing
+from kvrelay.cluster.deployments.service import worker_service
 from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.remote_store import ClusterStores
 from kvrelay.cluster.store.service import StoreService, make_service
@@ -49,9 +50,6 @@ def make_worker(
     stores: Sequence[StoreAddress] = (),
 ) -> WorkerService:
     """A worker of either role on the loopback address; not started."""
-    from kvrelay.decode.worker import DecodeWorker
-    from kvrelay.prefill.worker import PrefillWorker
-
     clients = None
     if settings.cache.remote == CLUSTER:
         clients = ClusterStores(settings, secret, worker_id=worker_id, host=HOST)
@@ -66,7 +64,7 @@ def make_worker(
         cores=cores,
         cluster_store=clients,
     )
-    return PrefillWorker(options) if role is Role.PREFILL else DecodeWorker(options)
+    return worker_service(options, role)
 
 
 async def start_worker(worker: WorkerService) -> WorkerInfo:

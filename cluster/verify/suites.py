@@ -14,7 +14,7 @@ from kvrelay.cluster.verify import steering as steer
 from kvrelay.cluster.verify.prompts import BLOCK_SIZE, VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, blocks_freed, during
 from kvrelay.cluster.verify.verifier import Verifier
-from kvrelay.decode.worker import DecodeWorker
+from kvrelay.decode.target import KvTarget
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import LatentSpec
 from kvrelay.engine.scheduling.fair_share import CREDIT_TOKENS, TURNS_IN_CREDIT
@@ -303,8 +303,10 @@ def latent(verifier: Verifier, transport: str) -> list[Setup]:
 async def latent_blocks_whole(case: Case, spec: ModelSpec, latent: LatentSpec) -> AsyncIterator[None]:
     """The pool has latent layout, only whole blocks are transferred, and a pool of keys and values refuses them."""
     worker = case.cluster.inside[0]
-    assert isinstance(worker, DecodeWorker)
-    target, layout = worker.target, worker.target.memory.layout
+    assert worker.ends is not None
+    target = worker.ends.target.plane
+    assert isinstance(target, KvTarget)
+    layout = target.memory.layout
     before = target.stats().num_bytes
     yield
     moved = target.stats().num_bytes - before

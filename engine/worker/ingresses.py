@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
 from kvrelay.plane.reports import KvSnapshot, LoadReport
 from kvrelay.tracing import Spans
-from kvrelay.types import Role
+from kvrelay.types import Role, sides
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,15 @@ class IngressLink:
 
 
 class RequestTable:
-    """Lives on the worker's loop; the engine's thread only calls `by_link` and `is_traced`."""
+    """Lives on the worker's loop; the engine's thread only calls `by_link` and `is_traced`.
 
-    def __init__(self, worker_id: str, role: Role, thread: EngineThread, retry_after_s: Callable[[], float]) -> None:
-        self._worker_id, self._role, self._thread, self._retry_after_s = worker_id, role, thread, retry_after_s
+    `role`: the worker's role now, which decides what new requests are admitted.
+    """
+
+    def __init__(self, worker_id: str, role: str, thread: EngineThread, retry_after_s: Callable[[], float]) -> None:
+        self._worker_id, self.role, self._thread, self._retry_after_s = worker_id, str(role), thread, retry_after_s
         self._links: dict[str, IngressLink] = {}
+        self._sides: dict[str, Role] = {}  # what each is here for
         self._spans: dict[str, Spans] = {}  # of traced requests
         self._compiling: dict[str, tuple[asyncio.Task[None], list[Callable[[Engine], object]]]] = {}
         self.is_draining = False  # every new request is refused
@@ -88,23 +92,31 @@ class RequestTable:
     def ids(self) -> list[str]:
         return list(self._links)
 
+    def of_sides(self, taken: Collection[Role]) -> list[str]:
+        """The requests that are here for one of these sides."""
+        return [request_id for request_id, side in self._sides.items() if side in taken]
+
     def admit(
         self,
         link: IngressLink,
         request: wire.SequenceRequest,
         take: Callable[[Engine, CompiledGrammar | None], None],
         drop: Callable[[str, str], None],
+        *,
+        side: Role,
         moves: str = "",
     ) -> bool:
         """Have the engine take a request, once its grammar is compiled. False: it was refused on the spot; the engine
         may refuse it later.
 
         Args:
+            side: what it is here for.
             take: adds the request to the engine, on its thread, with its compiled grammar.
             drop: called with (request_id, reason) when the engine refused, before the ingress receives Refused.
-            moves: the id of a request that is here and that this one moves away: also while the worker drains.
+            moves: the id of a request that is here and that this one moves away: taken whatever the worker's role, and
+                also while it drains.
         """
-        if not self._add(link, request, moves):
+        if not self._add(link, request, side, moves):
             return False
         request_id, loop = request.request_id, asyncio.get_running_loop()
 
@@ -160,15 +172,18 @@ class RequestTable:
         else:
             self._thread.post(action)
 
-    def _add(self, link: IngressLink, request: wire.SequenceRequest, moves: str) -> bool:
-        request_id = request.request_id
-        if self.is_draining and moves not in link.requests:
+    def _add(self, link: IngressLink, request: wire.SequenceRequest, side: Role, moves: str) -> bool:
+        request_id, is_move = request.request_id, moves in link.requests
+        if self.is_draining and not is_move:
             self.refuse(link, request_id, "draining", f"{self._worker_id} is shutting down")
+            return False
+        if side not in sides(self.role) and not is_move:
+            self.refuse(link, request_id, "draining", f"{self._worker_id} takes no {side} requests: it is {self.role}")
             return False
         if request_id in self._links:
             self.refuse(link, request_id, "duplicate", f"{request_id} is already here")
             return False
-        self._links[request_id] = link
+        self._links[request_id], self._sides[request_id] = link, side
         link.requests.add(request_id)
         if request.traceparent:
             self._spans[request_id] = Spans(request.traceparent, request_id=request_id, worker=self._worker_id)
@@ -177,6 +192,7 @@ class RequestTable:
     def remove(self, request_id: str) -> IngressLink | None:
         """The request has ended here. Its link, or None when it had been removed before."""
         link = self._links.pop(request_id, None)
+        self._sides.pop(request_id, None)
         if link is not None:
             link.requests.discard(request_id)
         if (compiling := self._compiling.pop(request_id, None)) is not None:
@@ -242,7 +258,7 @@ class RequestTable:
                 compute_s=timings.compute_s,
                 chunks=timings.num_chunks,
             )
-            if self._role is Role.DECODE and output.finish_reason is None:
+            if self._sides.get(output.request_id) is Role.DECODE and output.finish_reason is None:
                 spans.begin("decode")
         if output.finish_reason is not None and output.ends_request:
             num_tokens = output.position + len(output.token_ids)

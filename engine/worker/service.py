@@ -1,6 +1,6 @@
-"""What prefill and decode workers share: one engine thread behind one request-plane server.
+"""What every worker runs: one engine thread, and both ends of its KV plane, behind one request-plane server.
 
-Imports no transport: the roles add those.
+Imports no transport: the ends bring those.
 """
 
 import asyncio
@@ -14,15 +14,14 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.engine.execution.launch import LayerHook
-from kvrelay.engine.speculation.draft_model import DraftModel
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions, build_engine
+from kvrelay.engine.worker.facts import backend_facts, plain_load, plain_pair, size_facts, worker_info
 from kvrelay.engine.worker.ingresses import EngineReports, IngressLink, RequestTable
 from kvrelay.engine.worker.kv_exchange import prefetch
-from kvrelay.engine.worker.role import WorkerRole
-from kvrelay.engine.worker.sizing import EngineSizes, context_notice
+from kvrelay.engine.worker.role import EndStarters, SourceEnd, TargetEnd, TransferCounters, WorkerParts
+from kvrelay.engine.worker.sizing import EngineSizes
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import BackendUnavailable, WorkerError
 from kvrelay.grammar.compiler import CompiledGrammar
@@ -39,13 +38,55 @@ from kvrelay.types import Role
 logger = logging.getLogger(__name__)
 
 
+class WorkerEnds:
+    """Both ends of a worker's KV plane: each request is held by one of them, or by the engine alone."""
+
+    def __init__(self, source: SourceEnd, target: TargetEnd) -> None:
+        self.source, self.target = source, target
+
+    def handle(self, link: IngressLink, message: wire.Prefill | wire.Reserve | wire.Pair) -> None:
+        if isinstance(message, wire.Reserve):
+            self.target.handle(link, message)
+        else:
+            self.source.handle(link, message)
+
+    def drop(self, request_id: str, reason: str) -> None:
+        """The engine does not have this request: end what is held for it here."""
+        self.source.drop(request_id, reason)
+        self.target.drop(request_id, reason)
+
+    def release(self, request_id: str, reason: str) -> None:
+        """Free what the request holds here and in the engine, whatever its state."""
+        end = self.source if self.source.holds(request_id) else self.target
+        end.release(request_id, reason)
+
+    @property
+    def transports(self) -> list[str]:
+        """What KV can be read over, best first."""
+        return self.source.plane.transports or self.target.plane.transports
+
+    def pairs(self) -> list[PairReport]:
+        """The workers that KV can go to, then those that it can come from."""
+        return [*self.source.plane.pairs(), *self.target.plane.pairs()]
+
+    def stats(self) -> TransferCounters:
+        """Counters of the KV transfers of both ends."""
+        counters: TransferCounters = self.source.plane.stats().plus(self.target.plane.stats())
+        return counters
+
+    async def aclose(self) -> None:
+        """End every transfer."""
+        await self.source.aclose()
+        await self.target.aclose()
+
+
 class WorkerService:
-    """Base of both kinds of workers, which override `_layer_hook` and `_start_role`."""
+    """A worker of any role. `role` is what it was built as, whose settings its engine has; `requests.role` is its role
+    now. 13 attributes: its parts, which there are from start() to aclose().
+    """
 
-    role: Role
-
-    def __init__(self, options: WorkerOptions) -> None:
-        self.options, self.epoch = options, uuid.uuid4().hex
+    def __init__(self, options: WorkerOptions, role: Role, starters: EndStarters) -> None:
+        self.options, self.role, self.epoch = options, role, uuid.uuid4().hex
         self.info: WorkerInfo | None = None
         use_ports(options.settings.cluster.ports)
         self.tls = cluster_tls(options.settings.cluster, options.secret)
@@ -56,21 +97,12 @@ class WorkerService:
             send=self._send_tokens,
             cores=options.cores,
         )
-        self.requests = RequestTable(options.worker_id, self.role, self.thread, self._retry_after_s)
+        self.requests = RequestTable(options.worker_id, role, self.thread, self._retry_after_s)
+        self._starters = starters
         self._sizes: EngineSizes | None = None  # once the engine is built
-        self._role: WorkerRole | None = None  # these three from start() to aclose()
+        self.ends: WorkerEnds | None = None  # these three from start() to aclose()
         self._reports: EngineReports | None = None
         self._server: WorkerServer | None = None
-
-    # ---- for the roles to override
-
-    def _layer_hook(self) -> LayerHook | None:
-        """Called when layers of held sequences are final."""
-        return None
-
-    async def _start_role(self, engine: Engine) -> WorkerRole:
-        """Start the KV plane of this role."""
-        raise NotImplementedError
 
     # ---- life
 
@@ -78,14 +110,26 @@ class WorkerService:
         """Load the model, start the engine and listen. Raises ModelError, ConfigError, BackendUnavailable."""
         options = self.options
         engine = await self.thread.start()
-        self._role = role = await self._start_role(engine)
+        parts = WorkerParts(options, self.epoch, self.tls, engine, self.thread, self.requests)
+        self.ends = ends = WorkerEnds(await self._starters.source(parts), await self._starters.target(parts))
         load = engine.reports.load()
-        self._reports = EngineReports(self.thread, load, completed=self._completed, changes=role.changes)
-        self._server = WorkerServer(self, role, self._reports)
-        self.info = await self._server.start(options.host, lambda port: self._describe(engine, role, port))
+        self._reports = EngineReports(self.thread, load, completed=self._completed, changes=ends.target.changes)
+        self._server = WorkerServer(self, ends, self._reports)
+        self.info = await self._server.start(
+            options.host,
+            lambda port: worker_info(
+                options,
+                self.epoch,
+                self.requests.role,
+                engine,
+                port=port,
+                kv_port=ends.target.plane.port,
+                transports=ends.transports,
+            ),
+        )
         logger.info(
             "%s worker %s serves %s at %s:%d",
-            self.role,
+            self.requests.role,
             options.worker_id,
             options.model_name,
             options.host,
@@ -99,8 +143,8 @@ class WorkerService:
             await self._reports.aclose()
         if self._server is not None:
             await self._server.aclose()
-        if self._role is not None:
-            await self._role.aclose()
+        if self.ends is not None:
+            await self.ends.aclose()
         await self.thread.aclose()
 
     async def drain(self, timeout_s: float) -> None:
@@ -119,7 +163,7 @@ class WorkerService:
 
     def build_engine(self) -> Engine:
         """On the engine's thread."""
-        engine, self._sizes = build_engine(self.options, self.role, self._layer_hook(), self._wake)
+        engine, self._sizes = build_engine(self.options, self.role, self._starters.layer_hook, self._wake)
         return engine
 
     def _wake(self) -> None:
@@ -151,67 +195,25 @@ class WorkerService:
 
     def status(self) -> dict[str, Any]:
         """Everything that `kvrelay status` shows of this worker."""
-        load = msgspec.structs.asdict(self.load())  # zeros, too
-        role = self._role
+        engine, ends = self.thread.engine, self.ends
+        wanted_len = self.options.settings.model.max_model_len
         return {
             "info": msgspec.to_builtins(self.info) if self.info else {},
-            "load": load
-            | {name: [msgspec.structs.asdict(one) for one in load[name]] for name in ("kv_paths", "tiers")},
-            "transfer": msgspec.to_builtins(role.plane.stats()) if role is not None else None,
-            "pairs": [_plain(pair) for pair in role.plane.pairs()] if role is not None else [],
-            "backend": self._backend_facts(),
-            "sizes": self._size_facts(),
+            "load": plain_load(self.load()),
+            "transfer": msgspec.to_builtins(ends.stats()) if ends is not None else None,
+            "pairs": [plain_pair(pair) for pair in ends.pairs()] if ends is not None else [],
+            "backend": backend_facts(engine) if engine is not None else {},
+            "sizes": size_facts(engine, self._sizes, wanted_len) if engine is not None and self._sizes else [],
             "pid": os.getpid(),
         }
-
-    def _size_facts(self) -> list[str]:
-        """What was chosen for the engine and why, then what to note of it."""
-        engine = self.thread.engine
-        if engine is None or self._sizes is None:
-            return []
-        wanted = min(engine.model.spec.max_position, self.options.settings.model.max_model_len or 1 << 62)
-        line = self._sizes.describe(engine.cache.memory.layout.num_bytes)
-        return [line, *filter(None, [context_notice(engine.max_model_len, wanted)])]
-
-    def _backend_facts(self) -> dict[str, Any]:
-        engine = self.thread.engine
-        describe = getattr(engine.backend, "describe", None) if engine else None
-        facts = dict(describe()) if describe else {}
-        if engine is not None and isinstance(draft := engine.drafts.model, DraftModel):
-            facts["draft model"] = draft.describe()
-        if engine is not None and (error := engine.model.weight_error) is not None:
-            weights = engine.config.quantization or engine.model.spec.quantization
-            facts["weights"] = f"{weights}, relative RMS error {error.relative:.2%}"
-        return facts
-
-    def _describe(self, engine: Engine, role: WorkerRole, port: int) -> WorkerInfo:
-        layout, options = engine.cache.memory.layout, self.options
-        return WorkerInfo(
-            worker_id=options.worker_id,
-            role=str(self.role),
-            epoch=self.epoch,
-            host=options.host,
-            port=port,
-            node_id=options.node_id,
-            model=options.model_name,
-            fingerprint=engine.cache.fingerprint,
-            block_size=layout.block_size,
-            num_blocks=layout.num_blocks,
-            max_model_len=engine.max_model_len,
-            max_running=engine.config.max_running,
-            kv_bytes_per_token=layout.block_bytes // layout.block_size,
-            device=str(engine.backend.device),
-            transports=role.plane.transports,
-            kv_port=role.plane.port,
-        )
 
     def _completed(self, load: LoadReport) -> LoadReport:
         """With what the engine does not know: whether the worker drains, and its transfers' counters."""
         if self.requests.is_draining:
             load = msgspec.structs.replace(load, is_draining=True)
-        if self._role is None:
+        if self.ends is None:
             return load
-        return msgspec.structs.replace(load, **self._role.plane.stats().load_fields())
+        return msgspec.structs.replace(load, **self.ends.stats().load_fields())
 
     def _retry_after_s(self) -> float:
         return self._reports.retry_after_s() if self._reports is not None else 1.0
@@ -220,11 +222,12 @@ class WorkerService:
 
     def _send_tokens(self, result: StepResult) -> None:
         """On the engine's thread: send the outputs in a stream's middle; leave the others to the loop."""
-        watches_all = self._role is None or self._role.watches_outputs
+        is_held = self.ends.source.holds if self.ends is not None else self.requests.__contains__
         plain: list[wire.TokenOutput] = []
         watched: list[wire.TokenOutput] = []
         for output in result.outputs:
-            is_watched = watches_all or output.finish_reason is not None or self.requests.is_traced(output.request_id)
+            request_id = output.request_id
+            is_watched = output.finish_reason is not None or is_held(request_id) or self.requests.is_traced(request_id)
             (watched if is_watched else plain).append(output)
         result.outputs = watched
         for link, outputs in self.requests.by_link(plain).items():
@@ -232,12 +235,13 @@ class WorkerService:
                 result.outputs += outputs
 
     def _on_step(self, result: StepResult) -> None:
-        if self._role is None or self._reports is None:
+        ends = self.ends
+        if ends is None or self._reports is None:
             return  # a tier woke the engine while the worker starts: there are no requests yet
         for link, outputs in self.requests.by_link(result.outputs).items():
             link.send(wire.Tokens(outputs=outputs))  # before what follows from them, which must not overtake them
             for output in outputs:
-                self._role.on_output(output)
+                ends.source.on_output(output)
                 self.requests.trace_output(output)
                 if output.ends_request:
                     self.requests.remove(output.request_id)
@@ -247,13 +251,13 @@ class WorkerService:
             self.requests.fail(request_id, wire.PREEMPTED, "returned to prefill")
         for request_id, problem in result.failed:
             self.requests.fail(request_id, "grammar", problem, retryable=False)  # before what its transfer's end brings
-            self._role.drop(request_id, problem)
-        self._role.on_reservations(result.reservations)
+            ends.drop(request_id, problem)
+        ends.target.on_reservations(result.reservations)
         self._reports.publish(result)
 
     def _on_refused(self, request_id: str, reason: str, message: str) -> None:
-        if self._role is not None:
-            self._role.drop(request_id, reason)
+        if self.ends is not None:
+            self.ends.drop(request_id, reason)
         self.requests.refuse_added(request_id, reason, message)
 
     def _on_failure(self, error: BaseException) -> None:
@@ -261,14 +265,9 @@ class WorkerService:
         self.requests.is_draining = True
         reason = WorkerError(self.options.worker_id, f"{type(error).__name__}: {error}")
         for request_id in self.requests.ids:
-            if self._role is not None:
-                self._role.drop(request_id, "the engine failed")
+            if self.ends is not None:
+                self.ends.drop(request_id, "the engine failed")
             self.requests.fail(request_id, "engine", str(reason))
-
-
-def _plain(pair: PairReport) -> dict[str, Any]:
-    """As plain data, zeros and empty fields included."""
-    return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
 
 
 MAX_AUDITED = 1024  # hashes of one Audit that are answered
@@ -277,8 +276,8 @@ MAX_AUDITED = 1024  # hashes of one Audit that are answered
 class WorkerServer:
     """Listens from start() to aclose(). An ingress that disconnects takes its requests with it."""
 
-    def __init__(self, service: WorkerService, role: WorkerRole, reports: EngineReports) -> None:
-        self._service, self._role, self._reports = service, role, reports
+    def __init__(self, service: WorkerService, ends: WorkerEnds, reports: EngineReports) -> None:
+        self._service, self._ends, self._reports = service, ends, reports
         self._thread, self._requests = service.thread, service.requests
         self._server = Server(self._serve, service.options.secret, tls=service.tls)
         self._info: WorkerInfo | None = None
@@ -311,18 +310,18 @@ class WorkerServer:
             self._reports.disconnect(link)
             for request_id in list(link.requests):
                 self._requests.remove(request_id)
-                self._role.release(request_id, "the ingress disconnected")
+                self._ends.release(request_id, "the ingress disconnected")
 
     def _dispatch(self, link: IngressLink, message: wire.ToWorker) -> None:
         match message:
             case wire.Prefill() | wire.Reserve() | wire.Pair():
-                self._role.handle(link, message)
+                self._ends.handle(link, message)
             case wire.Generate(request=request):
 
                 def add(engine: Engine, grammar: CompiledGrammar | None) -> None:
                     engine.add(request, grammar=grammar)
 
-                if self._requests.admit(link, request, add, self._role.drop):
+                if self._requests.admit(link, request, add, self._ends.drop, side=Role.DECODE):
                     self._requests.begin_span(request.request_id, "prefill")
             case wire.Abort(request_id=request_id, choice=int(choice)):
                 if request_id in link.requests:
@@ -330,9 +329,9 @@ class WorkerServer:
             case wire.Abort(request_id=request_id, reason=reason):
                 if request_id in link.requests:
                     self._requests.remove(request_id)
-                    self._role.release(request_id, reason)
+                    self._ends.release(request_id, reason)
             case wire.Subscribe():
-                self._role.subscribed()
+                self._ends.target.subscribed()
                 self._reports.subscribe(link)
             case wire.Assigned():
                 self._reports.assign(link, message)

@@ -72,6 +72,7 @@ class PoolExports:
                 logger.warning("KV transport %s is left out: %s", name, error.why)
                 continue
             self.exporters[name] = exporter
+            exporter.set_busy(self._num_busy)
         if not self.exporters:
             raise BackendUnavailable("KV transport", "no transport could be started")
 

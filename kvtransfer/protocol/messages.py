@@ -25,7 +25,7 @@ import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Union
 
 import msgspec
@@ -387,6 +387,12 @@ class TransferStats:
         """This path's counters, to add to."""
         return self.paths.setdefault(name, KvPathLoad(name))
 
+    def plus(self, other: "TransferStats") -> "TransferStats":
+        """Both, as one: a worker's two ends."""
+        sums = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)[1:-1]}
+        paths = {name: _joined(self.path(name), other.path(name)) for name in {**self.paths, **other.paths}}
+        return TransferStats(other.transport or self.transport, **sums, paths=paths)
+
     def load_fields(self) -> dict[str, Any]:
         """LoadReport's fields about transfers."""
         return {
@@ -400,3 +406,8 @@ class TransferStats:
             "kv_expired_leases": self.expired_leases,
             "kv_paths": list(self.paths.values()),
         }
+
+
+def _joined(one: KvPathLoad, other: KvPathLoad) -> KvPathLoad:
+    columns = zip(msgspec.structs.astuple(one)[1:], msgspec.structs.astuple(other)[1:], strict=True)
+    return KvPathLoad(one.path, *map(sum, columns))

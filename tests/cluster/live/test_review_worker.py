@@ -116,7 +116,7 @@ async def test_a_grant_that_is_not_possible_is_a_refusal_and_leaks_nothing(folde
         def grant(*args, **kwargs):
             raise ValueError("a still holds the blocks of an earlier grant")
 
-        monkeypatch.setattr(worker.target, "grant", grant)
+        monkeypatch.setattr(worker.ends.target.plane, "grant", grant)
         connection.send_nowait(wire.encode(wire.Reserve(request=request("a"), timeout_s=5.0)))
         refused = await hear(connection, wire.Refused)
         assert refused.reason == "duplicate"

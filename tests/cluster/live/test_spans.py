@@ -156,7 +156,9 @@ async def test_a_refused_transfer_says_why(cluster, exporter, monkeypatch):
 
 async def test_a_transfer_that_the_source_takes_back_says_why_at_both_ends(cluster, exporter):
     calls = itertools.count()
-    cluster.prefill.source.generation_of = lambda block: next(calls)  # every block seems to be re-used all the time
+    cluster.prefill.ends.source.plane.generation_of = lambda block: next(
+        calls
+    )  # every block seems to be re-used all the time
     with pytest.raises(KvrelayError):
         [output async for output in cluster.stream()]
     spans = await ended(exporter, "kv transfer", "kv send")

@@ -37,7 +37,7 @@ def changed(**fields):
 
 def out_of_range(ticket, secret, cluster):
     content = open_ticket(ticket, secret)
-    beyond = cluster.inside[0].target.memory.layout.num_blocks
+    beyond = cluster.inside[0].ends.target.plane.memory.layout.num_blocks
     blocks = [beyond + i for i in range(len(content.target_blocks))]
     return seal(msgspec.structs.replace(content, target_blocks=blocks), secret)
 
@@ -123,14 +123,14 @@ async def test_a_ticket_that_was_used_is_refused_for_another_prompt(folder, monk
         second = request("second", 71, max_tokens=8)
         assert await collect(cluster, second) == oracle(folder, second)
         assert cluster.dispatcher.stats.retries == 1
-        assert cluster.inside[0].target.stats().refusals_by_reason["used"] == 1
+        assert cluster.inside[0].ends.target.plane.stats().refusals_by_reason["used"] == 1
         await nothing_held(cluster)
 
 
 async def test_a_ticket_that_expired_on_its_way_is_refused_and_recomputed(folder, monkeypatch):
     monkeypatch.setitem(KvTarget.__init__.__kwdefaults__, "lease_s", 2.0)
     async with local_cluster(settings(), folder) as cluster:
-        target, send, held = cluster.inside[0].target, cluster.dispatcher.links.send, []
+        target, send, held = cluster.inside[0].ends.target.plane, cluster.dispatcher.links.send, []
 
         def late(worker_id, message):
             if isinstance(message, wire.Prefill) and not held:

@@ -53,7 +53,7 @@ async def test_a_cluster_under_tls_answers_as_one_without(folder):
         assert await tokens(secured) == expected
         assert len(expected) == 12
         (inside,) = secured.inside
-        assert inside.target.stats().transport == "tcp"
+        assert inside.ends.target.plane.stats().transport == "tcp"
         ports = [(member.host, member.port) for member in secured.members]
         ports.append((ports[0][0], inside.target.port))  # the KV plane's
         for host, port in ports:

@@ -72,14 +72,14 @@ class Worker:
         )
         self.requests = RequestTable("d0", Role.DECODE, self.thread, lambda: 1.0)
         self.released: list[tuple[str, str]] = []
-        self._role = self._reports = self
+        self.ends = self.source = self.target = self._reports = self
         service = SimpleNamespace(
             thread=self.thread, requests=self.requests, options=SimpleNamespace(secret=b"s"), tls=None
         )
         self.server = WorkerServer(service, self, self)
         self.links: list[Link] = []
 
-    # ---- as the role and the reports
+    # ---- as both ends of the KV plane and the reports
 
     def drop(self, request_id, reason):
         self.released.append((request_id, reason))
