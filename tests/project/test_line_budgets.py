@@ -18,7 +18,7 @@ BUDGETS = {  # Python lines
     "engine": 11_800,
     "kvtransfer": 6_100,
     "prefill": 1_100,
-    "decode": 1_420,
+    "decode": 1_370,
     "router": 6_250,
     "serve": 8_900,
     "cluster": 16_800,
