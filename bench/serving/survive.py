@@ -27,8 +27,11 @@ import aiohttp
 
 from bench.serving.survive_clusters import Cluster, RayCluster, ServeCluster
 
-PROMPTS = [f"Write {count} sentences about {what}. " * 6
-           for count in (3, 5) for what in ("rivers", "old maps", "night trains", "salt")]  # fmt: skip
+PROMPTS = [
+    f"Write {count} sentences about {what}. " * 6
+    for count in (3, 5)
+    for what in ("rivers", "old maps", "night trains", "salt")
+]
 OUTPUT_TOKENS = 64
 SETTLED_S = 5.0  # of undisturbed load before each fault, and after the cluster is whole again
 WHOLE_S = 120.0  # the longest wait until the cluster is whole again
@@ -97,8 +100,14 @@ class Load:
 
     async def _send(self, session: aiohttp.ClientSession, prompt: str, *, stream: bool, has_begun: list[bool]) -> str:
         """The answer's text. `has_begun` is set once a token has arrived. Raises whatever goes wrong."""
-        body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0,
-                "ignore_eos": True, "stream": stream}  # fmt: skip
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         async with session.post(self._url, json=body) as answer:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status}: {(await answer.text())[:150]}")
@@ -192,17 +201,29 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load) -> Row | None:
         await asyncio.sleep(0.2)
     await asyncio.sleep(SETTLED_S)
     outcome.token()
-    return Row(fault.name, outcome.requests, outcome.failed, outcome.broken, outcome.wrong,
-               outcome.longest_gap_s, whole_s, outcome.first_failure)  # fmt: skip
+    return Row(
+        fault.name,
+        outcome.requests,
+        outcome.failed,
+        outcome.broken,
+        outcome.wrong,
+        outcome.longest_gap_s,
+        whole_s,
+        outcome.first_failure,
+    )
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| killed | requests | failed | of those, broken streams | wrong | longest silence s | whole after s |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| killed | requests | failed | of those, broken streams | wrong | longest silence s | whole after s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         whole = "not" if row.whole_s is None else f"{row.whole_s:.1f}"
-        lines.append(f"| {row.part} | {row.requests} | {row.failed} | {row.broken} | {row.wrong} "
-                     f"| {row.longest_gap_s:.1f} | {whole} |")  # fmt: skip
+        lines.append(
+            f"| {row.part} | {row.requests} | {row.failed} | {row.broken} | {row.wrong} "
+            f"| {row.longest_gap_s:.1f} | {whole} |"
+        )
     return "\n".join(lines)
 
 

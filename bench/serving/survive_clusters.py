@@ -16,13 +16,13 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bench.serving import processes
-from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, serve_config
+from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch.endpoints import request_json
-from kvrelay.cluster.launch.ray_session import ray_auth_headers
+from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.http_json import request_json
+from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
 from kvrelay.config import settings_from
 
 MARK = "KVRELAY_BENCH_MARK"
@@ -79,17 +79,14 @@ class Cluster:
     def model(self) -> str:
         return str(request_json("GET", f"{self.url}/v1/models", timeout_s=10.0)["data"][0]["id"])
 
-    def details(self) -> dict[str, Any]:
-        """Serve's view of the application."""
-        url = self.dashboard_url + APPLICATIONS
-        return request_json("GET", url, headers=ray_auth_headers(), timeout_s=10.0)
-
     def is_whole(self) -> bool:
         """Whether every replica runs, and the ingress that answers is connected to every worker."""
         try:
-            app = self.details()["applications"].get(APP_NAME, {})
-            states = {name: [one["state"] for one in of.get("replicas", [])]
-                      for name, of in app.get("deployments", {}).items()}  # fmt: skip
+            app = RayDashboard(self.dashboard_url).application()
+            states = {
+                name: [one["state"] for one in of.get("replicas", [])]
+                for name, of in app.get("deployments", {}).items()
+            }
             status = request_json("GET", f"{self.url}/kvrelay/status", timeout_s=10.0)
         except (ClusterError, KeyError):
             return False
@@ -118,13 +115,29 @@ class ServeCluster(Cluster):
 
     def start(self) -> None:
         flags = [part for role, count in COUNTS.items() for part in (f"--{role}", str(count))]
-        command = [sys.executable, "-u", "-m", "kvrelay.cluster.commands.cli", "serve", "--model", self.source,
-                   "--dtype", "float32", "--port", str(self.port), "--dashboard-port", str(free_port()),
-                   "--set", "engine.kv_memory=128MiB", *flags]  # fmt: skip
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "kvrelay.cluster.commands.cli",
+            "serve",
+            "--model",
+            self.source,
+            "--dtype",
+            "float32",
+            "--port",
+            str(self.port),
+            "--dashboard-port",
+            str(free_port()),
+            "--set",
+            "engine.kv_memory=128MiB",
+            *flags,
+        ]
         log = self.folder / "serve.log"
         with log.open("w") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self.environment,
-                                             start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )
         deadline_s = time.monotonic() + START_S
         while "Ctrl-C stops everything" not in (text := log.read_text()):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
@@ -158,30 +171,39 @@ class RayCluster(Cluster):
             "RAY_REDIS_ADDRESS": f"127.0.0.1:{redis}",
             "RAY_external_storage_namespace": self._mark,
             "RAY_worker_niceness": "0",
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-            "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-            "RAY_SERVE_HAPROXY_RETRIES": "3",
+            **SHARED_ADDRESS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         }
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={gcs}", "--num-cpus=8",
-               f"--dashboard-port={dashboard}", f"--temp-dir={self.folder}", "--node-ip-address=127.0.0.1",
-               "--object-store-memory=80000000", "--disable-usage-stats"]  # fmt: skip
+        ray = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            f"--port={gcs}",
+            "--num-cpus=8",
+            f"--dashboard-port={dashboard}",
+            f"--temp-dir={self.folder}",
+            "--node-ip-address=127.0.0.1",
+            "--object-store-memory=80000000",
+            "--disable-usage-stats",
+        ]
         done = subprocess.run(ray, env=self.environment, capture_output=True, text=True, timeout=START_S)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         self.dashboard_url = f"http://127.0.0.1:{dashboard}"
         self._gcs_command = processes.command_line(self.processes(lambda line: "gcs_server" in line)[0])
-        settings = settings_from({
-            "model": {"source": self.source, "dtype": "float32"},
-            "engine": {"kv_memory": "128MiB"},
-            "cluster": dict(COUNTS),
-        })  # fmt: skip
+        settings = settings_from(
+            {
+                "model": {"source": self.source, "dtype": "float32"},
+                "engine": {"kv_memory": "128MiB"},
+                "cluster": dict(COUNTS),
+            }
+        )
         config = serve_config(settings, http_port=self.port)
-        url = self.dashboard_url + APPLICATIONS
-        request_json("PUT", url, json.loads(json.dumps(config)), headers=ray_auth_headers(), timeout_s=120.0)
+        RayDashboard(self.dashboard_url).deploy(json.loads(json.dumps(config)))
         self.wait_until_whole()
 
     def restart_gcs(self) -> None:
@@ -190,5 +212,6 @@ class RayCluster(Cluster):
 
     def _spawn(self, command: list[str], name: str) -> None:
         with (self.folder / f"{name}.log").open("w") as output:
-            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self.environment,
-                             start_new_session=True)  # fmt: skip
+            subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )

@@ -20,6 +20,7 @@ from typing import Any
 from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard, keep_ray_token_private
+from kvrelay.cluster.launch.ray_environment import haproxy_files, set_ray_environment
 from kvrelay.cluster.launch.rollout import PLACE_S, Report, wait_until_running
 from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report
 from kvrelay.config import Settings
@@ -55,6 +56,11 @@ class RaySession:
         self._held: list[socket.socket] = []
         self.dashboard_url = ""
 
+    @property
+    def _has_shared_address(self) -> bool:
+        """Whether Serve's HAProxy takes the requests of several ingresses; one alone is reached directly."""
+        return self._settings.cluster.ingress > 1
+
     # ---- start
 
     def check_ports(self) -> None:
@@ -63,7 +69,7 @@ class RaySession:
         """
         serve = self._settings.serve
         adopt_orphans()
-        for port in range(serve.port, min(serve.port + self._settings.cluster.ingress, 65536)):
+        for port in range(serve.port, min(serve.port + self._settings.cluster.ingress + 1, 65536)):
             with contextlib.suppress(OSError):  # the API's port is checked below; Serve skips the others
                 self._held.append(held_port(serve.host, port))
         why = why_not_free(serve.host, serve.port)
@@ -77,7 +83,8 @@ class RaySession:
 
     def start_ray(self) -> None:
         """Start Ray here. Takes seconds. Raises ClusterError."""
-        set_ray_environment(self._settings.serve.port)
+        haproxy_ports = (free_port(LOOPBACK), free_port(LOOPBACK)) if self._has_shared_address else None
+        set_ray_environment(self._settings.serve.port, haproxy_ports)
         self.has_ray = True
         try:
             context = self._init_ray()
@@ -101,6 +108,7 @@ class RaySession:
         self._folder.mkdir(mode=0o700)
         os.environ["TMPDIR"] = str(self._folder)  # files that its processes leave there are removed with the folder
         os.environ[LOG_FILE_VARIABLE] = str(self._folder / "kvrelay.log")
+        os.environ.update(haproxy_files(self._folder / "h"))
         self._logs = LogFollower(self._folder / "kvrelay.log", self._show_log)
         self._logs.start()
         # otherwise torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
@@ -126,7 +134,10 @@ class RaySession:
         from kvrelay.cluster.registry.actor import connect_registry
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
-        config = serve_config(self._settings, http_port=free_port(self._settings.serve.host))
+        serve_at = self._settings.serve
+        config = serve_config(
+            self._settings, http_port=serve_at.port if self._has_shared_address else free_port(serve_at.host)
+        )
         connect_registry(self._settings.cluster.secret, LOOPBACK, self._settings.serve.api_key)
         serve.start(
             http_options=config["http_options"],
@@ -208,69 +219,3 @@ def free_port(host: str) -> int:
     """A port that was free a moment ago."""
     with held_port(host, 0) as probe:
         return int(probe.getsockname()[1])
-
-
-# ---- the environment of Ray, Serve and the dashboard, set before Ray is imported; a Ray of the user's keeps its own
-
-DIRECT_PORTS = 16  # ingress replicas on one machine listen at port, port + 1, ...
-
-_VARIABLES = {  # those that the user has set stay; bench/serving/footprint.py measures a cluster with them
-    # no usage reports, no logs on the terminal
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_LOG_TO_DRIVER": "0",
-    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",  # how soon Serve reports a replica without resources
-    # fewer wake-ups of idle processes
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
-    "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
-    "RAY_event_stats": "0",
-    "RAY_event_stats_metrics": "0",
-    "RAY_task_events_report_interval_ms": "5000",
-    "RAY_metrics_report_interval_ms": "30000",
-    "RAY_enable_open_telemetry": "0",
-    "RAY_core_worker_internal_heartbeat_ms": "10000",
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_raylet_report_resources_period_milliseconds": "500",
-    "RAY_raylet_check_gc_period_milliseconds": "5000",
-    "RAY_object_manager_timer_freq_ms": "1000",
-    "RAY_kill_idle_workers_interval_ms": "5000",
-    "RAY_report_worker_backlog_interval_ms": "5000",
-    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
-    "RAY_raylet_liveness_self_check_interval_ms": "30000",
-    "RAY_io_context_monitor_probe_interval_ms": "10000",
-    "RAY_ray_events_report_interval_ms": "60000",
-    "RAY_raylet_check_for_unexpected_worker_disconnect_interval_ms": "5000",
-    "RAY_grpc_client_check_connection_status_interval_milliseconds": "5000",
-    "REPORTER_UPDATE_INTERVAL_MS": "30000",
-    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
-    "METRICS_RECORD_INTERVAL_S": "60",
-    "NODE_STATS_UPDATE_INTERVAL_SECONDS": "30",
-    "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
-    "RAY_DASHBOARD_STATS_UPDATING_INTERVAL": "60",
-    "AUTOSCALER_UPDATE_INTERVAL_S": "60",
-    # no idle workers kept for Ray tasks, which kvrelay does not use
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_idle_worker_killing_time_threshold_ms": "1000",
-    "MALLOC_ARENA_MAX": "2",
-    # Ray's default of 15 lets every other process of the machine delay a decode step
-    "RAY_worker_niceness": "0",
-    # clients connect to the ingress replica itself: through Serve's proxy a token costs ten times the CPU
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-    "RAY_SERVE_PORT_QUARANTINE_S": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
-
-
-def set_ray_environment(port: int) -> None:
-    """Prepare this process's environment for a Ray cluster of its own whose first ingress listens on `port`."""
-    ports = {
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(port + DIRECT_PORTS, 65535)),
-    }
-    for name, value in {**_VARIABLES, **ports}.items():
-        os.environ.setdefault(name, value)
