@@ -12,15 +12,15 @@ pytestmark = pytest.mark.alone
 
 
 FOLDER = Path(__file__).parents[3] / "configs"
-SERVE_FILES = ["laptop", "laptop-2p3d", "aggregated", "autoscaling", "gpu-1p1d"]
+SERVE_FILES = ["laptop", "laptop-2p3d", "aggregated", "autoscaling", "gpu-1p1d", "containers"]
 
 
 def config_of(name: str) -> dict[str, Any]:
     data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    return dict(yaml.safe_load(data["spec"]["serveConfigV2"])) if name == "kuberay" else dict(data)
+    return dict(yaml.safe_load(data["spec"]["serveConfigV2"])) if name.startswith("kuberay") else dict(data)
 
 
-@pytest.mark.parametrize("name", [*SERVE_FILES, "kuberay"])
+@pytest.mark.parametrize("name", [*SERVE_FILES, "kuberay", "kuberay-cpu"])
 def test_serve_and_kvrelay_accept_it(name: str):
     from ray.serve.schema import ServeDeploySchema
 

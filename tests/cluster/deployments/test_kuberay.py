@@ -1,0 +1,200 @@
+"""The RayService files: KubeRay's, Kubernetes', Ray Serve's and our own schemas accept them, and their parts fit.
+
+No Kubernetes runs here: what these tests cannot see is listed in docs/kubernetes.md.
+"""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+
+from kvrelay.cluster.deployments.app import worker_options
+from kvrelay.config import settings_from
+from kvrelay.errors import ConfigError
+from tests.cluster.deployments.kuberay_schema import RAY_SERVICE
+
+ROOT = Path(__file__).parents[3]
+FILES = ("kuberay", "kuberay-cpu")
+KUBERNETES = "1.31"  # a version that is in use; KubeRay asks for 1.27 at least
+PROCESS_END_S = 30.0  # Ray's own processes, after preStop
+
+
+def service(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text()))
+
+
+def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The head's, then the workers'."""
+    cluster = spec["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    (only,) = group["template"]["spec"]["containers"]
+    return dict(only)
+
+
+def serve_file(spec: dict[str, Any]) -> dict[str, Any]:
+    return dict(yaml.safe_load(spec["spec"]["serveConfigV2"]))
+
+
+def check(spec: dict[str, Any]) -> None:
+    """By all four schemas. Raises the first's error."""
+    jsonschema.validate(spec, RAY_SERVICE)
+    for group in groups(spec):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    check_serve_file(serve_file(spec))
+
+
+def check_serve_file(data: dict[str, Any]) -> None:
+    """Ray Serve's schema, which drops keys that it does not know: those are refused here. Then our settings."""
+    known = [(data, ServeDeploySchema)]
+    known += [(app, ServeApplicationSchema) for app in data["applications"]]
+    known += [(one, DeploymentSchema) for app in data["applications"] for one in app["deployments"]]
+    for part, schema in known:
+        if strange := set(part) - set(schema.model_fields):
+            raise ValueError(f"Ray Serve does not know {strange}")
+    for app in ServeDeploySchema.model_validate(data).applications:
+        settings_from(app.args)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_schema_accepts_the_file(name):
+    check(service(name))
+
+
+def _misspell(at: Any, path: str) -> None:
+    """Rename the last key of a path such as a/0/b in place."""
+    *way, last = path.split("/")
+    for part in way:
+        at = at[int(part) if part.isdigit() else part]
+    at[last + "x"] = at.pop(last)
+
+
+CLUSTER = "spec/rayClusterConfig"
+POD = f"{CLUSTER}/workerGroupSpecs/0/template/spec"
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("spec/serveConfigV2", jsonschema.ValidationError),
+        ("spec/rayClusterDeletionDelaySeconds", jsonschema.ValidationError),
+        (f"{CLUSTER}/enableInTreeAutoscaling", jsonschema.ValidationError),
+        (f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", jsonschema.ValidationError),
+        (f"{CLUSTER}/authOptions/secretName", jsonschema.ValidationError),
+        (f"{CLUSTER}/workerGroupSpecs/1/maxReplicas", jsonschema.ValidationError),
+        (f"{POD}/terminationGracePeriodSeconds", kubernetes_validate.ValidationError),
+        (f"{POD}/securityContext/runAsNonRoot", kubernetes_validate.ValidationError),
+        (f"{POD}/containers/0/readinessProbe/failureThreshold", kubernetes_validate.ValidationError),
+        (f"{POD}/containers/0/lifecycle/preStop", kubernetes_validate.ValidationError),
+        (f"{POD}/containers/0/env/0/valueFrom/secretKeyRef", kubernetes_validate.ValidationError),
+        (f"{POD}/volumes/1/emptyDir/sizeLimit", kubernetes_validate.ValidationError),
+    ],
+)
+@pytest.mark.parametrize("name", FILES)
+def test_a_misspelt_field_is_refused(name, path, error):
+    spec = copy.deepcopy(json.loads(json.dumps(service(name))))  # without the file's shared parts
+    _misspell(spec, path)
+    with pytest.raises(error):
+        check(spec)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("route_prefix", "route_prefixx", ValueError),
+        ("ray_actor_options", "ray_actor_option", ValueError),
+        ("kv_memory", "kv_memoryy", ConfigError),
+        ("proxy_location: EveryNode", "proxy_location: Everywhere", ValueError),
+    ],
+)
+@pytest.mark.parametrize("name", FILES)
+def test_a_misspelt_key_of_the_serve_file_is_refused(name, old, new, error):
+    spec = service(name)
+    assert old in spec["spec"]["serveConfigV2"]
+    spec["spec"]["serveConfigV2"] = spec["spec"]["serveConfigV2"].replace(old, new)
+    with pytest.raises(error):
+        check(spec)
+
+
+def _leave_s(spec: dict[str, Any]) -> float:
+    (command,) = {tuple(container(group)["lifecycle"]["preStop"]["exec"]["command"]) for group in groups(spec)[1:]}
+    assert command[:4] == ("python", "-m", "kvrelay.cluster.launch.leave_node", "--within")
+    return float(command[4])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pods_have_time_for_our_shutdown(name):
+    """preStop waits as long as a replica may take; the grace period begins with preStop and outlasts it."""
+    spec = service(name)
+    (app,) = serve_file(spec)["applications"]
+    shutdown_s = worker_options(settings_from(app["args"]))["graceful_shutdown_timeout_s"]
+    assert shutdown_s <= _leave_s(spec) - 10
+    for group in groups(spec):
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s >= _leave_s(spec) + PROCESS_END_S
+        assert spec["spec"]["rayClusterDeletionDelaySeconds"] > grace_s
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_group_can_hold_the_replicas_that_may_run(name):
+    """A role's replicas ask for the resource that its group's pods offer, and both have the same bounds."""
+    spec = service(name)
+    (app,) = serve_file(spec)["applications"]
+    for group in groups(spec):
+        offered = json.loads(json.loads(group["rayStartParams"]["resources"]))  # quoted for KubeRay's shell
+        offered |= {
+            "CPU": int(group["rayStartParams"]["num-cpus"]),
+            "GPU": int(group["rayStartParams"].get("num-gpus", 0)),
+        }
+        deployment = next(one for one in app["deployments"] if one["name"] in offered)
+        wanted = deployment["ray_actor_options"]
+        assert wanted["resources"] == {deployment["name"]: 1}
+        assert wanted["num_cpus"] <= offered["CPU"] and wanted.get("num_gpus", 0) <= offered["GPU"]
+        limits = container(group)["resources"]["limits"]
+        assert offered["GPU"] == int(limits.get("nvidia.com/gpu", 0))
+        if "groupName" in group:
+            assert group["groupName"] == deployment["name"]
+            bounds = deployment.get("autoscaling_config", {"min_replicas": deployment.get("num_replicas")})
+            assert group["minReplicas"] == group["replicas"] == bounds["min_replicas"]
+            assert group["maxReplicas"] >= bounds.get("max_replicas", 1)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_containers_run_without_rights_and_get_their_secrets_from_one_secret(name):
+    spec = service(name)
+    auth = spec["spec"]["rayClusterConfig"]["authOptions"]
+    assert auth == {"mode": "token", "secretName": "kvrelay"}
+    user = re.search(r"USER (\d+):(\d+)", (ROOT / "Dockerfile").read_text())
+    assert user is not None
+    for group in groups(spec):
+        pod = group["template"]["spec"]["securityContext"]
+        assert pod["runAsNonRoot"] and [pod["runAsUser"], pod["runAsGroup"]] == [int(user[1]), int(user[2])]
+        own = container(group)["securityContext"]
+        assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        refs = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container(group)["env"] if "valueFrom" in one}
+        assert refs == {
+            "KVRELAY_API_KEY": {"name": "kvrelay", "key": "api-key"},
+            "KVRELAY_SECRET": {"name": "kvrelay", "key": "secret"},
+        }
+        mounts = {one["mountPath"]: one["name"] for one in container(group)["volumeMounts"]}
+        volumes = {one["name"]: one for one in group["template"]["spec"]["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert "/var/cache/kvrelay" in mounts and set(volumes) == set(mounts.values())
+    assert "api_key" not in json.dumps(serve_file(spec))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ray_in_the_image_is_the_version_that_the_file_names(name):
+    import ray
+
+    assert service(name)["spec"]["rayClusterConfig"]["rayVersion"] == ray.__version__
