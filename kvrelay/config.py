@@ -93,7 +93,8 @@ def settings_from(data: dict[str, Any]) -> Settings:
         parents = error.errors()[0]["loc"][:-1]
         section: Any = Settings.model_fields[str(parents[0])].annotation if parents else Settings
         known = section.model_fields if len(parents) < 2 else ()  # none inside a setting that is a mapping
-        raise ConfigError(first_problem(error, "configuration", known, noun="setting", depth=2)) from error
+        # without the cause: `serve status` shows the whole chain, in which the reason must stand last and alone
+        raise ConfigError(first_problem(error, "configuration", known, noun="setting", depth=2)) from None
 
 
 def planner_settings_from(data: dict[str, Any]) -> PlannerSettings:

@@ -23,6 +23,7 @@ FAILED = 1
 INTERRUPTED = 130
 
 _LAZY = {  # command -> module and function, and its summary
+    "deploy": ("cluster.commands.deploy:command", "Deploy a Serve file on any Ray cluster, and wait until it answers."),
     "status": ("cluster.commands.status:status", "Show the workers, their load and KV pools, and how KV travels."),
     "doctor": ("cluster.commands.doctor:doctor", "Show between which workers KV can travel, and what to change."),
     "scale": ("cluster.commands.status:scale", "Change how many workers run, without restarting the others."),

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from kvrelay.cluster.commands import doctor
+from kvrelay.cluster.commands.progress import StartProgress, show_progress
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch.dashboard import dashboard_token_hint
@@ -28,37 +27,6 @@ from kvrelay.environment import API_KEY_VARIABLE
 EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
 
 
-class StartProgress:
-    """The progress lines of a start: one for each part of the cluster, with its state and time."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._is_live = progress.console.is_terminal  # otherwise a plain line when a part begins and when it is done
-        self._tasks: dict[str, TaskID] = {}
-        self._lock = threading.Lock()
-
-    def report(self, part: str, state: str, share: float | None = None) -> None:
-        """Show `state`; `share` (0 to 1) sets the bar, None makes it pulse."""
-        with self._lock:
-            if part not in self._tasks:
-                self._tasks[part] = self._progress.add_task(part, total=None, state="")
-                self._print(f"  {part:<8} {state}")
-            if share is None:
-                self._progress.update(self._tasks[part], state=state)
-            else:
-                self._progress.update(self._tasks[part], state=state, total=1.0, completed=share)
-
-    def done(self, part: str, state: str = "ready") -> None:
-        self.report(part, state, 1.0)
-        with self._lock:
-            self._progress.stop_task(self._tasks[part])
-            self._print(f"✓ {part:<8} {state}")
-
-    def _print(self, line: str) -> None:
-        if not self._is_live:
-            self._progress.console.print(line, highlight=False, markup=False)
-
-
 def serve(settings: Settings, console: Console) -> int:
     """Run until a signal stops it; returns the exit status."""
     signals = StopSignals()
@@ -70,7 +38,8 @@ def serve(settings: Settings, console: Console) -> int:
             session.check_ports()
             model = _start(settings, session, console)
             note = endpoints.note(_running(settings, session, model))
-            _announce(settings, session, model, console)
+            announce(api_url(settings), session.dashboard_url, model, console, has_key=bool(settings.serve.api_key))
+            console.print("\n[dim]Ctrl-C stops everything[/dim]")
             while True:
                 signal.pause()
     except SystemExit:  # from Ray's handler of SIGTERM, while it starts
@@ -116,14 +85,8 @@ def _check_chat_template(file: str | None) -> None:
 
 def _start(settings: Settings, session: RaySession, console: Console) -> str:
     """Start model, Ray and application, then probe them; returns the model's served name. Raises KvrelayError."""
-    columns = (
-        SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description:<8}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    url, key, cluster = api_url(settings), settings.serve.api_key, settings.cluster
+    with show_progress(console) as progress:
         steps = StartProgress(progress)
         started_s = time.monotonic()
         steps.report("model", settings.model.source)
@@ -142,26 +105,25 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
         steps.done("Serve", "deployed")
         session.wait_until_running(lambda part, state: steps.report(part, state))
         for part in ("prefill", "decode", "ingress"):
-            if part != "prefill" or settings.cluster.prefill:
+            if part != "prefill" or cluster.prefill:
                 steps.done(part)
-        if settings.cluster.prefill:
+        if cluster.prefill:
             steps.report("pairs", "measuring the paths between workers")
-            steps.done("pairs", _check_pairs(settings, progress.console))
+            steps.done("pairs", check_pairs(url, key, progress.console, prefill=cluster.prefill, decode=cluster.decode))
         steps.report("probe", "a request through the whole path")
-        steps.done("probe", _probe(settings, model))
+        steps.done("probe", probe_path(url, key, model, prefill=cluster.prefill, decode=cluster.decode))
         with contextlib.suppress(ClusterError):  # what it prints is not needed to serve
-            _report_sizes(settings, progress.console)
+            report_sizes(url, key, progress.console)
         progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
     return model
 
 
-def _check_pairs(settings: Settings, console: Console) -> str:
+def check_pairs(url: str, api_key: str | None, console: Console, *, prefill: int, decode: int) -> str:
     """Print the table of pairs; returns their summary.
 
     Raises ClusterError when KV cannot travel between two workers.
     """
-    cluster = settings.cluster
-    view = doctor.settled(api_url(settings), settings.serve.api_key, prefill=cluster.prefill, decode=cluster.decode)
+    view = doctor.settled(url, api_key, prefill=prefill, decode=decode)
     console.print(doctor.render(view))
     if wrong := doctor.incompatible(view):
         raise ClusterError(f"KV cannot travel everywhere: {'; '.join(wrong)}")
@@ -171,10 +133,10 @@ def _check_pairs(settings: Settings, console: Console) -> str:
     return doctor.summary(view)
 
 
-def _report_sizes(settings: Settings, console: Console) -> None:
+def report_sizes(url: str, api_key: str | None, console: Console) -> None:
     """Print a line for each role: what its workers chose for themselves and why. And what limits or slows them."""
-    url, headers = f"{api_url(settings)}/kvrelay/status", auth_headers(settings.serve.api_key)
-    workers = request_json("GET", url, headers=headers, timeout_s=10.0)["workers"]
+    status = request_json("GET", f"{url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=10.0)
+    workers = status["workers"]
     for role in ("prefill", "decode"):
         worker = next((one for one in workers if one["role"] == role and one.get("sizes")), None)
         if worker is None:
@@ -185,14 +147,13 @@ def _report_sizes(settings: Settings, console: Console) -> None:
             console.print(f"[yellow]warning:[/yellow] {role}: {escape(notice)}", highlight=False, soft_wrap=True)
 
 
-def _probe(settings: Settings, model: str) -> str:
+def probe_path(url: str, api_key: str | None, model: str, *, prefill: int, decode: int) -> str:
     """Send one request; returns which path it took. Raises ClusterError when the path does not work."""
-    url, key, disaggregated = api_url(settings), settings.serve.api_key, settings.cluster.prefill > 0
-    if not doctor.settled(url, key, decode=settings.cluster.decode)["decode"]:
+    if not doctor.settled(url, api_key, decode=decode)["decode"]:
         raise ClusterError("the ingress is not ready: it is connected to no decode worker")
-    explain = probe(url, model, api_key=key, disaggregated=disaggregated)
+    explain = probe(url, model, api_key=api_key, disaggregated=prefill > 0)
     path = explain.get("path", "?")
-    if disaggregated and path != "disaggregated":
+    if prefill and path != "disaggregated":
         raise ClusterError(f"the probe took the {path} path, not one through a prefill worker")
     transport = explain.get("transfer", {}).get("transport")
     return f"{path} path works" + (f", KV over {transport}" if transport else "")
@@ -208,15 +169,14 @@ def _running(settings: Settings, session: RaySession, model: str) -> endpoints.R
     return endpoints.RunningCluster(os.getpid(), api_url(settings), session.dashboard_url, model)
 
 
-def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
-    url = api_url(settings)
-    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if settings.serve.api_key else ""  # never the key itself
+def announce(url: str, dashboard_url: str, model: str, console: Console, *, has_key: bool) -> None:
+    """Print where the cluster's API, live view and dashboard are, and a curl line."""
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_key else ""  # never the key itself
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], '
     body += '"max_tokens": 128, "stream": true}'
-    lines = [f"API        {url}/v1", f"live view  {url}/ui", f"dashboard  {session.dashboard_url}"]
-    if token := dashboard_token_hint(session.dashboard_url):
+    lines = [f"API        {url}/v1", f"live view  {url}/ui", f"dashboard  {dashboard_url}"]
+    if token := dashboard_token_hint(dashboard_url):
         lines.append(f"           {token}")
     console.print(Panel("\n".join(lines), title=f"kvrelay serves {model}", expand=False), highlight=False)
     console.print("Try it:\n", highlight=False)
     console.out(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
-    console.print("\n[dim]Ctrl-C stops everything[/dim]")

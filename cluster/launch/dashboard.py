@@ -31,9 +31,9 @@ class RayDashboard:
         """Serve's own status of every application and proxy."""
         return self._request("GET", APPLICATIONS)
 
-    def application(self) -> dict[str, Any]:
+    def application(self, name: str = APP_NAME) -> dict[str, Any]:
         """Serve's status of kvrelay; empty when it is not deployed."""
-        return dict(self.details().get("applications", {}).get(APP_NAME, {}))
+        return dict(self.details().get("applications", {}).get(name, {}))
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Have Serve run this configuration; returns before its replicas run."""
@@ -43,16 +43,16 @@ class RayDashboard:
         """The nodes that are alive: node_id, node_ip, resources_total."""
         return self._rows("nodes", state="ALIVE")
 
-    def latest_lines(self, deployment: str, replica_ids: Iterable[str]) -> dict[str, str]:
+    def latest_lines(self, app_name: str, deployment: str, replica_ids: Iterable[str]) -> dict[str, str]:
         """For each of these replicas that has a place, its latest log message, as `message (node's address)`."""
-        names = {f"SERVE_REPLICA::{APP_NAME}#{deployment}#{one}": one for one in replica_ids}
+        names = {f"SERVE_REPLICA::{app_name}#{deployment}#{one}": one for one in replica_ids}
         hosts = {node["node_id"]: node["node_ip"] for node in self.nodes()}
         found: dict[str, str] = {}
         for actor in self._rows("actors", state="ALIVE"):
             one, node_id = names.get(str(actor.get("name"))), str(actor.get("node_id"))
             if one is None or node_id not in hosts:
                 continue
-            file = f"serve/replica_{APP_NAME}_{deployment}_{one}.log"
+            file = f"serve/replica_{app_name}_{deployment}_{one}.log"
             with contextlib.suppress(ClusterError):  # the file does not exist yet
                 if line := self._last_message(node_id, file):
                     found[one] = f"{line} ({hosts[node_id]})"

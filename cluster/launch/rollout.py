@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvrelay.cluster.deployments.serve_config import APP_NAME
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
 
@@ -23,7 +24,12 @@ Report = Callable[[str, str], None]  # part of the cluster, its state
 
 
 def wait_until_running(
-    dashboard: RayDashboard, report: Report, *, place_s: float | None = None, unhealthy_s: float = UNHEALTHY_S
+    dashboard: RayDashboard,
+    report: Report,
+    *,
+    app_name: str = APP_NAME,
+    place_s: float | None = None,
+    unhealthy_s: float = UNHEALTHY_S,
 ) -> None:
     """Wait until every replica runs; report the counts, and what starting replicas log, meanwhile.
 
@@ -37,7 +43,7 @@ def wait_until_running(
     started_s = placed_s = healthy_s = time.monotonic()
     looked_s, lines = started_s, dict[str, list[str]]()
     while True:
-        app, now_s = dashboard.application(), time.monotonic()
+        app, now_s = dashboard.application(app_name), time.monotonic()
         if now_s - looked_s >= LOGS_S:
             looked_s, lines = now_s, latest_lines(dashboard, app)
         deployments = app.get("deployments", {})
@@ -65,7 +71,7 @@ def latest_lines(dashboard: RayDashboard, app: dict[str, Any]) -> dict[str, list
     lines: dict[str, list[str]] = {}
     for name, deployment in app.get("deployments", {}).items():
         if starting := _starting(deployment):
-            lines[name] = sorted(set(dashboard.latest_lines(name, starting).values()))
+            lines[name] = sorted(set(dashboard.latest_lines(app["name"], name, starting).values()))
     return lines
 
 

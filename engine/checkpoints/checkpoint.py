@@ -73,6 +73,17 @@ def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None
     return _from_hub(match["repo"], match["file"], source, report)
 
 
+def source_problem(source: str) -> str | None:
+    """Why this cannot be a model that the processes of several hosts look up, whatever these hosts have; else None."""
+    if source == DEFAULT_MODEL or Path(source).is_absolute():
+        return None
+    if _looks_like_path(source):
+        return f"{source!r}: replicas run in other folders, so write an absolute path, the same on every host"
+    if _HUB_ID.fullmatch(source) is None:
+        return f"{source!r} is neither an absolute path, nor a hub id (org/name), nor {DEFAULT_MODEL}"
+    return None
+
+
 def _looks_like_path(source: str) -> bool:
     return source.startswith(("/", "./", "../", "~")) or (source.endswith(".gguf") and ":" not in source)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands.cli import run
-from kvrelay.cluster.commands.serve import _check_pairs
+from kvrelay.cluster.commands.serve import check_pairs
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.local import LocalProcess, spawn
 from kvrelay.config import settings_from
@@ -132,7 +132,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
         code, text = await here.doctor(capsys, "--json", "--probe")
         (report,) = json.loads(text)["pairs"]
         assert code == 0 and report["verdict"] == "ok" and doctor.chosen(report)["bytes_per_s"] > 0
-        told = await asyncio.to_thread(_check_pairs, settings(here.port), Console(quiet=True))
+        told = await asyncio.to_thread(check_pairs, here.url, "k3y", Console(quiet=True), prefill=1, decode=1)
         assert told == "1 ok"
         assert (await here.get("/kvrelay/pairs")).status_code == 401
         async with asyncio.timeout(20):  # until a load report has brought it
@@ -175,7 +175,7 @@ async def test_workers_that_misfit_serve_nothing_and_everybody_says_why_and_what
         code, table = await here.doctor(capsys)
         assert code == 1 and "incompatible" in table
         with pytest.raises(ClusterError, match=remedy):
-            await asyncio.to_thread(_check_pairs, settings(here.port), Console(quiet=True))
+            await asyncio.to_thread(check_pairs, here.url, "k3y", Console(quiet=True), prefill=1, decode=1)
 
 
 async def test_beside_a_pair_that_fits_a_misfit_is_left_out_and_explained(folders, capsys):

@@ -5,15 +5,12 @@ import json
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvrelay.cluster.commands import serve
-from kvrelay.cluster.commands.serve import _announce, _report_sizes
-from kvrelay.config import settings_from
+from kvrelay.cluster.commands.serve import announce, report_sizes
 
 pytestmark = pytest.mark.alone
 
@@ -46,21 +43,19 @@ def test_a_dashboard_that_asks_for_a_token_is_announced_with_the_command_that_pr
     handler = type("Handler", (Dashboard,), {"mode": mode})
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        session: Any = SimpleNamespace(dashboard_url=f"http://127.0.0.1:{server.server_port}")
-        _announce(settings_from({}), session, "m", console)
+        dashboard_url = f"http://127.0.0.1:{server.server_port}"
+        announce("http://a", dashboard_url, "m", console, has_key=False)
         server.shutdown()
     text = console.export_text()
-    assert session.dashboard_url in text and ("`ray get-auth-token` prints it" in text) is is_shown
+    assert dashboard_url in text and ("`ray get-auth-token` prints it" in text) is is_shown
 
 
 def test_the_curl_line_names_the_variable_of_the_key_and_never_the_key():
-    settings = settings_from({"serve": {"api_key": "it's secret"}})
     console = Console(file=io.StringIO(), width=200, record=True)
-    session: Any = SimpleNamespace(dashboard_url=nobody())
-    _announce(settings, session, "m", console)
+    announce("http://a", nobody(), "m", console, has_key=True)
     text = console.export_text()
     line = next(line for line in text.splitlines() if line.startswith("curl "))
-    assert '-H "Authorization: Bearer $KVRELAY_API_KEY"' in line and "secret" not in text
+    assert '-H "Authorization: Bearer $KVRELAY_API_KEY"' in line
 
 
 def test_a_line_for_each_role_says_what_it_chose_and_warnings_say_what_limits_or_slows_it(monkeypatch):
@@ -74,7 +69,7 @@ def test_a_line_for_each_role_says_what_it_chose_and_warnings_say_what_limits_or
     ]
     monkeypatch.setattr(serve, "request_json", lambda *args, **options: {"workers": workers})
     console = Console(file=io.StringIO(), width=60, record=True)
-    _report_sizes(settings_from({}), console)
+    report_sizes("http://a", None, console)
     assert console.export_text().splitlines() == [
         "  prefill  KV pool 8 MiB",
         "  decode   KV pool 9 MiB",

@@ -22,7 +22,7 @@ def app(status: str, message: str = "", *states: str) -> dict[str, Any]:
     """Serve's details of an application with one decode deployment."""
     replicas = [{"replica_id": f"r{index}", "state": state} for index, state in enumerate(states or ("STARTING",))]
     decode = {"message": message, "target_num_replicas": len(replicas), "replicas": replicas}
-    return {"status": status, "message": "", "deployments": {"decode": decode}}
+    return {"name": "kvrelay", "status": status, "message": "", "deployments": {"decode": decode}}
 
 
 class Dashboard:
@@ -31,11 +31,11 @@ class Dashboard:
     def __init__(self, answers: Iterable[dict[str, Any]], step_s: float) -> None:
         self._answers, self._step_s, self.now_s = iter(answers), step_s, 0.0
 
-    def application(self) -> dict[str, Any]:
+    def application(self, name: str) -> dict[str, Any]:
         self.now_s += self._step_s
         return next(self._answers)
 
-    def latest_lines(self, deployment: str, replica_ids: list[str]) -> dict[str, str]:
+    def latest_lines(self, app_name: str, deployment: str, replica_ids: list[str]) -> dict[str, str]:
         return dict.fromkeys(replica_ids, f"downloading {deployment} 40 % (10.0.0.3)")
 
 
