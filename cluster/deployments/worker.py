@@ -33,6 +33,7 @@ from kvrelay.types import Role
 logger = logging.getLogger(__name__)
 
 DETAILS_S = 10.0
+PROGRESS_S = 2.0
 LEAST_WORKERS = 2  # one of each role, while Serve's targets are unknown
 
 HUNG_S = 60.0  # far above the longest step, also of a large model on a slow CPU
@@ -83,6 +84,7 @@ class WorkerReplica:
             await self._join_store(node_id)
         self._worker = await asyncio.to_thread(self._make, model_dir, join, node_id, num_workers)
         tracing.configure(self._worker.worker_id, self.role)
+        logger.info("loading the model")
         info = await self._worker.start()
         if self._stores is not None:
             await self._stores.share_host_tier(self._worker)
@@ -240,10 +242,22 @@ def _serve_details() -> dict[str, Any]:
 
 
 def prepared_model(settings: Settings) -> Any:
-    """The checkpoint's folder on this machine, downloaded and converted if necessary."""
+    """The checkpoint's folder on this machine, downloaded and converted if necessary.
+
+    Progress is logged, a line in PROGRESS_S: `kvrelay deploy` shows the latest line of each replica that starts.
+    """
     from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 
-    return prepare_checkpoint(settings.model)
+    logged_s, logged = 0.0, ""
+
+    def report(what: str, share: float) -> None:
+        nonlocal logged_s, logged
+        if what != logged or time.monotonic() - logged_s > PROGRESS_S:
+            logged_s, logged = time.monotonic(), what
+            logger.info("%s: %.0f %%", what, 100 * share)
+
+    logger.info("looking for %s", settings.model.source)
+    return prepare_checkpoint(settings.model, report)
 
 
 def log_as_replica(role: str) -> None:
