@@ -35,6 +35,7 @@ _LAZY = {  # command -> module and function, and its summary
     "trace": ("cluster.commands.trace:command", "Write a workload as a trace file, or summarise it."),
     "simulate": ("cluster.commands.simulate:command", "Simulate a cluster of any size under a workload."),
     "plan": ("cluster.commands.plan:command", "Compute how many prefill and decode workers a workload needs."),
+    "dashboards": ("cluster.commands.dashboards:command", "Write Grafana dashboards and Prometheus alert rules."),
     "bench": ("cluster.loadgen.cli:command", "Load an OpenAI server; report latency and throughput."),
 }
 

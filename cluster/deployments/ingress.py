@@ -9,12 +9,13 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
+from prometheus_client.core import Metric
 from ray.exceptions import RayError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,6 +23,7 @@ from starlette.routing import Route
 
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
+from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.worker import log_as_replica, prepared_model
 from kvrelay.cluster.registry.actor import connect_registry, follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
@@ -31,11 +33,12 @@ from kvrelay.grammar.gate import GrammarGate
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.api.endpoint import check_api_key, error_response
+from kvrelay.serve.api.endpoint import INGRESS, check_api_key, error_response
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
 from kvrelay.serve.telemetry.history import PERIOD_S, History
+from kvrelay.serve.telemetry.metrics import ingress_metrics
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
@@ -145,6 +148,13 @@ class IngressReplica:
         self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")
         self._history = History()
         self._recording = asyncio.create_task(self._record_history(), name="history")
+        self._exporting = asyncio.create_task(
+            export_metrics(self._metrics, {"ingress": INGRESS}), name="export metrics"
+        )
+
+    def _metrics(self) -> Iterable[Metric]:
+        parts = self._dispatcher
+        return ingress_metrics(parts.stats, parts.router, parts.workers)
 
     def __serve_build_asgi_app__(self) -> Any:
         sessions = SharedSessions(self._registry, time.monotonic)
@@ -235,6 +245,7 @@ class IngressReplica:
         if following := getattr(self, "_following", None):
             following.cancel()
             self._recording.cancel()
+            self._exporting.cancel()
             await self._dispatcher.aclose()
             await self._grammars.aclose()
             await asyncio.to_thread(tracing.shutdown)

@@ -8,14 +8,17 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import ray
+from prometheus_client.core import Metric
 
 from kvrelay import tracing
 from kvrelay.cluster.autoscaling.feed import worker_report
 from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
+from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
@@ -28,6 +31,7 @@ from kvrelay.errors import EngineFailed, StoreError
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.logs import configure_logging
 from kvrelay.machine import own_cores
+from kvrelay.serve.telemetry.metrics import worker_metrics
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -98,6 +102,10 @@ class WorkerReplica:
         self._listing = asyncio.create_task(
             send_heartbeats(self._registry, self._record, self._retire), name="heartbeat"
         )
+        self._exporting = asyncio.create_task(export_metrics(self._metrics), name="export metrics")
+
+    def _metrics(self) -> Iterable[Metric]:
+        return worker_metrics([(self._worker.info, self._worker.load())])
 
     def _lease_cores(self, num_workers: int) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers are not pinned."""
@@ -190,6 +198,7 @@ class WorkerReplica:
         except ray.exceptions.RayError as error:
             logger.warning("worker %s could not leave the registry: %s", self._record.worker_id, error)
         await self._worker.drain(drain_s)
+        self._exporting.cancel()
         await self._worker.aclose()
         if self._lease is not None:
             self._lease.release()

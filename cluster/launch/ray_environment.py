@@ -20,7 +20,6 @@ _VARIABLES = {  # those that the user has set stay; bench/serving/footprint.py m
     "RAY_event_stats_metrics": "0",
     "RAY_task_events_report_interval_ms": "5000",
     "RAY_metrics_report_interval_ms": "30000",
-    "RAY_enable_open_telemetry": "0",
     "RAY_core_worker_internal_heartbeat_ms": "10000",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_raylet_report_resources_period_milliseconds": "500",

@@ -84,7 +84,7 @@ def create_app(
         ],
         exception_handlers={HTTPException: _http_error},
     )
-    app.add_middleware(HttpObserver)
+    app.add_middleware(HttpObserver, responses=dispatcher.stats.responses)
     app.router.redirect_slashes = False  # clients handle a redirected POST badly; 404 names the path
     return app
 

@@ -9,6 +9,7 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -331,18 +332,20 @@ _TRACED = ("/v1/completions", "/v1/chat/completions")
 
 
 class HttpObserver:
-    """An ASGI app that logs each request: method, path, status, time to its last byte, our id, never what it holds; and
-    puts completions under a span. Without an exporter it only passes the client's traceparent on.
+    """An ASGI app that logs each request: method, path, status, time to its last byte, our id, never what it holds; it
+    counts the responses to completions by status in `responses`, and puts completions under a span. Without an exporter
+    it only passes the client's traceparent on.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, responses: Counter[str]) -> None:
+        self._app, self._responses = app, responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_http = scope["type"] == "http"
-        span = _span_of(scope) if is_http and scope["method"] == "POST" and scope["path"].endswith(_TRACED) else None
+        is_completion = is_http and scope["method"] == "POST" and scope["path"].endswith(_TRACED)
+        span = _span_of(scope) if is_completion else None
         is_logged = is_http and access_logger.isEnabledFor(logging.INFO)
-        if span is None and not is_logged:
+        if not is_completion and not is_logged:
             await self._app(scope, receive, send)
             return
         started_s, status = time.perf_counter(), 0
@@ -360,6 +363,8 @@ class HttpObserver:
                 span.set_status(Status(StatusCode.ERROR, type(error).__name__))
             raise
         finally:
+            if is_completion and status:
+                self._responses[str(status)] += 1
             if span is not None:
                 if status:
                     span.set_attribute("http.response.status_code", status)

@@ -1,6 +1,12 @@
-"""/metrics: the ingress's own counters and the workers' load reports, collected when Prometheus scrapes."""
+"""The one table of metrics: an ingress's own counters, and what follows from workers' load reports.
+
+Two exporters read it, so that names, labels and values are the same: /metrics, when Prometheus scrapes an ingress, and
+Ray's metrics (cluster/deployments/ray_metrics.py), every few seconds in every process. Counters that dashboards and
+alerts ask for begin with 0: Prometheus sees no increase in a series that begins with 1.
+"""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -16,7 +22,13 @@ from kvrelay.router.slo.learning import RATIO_BOUNDS
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Verdict, WorkerPair
-from kvrelay.types import Role
+from kvrelay.types import FinishReason, Role
+
+PAIRS_SHOWN = 256  # pairs of workers with series of their own, those that do not work first
+OUTCOMES = (FinishReason.STOP, FinishReason.LENGTH, "client", "overloaded", "deadline", "slo", "error")
+REFUSALS = ("expired", "checksum", "incomplete", "transport", "fingerprint", "stale_epoch", "stale_generation")
+PREEMPTION_MODES = ("swap", "recompute", "return-to-prefill")
+PATHS = ("disaggregated", "local", "prefill_only")
 
 
 class _Table:
@@ -65,8 +77,11 @@ _OF_INGRESS = (
 
 
 def _counted(stats: ServeStats, table: _Table) -> None:
-    table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", stats.outcomes)
-    table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", stats.decisions)
+    outcomes, decisions = dict.fromkeys(OUTCOMES, 0) | stats.outcomes, dict.fromkeys(PATHS, 0) | stats.decisions
+    table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", outcomes)
+    table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", decisions)
+    what = "Responses to requests for completions, by HTTP status; 499: the client left."
+    table.add_counts("kvrelay_http_responses_total", what, {}, "status", stats.responses)
     what = "Fields of requests that were ignored, by name."
     table.add_counts("kvrelay_ignored_fields_total", what, {}, "field", stats.ignored_fields)
     for (name, verdict), count in stats.slo_verdicts.items():
@@ -90,6 +105,8 @@ def _forecast(forecast: Forecast, table: _Table) -> Iterable[Metric]:
 _OF_WORKER = (  # with the field of the worker's LoadReport
     ("kvrelay_worker_queued_tokens", "Prompt tokens not yet computed.", "queued_tokens"),
     ("kvrelay_worker_step_seconds", "Moving average of the step time.", "step_s"),
+    ("kvrelay_worker_steps_total", "Steps computed.", "steps"),
+    ("kvrelay_worker_batch_tokens", "Tokens of the last step.", "batch_tokens"),
     ("kvrelay_worker_preemptions_total", "Sequences preempted.", "preemptions"),
     ("kvrelay_worker_prefix_query_tokens_total", "Tokens looked up in the prefix cache.", "prefix_query_tokens"),
     ("kvrelay_worker_prefix_hit_tokens_total", "Tokens found in the prefix cache.", "prefix_hit_tokens"),
@@ -155,7 +172,8 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     computed = {tenant or "none": count for tenant, count in load.tenant_tokens.items()}
     computed["other"] = load.other_tenant_tokens
     table.add_counts("kvrelay_worker_tenant_tokens_total", "Tokens computed, by tenant.", worker, "tenant", computed)
-    table.add_counts("kvrelay_worker_preempted_total", "Sequences preempted, by mode.", worker, "mode", load.preempted)
+    preempted = dict.fromkeys(PREEMPTION_MODES, 0) | load.preempted
+    table.add_counts("kvrelay_worker_preempted_total", "Sequences preempted, by mode.", worker, "mode", preempted)
     swaps, what = {"out": load.swap_out_s, "in": load.swap_in_s}, "Time spent on copies between pool and swap area."
     table.add_counts("kvrelay_worker_swap_seconds_total", what, worker, "direction", swaps)
     for tier in load.tiers:
@@ -165,13 +183,15 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     is_source = info.role == Role.PREFILL  # it hashes before a path is chosen
     checks = {"any": load.kv_check_s} if is_source else {path.path: path.check_s for path in load.kv_paths}
     table.add_counts("kvrelay_kvtransfer_check_seconds_total", "Time spent on KV checksums.", worker, "path", checks)
-    table.add_counts("kvrelay_kvtransfer_refusals_total", "KV transfers refused.", worker, "reason", load.kv_refused)
+    refused = dict.fromkeys(REFUSALS, 0) | load.kv_refused
+    table.add_counts("kvrelay_kvtransfer_refusals_total", "KV transfers refused.", worker, "reason", refused)
 
 
 def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
-    for pair in pairs:
-        if pair.report is None:
-            continue
+    reported = [pair for pair in pairs if pair.report is not None]
+    reported.sort(key=lambda pair: pair.verdict is Verdict.OK)
+    for pair in reported[:PAIRS_SHOWN]:
+        assert pair.report is not None
         ends = dict(zip(("source", "target"), pair.key, strict=True))
         is_ok = "true" if pair.verdict is Verdict.OK else "false"
         labels = {**ends, "path": pair.path.path if pair.path is not None else "none", "ok": is_ok}
@@ -184,6 +204,44 @@ def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
                 table.add("kvrelay_kvtransfer_path_latency_seconds", "Probed latency of one block.", labels, latency_s)
 
 
+def ingress_metrics(stats: ServeStats, router: Router, workers: Membership) -> Iterable[Metric]:
+    """What one ingress counts and sees: sum counters over ingresses; take the maximum of what it sees of workers."""
+    for name, documentation, attribute in _HISTOGRAMS:
+        histogram = getattr(stats, attribute)
+        buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in histogram.cumulative()]
+        yield HistogramMetricFamily(name, documentation, buckets, histogram.total)
+    table = _Table()
+    table.add_fields(_OF_INGRESS, stats, {})
+    what = "Moving average of observed minus predicted time to first token."
+    table.add("kvrelay_router_prediction_error_seconds", what, {}, router.prediction_error_s)
+    what = "Sequences deferred at the ingress, as their first token would miss its target anyway."
+    table.add("kvrelay_requests_deferred", what, {}, router.num_deferred)
+    _counted(stats, table)
+    if router.forecast is not None:
+        yield from _forecast(router.forecast, table)
+    roles = Counter({str(role): 0 for role in Role})
+    for info, _ in workers.live_workers():
+        roles[info.role] += 1
+        audit = router.index.audit_counts(info.worker_id)
+        counts = {"agreed": audit.compared - audit.wrong - audit.missed, "wrong": audit.wrong, "missed": audit.missed}
+        what, labels = "Index entries compared with a worker's cache.", {"worker": info.worker_id}
+        table.add_counts("kvrelay_router_audited_hashes_total", what, labels, "result", counts)
+    table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles)
+    losses = {str(role): workers.losses[role] for role in Role}
+    what = "Connections lost to workers that had not left the cluster: crashes, cut links."
+    table.add_counts("kvrelay_worker_losses_total", what, {}, "role", losses)
+    _pairs(workers.pairs.book.pairs, table)
+    yield from table.families.values()
+
+
+def worker_metrics(workers: Iterable[tuple[WorkerInfo, LoadReport]]) -> Iterable[Metric]:
+    """What follows from the last load report of each worker."""
+    table = _Table()
+    for info, load in workers:
+        _worker(info, load, table)
+    yield from table.families.values()
+
+
 class ServeCollector(Collector):
     """Reads the counters where they are kept; holds none of its own."""
 
@@ -191,34 +249,8 @@ class ServeCollector(Collector):
         self._stats, self._router, self._workers = stats, router, workers
 
     def collect(self) -> Iterable[Metric]:
-        for name, documentation, attribute in _HISTOGRAMS:
-            histogram = getattr(self._stats, attribute)
-            buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in histogram.cumulative()]
-            yield HistogramMetricFamily(name, documentation, buckets, histogram.total)
-        table = _Table()
-        table.add_fields(_OF_INGRESS, self._stats, {})
-        what = "Moving average of observed minus predicted time to first token."
-        table.add("kvrelay_router_prediction_error_seconds", what, {}, self._router.prediction_error_s)
-        what = "Sequences deferred at the ingress, as their first token would miss its target anyway."
-        table.add("kvrelay_requests_deferred", what, {}, self._router.num_deferred)
-        _counted(self._stats, table)
-        if self._router.forecast is not None:
-            yield from _forecast(self._router.forecast, table)
-        roles = {"prefill": 0, "decode": 0}
-        for info, load in self._workers.live_workers():
-            _worker(info, load, table)
-            roles[info.role] = roles.get(info.role, 0) + 1
-            audit = self._router.index.audit_counts(info.worker_id)
-            counts = {
-                "agreed": audit.compared - audit.wrong - audit.missed,
-                "wrong": audit.wrong,
-                "missed": audit.missed,
-            }
-            what, labels = "Index entries compared with a worker's cache.", {"worker": info.worker_id}
-            table.add_counts("kvrelay_router_audited_hashes_total", what, labels, "result", counts)
-        table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles)
-        _pairs(self._workers.pairs.book.pairs, table)
-        yield from table.families.values()
+        yield from ingress_metrics(self._stats, self._router, self._workers)
+        yield from worker_metrics(self._workers.live_workers())
 
 
 def make_registry(stats: ServeStats, router: Router, workers: Membership) -> CollectorRegistry:

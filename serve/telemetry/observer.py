@@ -35,6 +35,7 @@ _TPOT_BOUNDS_S = (
 )  # fmt: skip
 """Both close together where targets are: the planner asks which share kept one (cluster/autoscaling/feed.py)."""
 _GAP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+STATUSES = ("200", "400", "429", "500", "503")  # counted from 0
 _TOTAL_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -76,6 +77,7 @@ class ServeStats:
     slo_verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of requests, by class and verdict
     slo_outcomes: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by promised class; True: it was met
     ignored_fields: Counter[str] = field(default_factory=Counter)  # of requests' bodies, by name
+    responses: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STATUSES, 0)))  # by HTTP status
     running: int = 0
     deferred: int = 0  # sequences that waited at the ingress, as their first token would miss its target anyway
     retries: int = 0

@@ -7,6 +7,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvrelay.config import Settings
@@ -183,6 +184,11 @@ class Membership:
         """Every connected member and its last load report."""
         empty = LoadReport(seq=0)
         return [(link.info, link.load or empty) for link in self._links.members() if link.info is not None]
+
+    @property
+    def losses(self) -> Counter[str]:
+        """Connections lost to workers that were still members, by role."""
+        return self._links.losses
 
     def all_links(self) -> list[tuple[WorkerLink, bool]]:
         """Every member's link, connected or not, and those of former members that are still up: (link, is retired)."""

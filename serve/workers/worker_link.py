@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -168,6 +169,7 @@ class Links:
     def __init__(self) -> None:
         self._members: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
+        self.losses: Counter[str] = Counter()  # of members' connections, by role
         self.submissions: dict[str, Submission] = {}  # every sequence that was submitted to workers, by its id there
 
     def get(self, worker_id: str) -> WorkerLink | None:
@@ -233,6 +235,7 @@ class Links:
         return any(submission.is_held_by(link) for submission in self.submissions.values())
 
     def link_lost(self, link: WorkerLink, why: str) -> None:
+        self.losses[link.member.role] += self.is_member(link)
         for submission in list(self.submissions.values()):
             if submission.is_held_by(link):
                 submission.inbox.put((link.worker_id, ConnectionLost(why)))
