@@ -13,10 +13,10 @@ import uvicorn
 from kvrelay.cluster.launch.local import HOST, make_worker
 from kvrelay.config import settings_from
 from kvrelay.grammar.gate import GrammarGate
-from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 from tests.fakes import OwnSessions
@@ -34,7 +34,7 @@ async def small_cluster(folder: Path, settings: Mapping[str, Any] = CHAT_SETTING
     """The app of an ingress whose two workers are connected and paired; every part is closed at the end."""
     checked, secret = settings_from(dict(settings)), secrets.token_bytes(32)
     workers = [make_worker(role, checked, folder, secret, f"{role}-0", None) for role in Role]
-    dispatcher = Dispatcher(Router(checked.router, tokens_per_hash=checked.tokens_per_hash), secret, checked)
+    dispatcher = Dispatcher(make_router(checked), secret, checked)
     card = ModelCard("tiny", checked.model.max_model_len or 1024, 0)
     codec = Tokenizer(folder)
     gate = GrammarGate(folder, codec.vocab_size, codec.eos_ids)

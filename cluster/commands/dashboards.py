@@ -15,7 +15,7 @@ def command(
         Path | None, typer.Option(help="folder for a Prometheus and a Grafana of your own; default: beside Ray's files")
     ] = None,
     source: Annotated[
-        str, typer.Option(help="with --output, who is scraped: ray (its agents), or one ingress")
+        str, typer.Option(help="what --output's Prometheus scrapes: ray (its agents), or one ingress")
     ] = "ray",
     target: Annotated[str, typer.Option(help="host:port of that ingress")] = "127.0.0.1:8000",
     session: Annotated[Path, typer.Option(help="folder of the head's Ray session")] = Path(SESSION),

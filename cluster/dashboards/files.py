@@ -21,7 +21,7 @@ RULES = "kvrelay-alerts.yml"
 SESSION = "/tmp/ray/session_latest"
 SCRAPE_S = 10
 Source = Literal["ray", "ingress"]
-"""Who is scraped: Ray's agent on every node, or the /metrics of one ingress."""
+"""What Prometheus scrapes: Ray's agent on every node, or the /metrics of one ingress."""
 _NAME = re.compile(r"\bkvrelay_(?=[a-z])")
 
 

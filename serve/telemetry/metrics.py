@@ -167,7 +167,7 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         labels = {**worker, "source": source}
         table.add("kvrelay_worker_drafted_tokens_total", "Draft tokens verified.", labels, drafted)
         table.add("kvrelay_worker_accepted_tokens_total", "Draft tokens accepted.", labels, accepted)
-    waiting = load.waiting_by_priority
+    waiting = {0: 0} | load.waiting_by_priority
     table.add_counts("kvrelay_worker_waiting", "Queued sequences, by priority.", worker, "priority", waiting)
     computed = {tenant or "none": count for tenant, count in load.tenant_tokens.items()}
     computed["other"] = load.other_tenant_tokens

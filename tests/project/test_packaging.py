@@ -56,7 +56,7 @@ CARRIED = {
     "nixl_cu12": "nixl-cu13",
 }
 """Import -> the declared dependency that cannot be installed without it (or, for NIXL, that it stands in for)."""
-OPTIONAL = {"flashinfer", "filelock", "triton"}
+OPTIONAL = {"flashinfer", "filelock", "triton", "grafana_foundation_sdk"}
 
 
 def declared():

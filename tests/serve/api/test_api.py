@@ -482,7 +482,9 @@ async def test_health_and_metrics(make_cluster):
     await complete(cluster, {"n": 2})
     families = {f.name: f for f in text_string_to_metric_families((await cluster.client.get("/metrics")).text)}
     outcomes = {s.labels["outcome"]: s.value for s in families["kvrelay_requests"].samples}
-    assert outcomes == {"length": 2}
+    assert outcomes["length"] == 2 and sum(outcomes.values()) == 2
+    statuses = {s.labels["status"]: s.value for s in families["kvrelay_http_responses"].samples}
+    assert statuses == {"200": 1, "400": 0, "429": 0, "500": 0, "503": 0}
     assert families["kvrelay_output_tokens"].samples[0].value == 16
     gaps = {s.name: s.value for s in families["kvrelay_request_itl_seconds"].samples if "le" not in s.labels}
     assert gaps["kvrelay_request_itl_seconds_count"] == 14
