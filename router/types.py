@@ -126,6 +126,7 @@ class RouteRequest:
     session: str = ""  # requests of a session follow each other; "": none
     tenant: str = ""
     priority: int = 0  # lower numbers are served earlier
+    source: str = ""  # has the KV and sends it: only a decode worker is chosen, and nothing is computed; "": none
     may_wait: bool = False  # at the router, while it will miss its TTFT target in any case: see deferral.py
 
 

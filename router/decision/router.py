@@ -141,6 +141,8 @@ class Router:
         """
         is_called = request.request_id in self._deferral.called
         self.on_end(request.request_id)
+        if request.source:
+            return self._place_move(request, now_s)
         choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
         if not is_called:
             self._popularity.observe(request.block_hashes, now_s)
@@ -155,6 +157,22 @@ class Router:
         if isinstance(choice, Decision):
             self._account(request, choice, now_s, is_overdue=is_overdue)
         return choice
+
+    def _place_move(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal:
+        """The best decode worker for a sequence that decodes already: it counts as decoding there at once."""
+        snapshot = self._snapshots.take(request, now_s)
+        ranking = snapshot.ranking()
+        if not ranking.candidates:
+            return snapshot.refusal()
+        decision = snapshot.decision(ranking)
+        assert decision.decode is not None
+        account = self._workers.accounts[decision.decode]
+        id_and_hashes = request.request_id, request.block_hashes
+        self._ledger.assign(
+            Assignment(*id_and_hashes, account, 0, account, 0, now_s, 0.0, tenant=request.tenant, width=request.width)
+        )
+        self._ledger.first_token(request.request_id, now_s)
+        return replace(decision, prefill=request.source, path="disaggregated")
 
     def _choose(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal:
         """Candidates, their cost, and the choice; counts nothing."""

@@ -12,6 +12,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.types import Decision
 from kvrelay.serve.requests.retries import AttemptFailed
+from kvrelay.serve.telemetry.moves import MoveRecord
 from kvrelay.serve.telemetry.observer import RequestObserver
 from kvrelay.serve.workers.membership import Placer
 from kvrelay.serve.workers.worker_link import Received, Submission
@@ -59,6 +60,10 @@ class TokenOrder:
         self._request_id, self._limit = request_id, limit
         self._ready: list[TokenOutput] = []
         self.early: dict[int, TokenOutput] = {}
+
+    @property
+    def remaining(self) -> int:
+        return self._limit - len(self.tokens)
 
     def add(self, output: TokenOutput) -> None:
         """Take one output. Raises ProtocolError when it lies past the output's end."""
@@ -138,6 +143,11 @@ class GroupOrder:
         if len(self.ended) == len(self._orders):
             self.finish_reason = self._orders[-1].finish_reason or "stop"
 
+    @property
+    def remaining(self) -> int:
+        """Tokens that the choice with the least output so far may still have."""
+        return max((order.remaining for order in self._orders if order.finish_reason is None), default=0)
+
     def forget_early(self) -> None:
         """A new attempt computes everything after each choice's tokens again."""
         for order in self._orders:
@@ -160,7 +170,7 @@ class SequenceAttempt:
         submission: Submission,
         order: GroupOrder,
         placer: Placer,
-        observer: RequestObserver,
+        observer: RequestObserver | MoveRecord,
     ) -> None:
         self.request, self.decision = request, decision
         self._submission, self._order = submission, order
@@ -188,10 +198,13 @@ class SequenceAttempt:
             raise AttemptFailed(self.decision.decode, "full", "no answer to the reservation") from error
         return self._ticket
 
-    def submit(self, request: wire.SequenceRequest, ticket: bytes | None) -> None:
-        """Have the prompt computed: by the prefill worker, else by the decode worker."""
+    def submit(self, request: wire.SequenceRequest, ticket: bytes | None, moves: str = "") -> None:
+        """Have the prompt computed: by the prefill worker, else by the decode worker.
+
+        moves: id of the attempt that this one continues from where it runs, on the prefill worker itself.
+        """
         if self.decision.prefill is not None:
-            self._submit(self.decision.prefill, wire.Prefill(request=request, ticket=ticket))
+            self._submit(self.decision.prefill, wire.Prefill(request=request, ticket=ticket, moves=moves))
         else:
             assert self.decision.decode is not None
             self._submit(self.decision.decode, wire.Generate(request=request))
@@ -211,6 +224,16 @@ class SequenceAttempt:
                 return None
             await self._receive()
         return output
+
+    async def arrived(self) -> None:
+        """Wait until the decode worker has the KV, or the sequence has ended. Outputs stay in the order."""
+        while not self._is_committed and not self._is_over:
+            await self._receive()
+
+    @property
+    def is_decoding(self) -> bool:
+        """Its prompt's KV is on the decode worker, and its first token is here."""
+        return self._has_first_token and self._is_committed and not self._is_over
 
     @property
     def _is_over(self) -> bool:
@@ -249,7 +272,7 @@ class SequenceAttempt:
         elif isinstance(message, ConnectionLost):
             if self._submission.released(worker_id):
                 raise AttemptFailed(worker_id, "lost", str(message))
-        else:
+        elif message is not None:
             raise message
 
     def _on_tokens(self, worker_id: str, output: wire.TokenOutput) -> None:
@@ -298,9 +321,26 @@ class SequenceAttempt:
         if group is not None and group.beams is None:
             self._placer.narrowed(self.id, group.num_choices - len(self._order.ended))
 
-    def interrupt(self, error: RequestError) -> None:
+    def interrupt(self, error: RequestError | AttemptFailed) -> None:
         """Have the current step raise `error`."""
         self._submission.inbox.put(("", error))
+
+    def wake(self) -> None:
+        """Have the current step look again: another attempt has brought outputs, or takes over."""
+        self._submission.inbox.put(("", None))
+
+    def holds(self, worker_id: str) -> bool:
+        """Whether this worker still has a part in it."""
+        return self._submission.has(worker_id)
+
+    def give_up(self, worker_id: str, failure: AttemptFailed) -> None:
+        """A move that `leave` was called for has failed: fail, so that a retry follows. Else nothing happens."""
+        if not self._submission.is_closed and not self.holds(worker_id):
+            self.interrupt(failure)
+
+    def leave(self, worker_id: str) -> None:
+        """Have one worker end its part; what comes next comes from elsewhere."""
+        self._submission.abort_at(worker_id)
 
     def close(self, reason: str) -> None:
         """The one release path: workers that may still hold something get an Abort. Idempotent."""

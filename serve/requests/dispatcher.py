@@ -22,6 +22,7 @@ from kvrelay.plane.messages import Prefetched, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.serve.requests.attempt import GroupOrder, SequenceAttempt
+from kvrelay.serve.requests.migration import Migrations
 from kvrelay.serve.requests.retries import (
     RESERVE_TIMEOUT_S,
     RETRY_BUDGET,
@@ -46,7 +47,8 @@ Force = Literal["local", "remote"] | None
 class RequestDriver:
     """Runs one sequence, or one group of choices, over as many attempts as it takes.
 
-    Iterate over `tokens` once, and close it. 15 attributes: its parts, and how far the sequence has come.
+    Iterate over `tokens` once, and close it. 17 attributes: its parts, and how far the sequence has come. While it
+    decodes, migration.py may move it to another worker.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class RequestDriver:
     ) -> None:
         """`slo` is judged with the first attempt."""
         self._request, self._settings, self._force, self._slo = request, parts.settings, force, slo
-        self._placer, self._links, self._observer = parts.placer, parts.links, observer
+        self._placer, self._links, self.observer = parts.placer, parts.links, observer
+        self._running = parts.running
         limit, group = request.sampling.max_tokens, request.group
-        self._order = GroupOrder(request.request_id, limit, group.num_choices if group is not None else 1)
+        self.order = GroupOrder(request.request_id, limit, group.num_choices if group is not None else 1)
         self._retries, self._reserve_timeout_s = Retries(parts.retry_budget), parts.reserve_timeout_s
-        self._attempt: SequenceAttempt | None = None
+        self.attempt: SequenceAttempt | None = None
+        self.move: asyncio.Task[None] | None = None  # to another decode worker, while the attempt goes on
         self._num_attempts = 0
         self._time_limit: asyncio.TimerHandle | None = None
         self._is_time_up = self._is_over = False
@@ -77,27 +81,33 @@ class RequestDriver:
         self._time_limit = asyncio.get_running_loop().call_later(
             self._settings.serve.request_timeout_s, self._on_time_limit
         )
+        self._running.add(self)
         try:
-            while self._order.finish_reason is None and not self._is_over:
+            while self.order.finish_reason is None and not self._is_over:
                 try:
-                    attempt = await self._place()
-                    ticket = await self._reserve(attempt)
-                    attempt.submit(self._with_time_left(attempt.request, attempt.decision), ticket)
+                    attempt = self.attempt or await self._begin()  # one that it moved to has begun
                     while (output := await attempt.prefilled()) is not None:
-                        self._observer.delivered(output)
+                        self.observer.delivered(output)
                         yield output
                     while (output := await attempt.decoded()) is not None:
-                        self._observer.delivered(output)
+                        self.observer.delivered(output)
                         yield output
                 except AttemptFailed as failure:
                     await self._retry(failure)
-            outcome = self._order.finish_reason or outcome
+            outcome = self.order.finish_reason or outcome
         except KvrelayError as error:
             outcome = outcome_of(error)
-            self._observer.failed(error)
+            self.observer.failed(error)
             raise
         finally:
             self._release(outcome)
+
+    async def _begin(self) -> SequenceAttempt:
+        """An attempt whose prompt is being computed."""
+        attempt = await self._place()
+        ticket = await self._reserve(attempt)
+        attempt.submit(self._with_time_left(attempt.request, attempt.decision), ticket)
+        return attempt
 
     def finish(self, reason: str) -> None:
         """The caller wants no more tokens: it has found a stop string, say. Releases everything at once."""
@@ -105,29 +115,30 @@ class RequestDriver:
 
     def end_choice(self, choice: int) -> None:
         """The caller wants no more tokens of this choice of a group."""
-        if choice not in self._order.ended:
-            self._order.drop(choice)
-            if self._attempt is not None:
-                self._attempt.drop_choice(choice)
+        if choice not in self.order.ended:
+            self.order.drop(choice)
+            if self.attempt is not None:
+                self.attempt.drop_choice(choice)
 
     def _release(self, outcome: str) -> None:
         """The one end of every sequence: every worker lets go of it. Idempotent; the first call's outcome counts."""
         if self._is_over:
             return
         self._is_over = True
+        self._running.discard(self)
         if self._time_limit is not None:
             self._time_limit.cancel()
         if outcome in ("stop", "length"):
             self._learn()
         self._end_attempt(outcome)
-        self._observer.ended(outcome)
+        self.observer.ended(outcome)
 
     def _learn(self) -> None:
         """Report the observed times to the router's forecast, and whether the promise was met."""
-        observer = self._observer
+        observer = self.observer
         is_one_pair = self._num_attempts == 1  # a sequence that changed workers says nothing about any one of them
-        if self._attempt is not None and is_one_pair and observer.num_tokens:
-            self._placer.finished(self._attempt.id, observer.num_tokens, observer.tpot_s, observer.now_s())
+        if self.attempt is not None and is_one_pair and observer.num_tokens:
+            self._placer.finished(self.attempt.id, observer.num_tokens, observer.tpot_s, observer.now_s())
         verdict = self._slo.verdict if self._slo is not None else None
         if verdict is not None and (target := verdict.target) is not None:
             is_kept = observer.ttft_s <= (target.ttft_s or math.inf) and observer.tpot_s <= (target.tpot_s or math.inf)
@@ -141,7 +152,7 @@ class RequestDriver:
             raise self._time_limit_error()
         self._num_attempts += 1
         request = self._request if self._num_attempts == 1 else self._continuation()
-        observer = self._observer
+        observer = self.observer
         observer.placing(self._num_attempts)
         query, place, is_first = self._query(request), self._placer.place, self._num_attempts == 1
         while isinstance(decision := place(query) if is_first else self._retries.choose(query, place), Deferred):
@@ -157,8 +168,8 @@ class RequestDriver:
         if self._slo is not None and self._slo.priority is not None:  # of the class under which it was admitted
             request = msgspec.structs.replace(request, priority=self._slo.priority)
         submission = self._links.open(request.request_id)
-        self._attempt = SequenceAttempt(request, decision, submission, self._order, self._placer, observer)
-        return self._attempt
+        self.attempt = SequenceAttempt(request, decision, submission, self.order, self._placer, observer)
+        return self.attempt
 
     async def _turn(self, request_id: str) -> None:
         """Wait until a deferred request may be placed. Raises RequestError (504)."""
@@ -207,7 +218,7 @@ class RequestDriver:
 
     def _with_time_left(self, request: wire.SequenceRequest, decision: Decision) -> wire.SequenceRequest:
         """With what is left of its deadline and of its TTFT target. Raises DeadlinePassed when nothing is."""
-        passed_s = self._observer.now_s() - self._observer.started_s
+        passed_s = self.observer.now_s() - self.observer.started_s
         if decision.ttft_target_s is not None:
             left_s = None if request.num_output_tokens else decision.ttft_target_s - passed_s
             request = msgspec.structs.replace(request, ttft_target_s=left_s, tpot_target_s=decision.tpot_target_s)
@@ -224,26 +235,45 @@ class RequestDriver:
         """Return when another attempt is to be made. Raises the error that ends the sequence."""
         request_id, worker_id, code, why = self._request.request_id, failure.worker_id, failure.code, failure.why
         logger.info("request %s: worker %s: %s: %s", request_id, worker_id, code, why)
-        self._observer.attempt_failed(worker_id, code, why)
+        self.observer.attempt_failed(worker_id, code, why)
         self._end_attempt(f"retry: {code}")
         if code == "deadline":
             raise self._deadline_error(failure.retry_after_s)
-        self._observer.retried(is_fault=self._retries.failed(failure))
+        self.observer.retried(is_fault=self._retries.failed(failure))
         if self._retries.pause_s:
             await asyncio.sleep(self._retries.pause_s)
             self._retries.pause_s = 0.0
 
+    # ---- moves
+
+    def moving_request(self) -> wire.SequenceRequest:
+        """What another decode worker is to go on with. It has been admitted: it has no deadline and no TTFT target."""
+        self._num_attempts += 1
+        return msgspec.structs.replace(self._continuation(), deadline_s=None, ttft_target_s=None)
+
+    def switch(self, attempt: SequenceAttempt) -> None:
+        """Go on with an attempt whose decode worker has the KV; the worker that had it ends its own."""
+        assert self.attempt is not None
+        before, self.attempt, self.move = self.attempt, attempt, None
+        before.close("moved")
+        before.wake()
+        for choice in self.order.ended:
+            attempt.drop_choice(choice)
+
     def _end_attempt(self, reason: str) -> None:
-        if self._attempt is not None:
-            self._attempt.close(reason)
-            self._attempt = None
+        if self.move is not None:
+            self.move.cancel()
+            self.move = None
+        if self.attempt is not None:
+            self.attempt.close(reason)
+            self.attempt = None
 
     def _continuation(self) -> wire.SequenceRequest:
         """The sequence as it now stands, prompt and emitted tokens, under an id of its own; a group from its prompt on,
         with each choice's output so far. A beam search starts again.
         """
-        self._order.forget_early()
-        original, group, emitted = self._request, self._request.group, self._order.emitted
+        self.order.forget_early()
+        original, group, emitted = self._request, self._request.group, self.order.emitted
         changes: dict[str, Any] = {"request_id": f"{original.request_id}~{self._num_attempts}"}
         if group is None:
             token_ids, tokens_per_hash = original.token_ids + emitted[0], self._settings.tokens_per_hash
@@ -255,7 +285,7 @@ class RequestDriver:
                 "num_prefill_returns": self._retries.num_prefill_returns,
             }
         elif group.beams is None:
-            changes["group"] = msgspec.structs.replace(group, emitted=emitted, ended=self._order.ended)
+            changes["group"] = msgspec.structs.replace(group, emitted=emitted, ended=self.order.ended)
         if any(emitted) and (group is None or group.beams is None):
             changes["sampling"] = msgspec.structs.replace(original.sampling, prompt_logprobs=None)
         return msgspec.structs.replace(original, **changes)
@@ -264,8 +294,8 @@ class RequestDriver:
 
     def _on_time_limit(self) -> None:
         self._is_time_up = True
-        if self._attempt is not None:
-            self._attempt.interrupt(self._time_limit_error())
+        if self.attempt is not None:
+            self.attempt.interrupt(self._time_limit_error())
 
     def _time_limit_error(self) -> RequestError:
         limit_s = self._settings.serve.request_timeout_s
@@ -277,7 +307,7 @@ class RequestDriver:
 
 
 class Dispatcher:
-    """The parts of one ingress below HTTP, put together. Lives on one event loop."""
+    """The parts of one ingress below HTTP, put together: 14 attributes. Lives on one event loop."""
 
     def __init__(
         self,
@@ -295,9 +325,12 @@ class Dispatcher:
         self.tokens_per_hash = settings.tokens_per_hash
         self.stats, self.requests = ServeStats(), RequestLog()
         self.links = Links()
+        self.running: set[RequestDriver] = set()
         self.queries = Queries(self.links, max_open=settings.router.max_inflight)
         self.placer = Placer(router, self.links, clock)
-        self.workers = Membership(settings, secret, router, self.links, self.placer, self.queries, clock)
+        self.migrations = Migrations(self.placer, self.links, self.running, self.stats.moves, clock)
+        leaving = self.migrations.on_draining
+        self.workers = Membership(settings, secret, router, self.links, self.placer, self.queries, clock, leaving)
 
     async def start(self) -> None:
         """Connect to the members, now and as they come."""
@@ -305,6 +338,7 @@ class Dispatcher:
 
     async def aclose(self) -> None:
         """Drop every connection; sequences that still run fail with WorkerLost."""
+        await self.migrations.aclose()
         await self.workers.aclose()
 
     def open(

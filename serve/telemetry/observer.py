@@ -17,6 +17,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.types import Decision, RoutingRefusal, SloVerdict
 from kvrelay.serve.telemetry.explain import Explain, span_attributes
+from kvrelay.serve.telemetry.moves import MoveStats
 from kvrelay.tracing import Spans
 
 REQUESTS_KEPT = 512
@@ -81,6 +82,7 @@ class ServeStats:
     running: int = 0
     deferred: int = 0  # sequences that waited at the ingress, as their first token would miss its target anyway
     retries: int = 0
+    moves: MoveStats = field(default_factory=MoveStats)
     prompt_tokens: int = 0
     prompt_squares: int = 0  # sum of squared prompt lengths: how much lengths vary
     output_tokens: int = 0
@@ -343,17 +345,9 @@ class RequestObserver:
     def transferred(self, message: wire.Transferred) -> None:
         record = self._record
         record.is_transferring = False
-        record.note(
-            "KV transferred",
-            self.now_s(),
-            source=record.prefill,
-            target=record.decode,
-            over=message.transport,
-            blocks=message.blocks,
-            bytes=message.num_bytes,
-            read_s=message.seconds,
-            exposed_s=message.exposed_s,
-        )
+        ends = {"source": record.prefill, "target": record.decode, "over": message.transport}
+        size = {"blocks": message.blocks, "bytes": message.num_bytes}
+        record.note("KV transferred", self.now_s(), **ends, **size, read_s=message.seconds, exposed_s=message.exposed_s)
         self._stats.transfer_s.observe(message.seconds)
         self._stats.kv_flows[record.prefill or "", record.decode or "", message.transport] += message.num_bytes
         self._explain.transfer = message
@@ -382,6 +376,11 @@ class RequestObserver:
     def retried(self, *, is_fault: bool) -> None:
         """Another attempt follows; is_fault: after a worker's fault."""
         self._stats.retries += is_fault
+
+    def moved(self, decode: str | None, **facts: object) -> None:
+        """The sequence and its KV are on another decode worker."""
+        self._record.decode = decode
+        self._record.note("moved", self.now_s(), **facts)
 
     def failed(self, error: KvrelayError) -> None:
         """The error that is about to end it."""

@@ -117,7 +117,7 @@ class Placer:
 
 
 class Membership:
-    """The members, their links and pairs. 15 attributes: most are the parts that get what the links deliver."""
+    """The members, their links and pairs. 16 attributes: most are the parts that get what the links deliver."""
 
     def __init__(
         self,
@@ -128,8 +128,13 @@ class Membership:
         placer: Placer,
         queries: Queries,
         clock: Callable[[], float],
+        on_draining: Callable[[str], None] = lambda worker_id: None,
     ) -> None:
-        """The router, the placer and the queries get what the links deliver."""
+        """The router, the placer and the queries get what the links deliver.
+
+        on_draining: called with a worker that takes nothing new, perhaps several times.
+        """
+        self._on_draining = on_draining
         self._settings, self._secret, self._clock = settings, secret, clock
         self._router, self._links, self._placer = router, links, placer
         self._queries = queries
@@ -177,6 +182,7 @@ class Membership:
         self._router.worker_down(link.worker_id)
         self.pairs.book.worker_down(link.worker_id)
         self.pairs.notify()
+        self._on_draining(link.worker_id)
 
     # ---- workers
 
@@ -274,12 +280,16 @@ class Membership:
             self._queries.answered(link, message)
         elif self._links.is_member(link):
             self._deliver_event(link, message)
+        elif isinstance(message, LoadReport):
+            link.load = message
 
     def _deliver_event(self, link: WorkerLink, message: wire.FromWorker) -> None:
         if isinstance(message, LoadReport):
             link.load = message
             self._router.apply_load(link.worker_id, message, self._clock())
             self._placer.wake_deferred()
+            if message.is_draining:
+                self._on_draining(link.worker_id)
         elif isinstance(message, AssignedByOthers):
             self._placer.apply_others(link.worker_id, message)
         elif isinstance(message, KvEvents):

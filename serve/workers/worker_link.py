@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError, RequestError
+from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
@@ -31,8 +31,10 @@ SILENCE_LIMIT_S = 5.0  # a retired worker that sends nothing for this long is de
 _RETIRE_POLL_S = 0.1
 
 SequenceAnswer = wire.TokenOutput | wire.Reserved | wire.Refused | wire.Failed | wire.Transferred
-Received = SequenceAnswer | ConnectionLost | RequestError
-"""What a submission receives: a worker's message, the loss of its connection, or the end of the request's time."""
+Received = SequenceAnswer | ConnectionLost | Exception | None
+"""What a submission receives: a worker's message, the loss of its connection, or from the ingress itself an error that
+ends the attempt, or None: something has changed.
+"""
 
 T = TypeVar("T")
 
@@ -200,11 +202,16 @@ class Links:
         self._members, self._retired = {}, set()
         return links
 
-    def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink:
-        """Returns the link that the message went over. Raises ConnectionLost when the worker is not connected."""
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The worker's link, a former member's too while it is connected."""
         link = self._members.get(worker_id)
         if link is None or not link.is_up:
             link = next((old for old in self._retired if old.worker_id == worker_id and old.is_up), link)
+        return link
+
+    def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink:
+        """Returns the link that the message went over. Raises ConnectionLost when the worker is not connected."""
+        link = self.find(worker_id)
         if link is None:
             raise ConnectionLost("the worker is not a member")
         link.send(message)
@@ -294,6 +301,10 @@ class Submission:
         """The worker holds nothing any more. Whether it did."""
         return self._holders.pop(worker_id, None) is not None
 
+    def has(self, worker_id: str) -> bool:
+        """Whether the worker holds something."""
+        return worker_id in self._holders
+
     def is_held_by(self, link: WorkerLink) -> bool:
         return self._holders.get(link.worker_id) is link
 
@@ -302,6 +313,12 @@ class Submission:
         for link in self._holders.values():
             with contextlib.suppress(ConnectionLost):
                 link.send(wire.Abort(request_id=self.id, choice=choice))
+
+    def abort_at(self, worker_id: str) -> None:
+        """This worker frees what it holds; the others go on."""
+        if (link := self._holders.pop(worker_id, None)) is not None:
+            with contextlib.suppress(ConnectionLost):
+                link.send(wire.Abort(request_id=self.id, reason="moved"))
 
     def close(self, reason: str) -> None:
         """Every worker that still holds something gets an Abort. Idempotent."""
