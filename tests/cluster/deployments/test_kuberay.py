@@ -23,7 +23,8 @@ from tests.cluster.deployments.kuberay_schema import RAY_SERVICE
 ROOT = Path(__file__).parents[3]
 FILES = ("kuberay", "kuberay-cpu")
 KUBERNETES = "1.31"  # a version that is in use; KubeRay asks for 1.27 at least
-PROCESS_END_S = 30.0  # Ray's own processes, after preStop
+PROCESS_END_S = 30.0  # Ray's own processes, after the drain
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 def service(name: str) -> dict[str, Any]:
@@ -95,7 +96,6 @@ POD = f"{CLUSTER}/workerGroupSpecs/0/template/spec"
         (f"{POD}/terminationGracePeriodSeconds", kubernetes_validate.ValidationError),
         (f"{POD}/securityContext/runAsNonRoot", kubernetes_validate.ValidationError),
         (f"{POD}/containers/0/readinessProbe/failureThreshold", kubernetes_validate.ValidationError),
-        (f"{POD}/containers/0/lifecycle/preStop", kubernetes_validate.ValidationError),
         (f"{POD}/containers/0/env/0/valueFrom/secretKeyRef", kubernetes_validate.ValidationError),
         (f"{POD}/volumes/1/emptyDir/sizeLimit", kubernetes_validate.ValidationError),
     ],
@@ -127,14 +127,15 @@ def test_a_misspelt_key_of_the_serve_file_is_refused(name, old, new, error):
 
 
 def _leave_s(spec: dict[str, Any]) -> float:
-    (command,) = {tuple(container(group)["lifecycle"]["preStop"]["exec"]["command"]) for group in groups(spec)[1:]}
-    assert command[:4] == ("python", "-m", "kvrelay.cluster.launch.leave_node", "--within")
-    return float(command[4])
+    """How long Ray drains a node whose pod ends."""
+    values = {one.get("value") for group in groups(spec) for one in container(group)["env"] if one["name"] == DRAIN}
+    (value,) = values
+    return float(value)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_pods_have_time_for_our_shutdown(name):
-    """preStop waits as long as a replica may take; the grace period begins with preStop and outlasts it."""
+    """Ray drains a node for as long as a replica may take, and the pod's grace period outlasts that."""
     spec = service(name)
     (app,) = serve_file(spec)["applications"]
     shutdown_s = worker_options(settings_from(app["args"]))["graceful_shutdown_timeout_s"]
@@ -191,6 +192,12 @@ def test_containers_run_without_rights_and_get_their_secrets_from_one_secret(nam
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert "/var/cache/kvrelay" in mounts and set(volumes) == set(mounts.values())
     assert "api_key" not in json.dumps(serve_file(spec))
+
+
+def test_ray_reads_the_time_that_it_drains_for_from_this_variable():
+    from ray._private import ray_constants
+
+    assert f'"{DRAIN}"' in Path(ray_constants.__file__).read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
