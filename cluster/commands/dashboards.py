@@ -18,12 +18,15 @@ def command(
         str, typer.Option(help="what --output's Prometheus scrapes: ray (its agents), or one ingress")
     ] = "ray",
     target: Annotated[str, typer.Option(help="host:port of that ingress")] = "127.0.0.1:8000",
+    serve_page: Annotated[
+        bool, typer.Option("--serve-page/--no-serve-page", help="replace three panels of Ray's Serve page by ours")
+    ] = True,
     session: Annotated[Path, typer.Option(help="folder of the head's Ray session")] = Path(SESSION),
     prometheus: Annotated[str, typer.Option(help="where Grafana finds Prometheus")] = "http://localhost:9090",
 ) -> None:
     """Write Grafana dashboards, alert rules and Prometheus settings."""
     if output is None:
-        written = provision(ray_folders(session))
+        written = provision(ray_folders(session), serve_page=serve_page)
     else:
         written = write_folder(output, _source(source), target=target, session=session, prometheus=prometheus)
     for path in written:

@@ -13,6 +13,7 @@ from rich.panel import Panel
 
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands.progress import StartProgress, show_progress
+from kvrelay.cluster.dashboards.files import provision, ray_folders
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch.dashboard import dashboard_token_hint
@@ -114,6 +115,10 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
         steps.done("probe", probe_path(url, key, model, prefill=cluster.prefill, decode=cluster.decode))
         with contextlib.suppress(ClusterError):  # what it prints is not needed to serve
             report_sizes(url, key, progress.console)
+        with contextlib.suppress(ClusterError, OSError):  # as above
+            provision(ray_folders(session.session_folder))
+            where = f"{session.session_folder}/metrics"
+            progress.console.print(f"[dim]Grafana and Prometheus: {where}[/dim]", highlight=False, soft_wrap=True)
         progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
     return model
 

@@ -64,18 +64,20 @@ def ray_folders(session: Path) -> RayFolders:
     return folders
 
 
-def provision(folders: RayFolders) -> list[Path]:
-    """Add our dashboards and alerts to Ray's, and put three panels into the page that Ray's dashboard shows for Serve.
+def provision(folders: RayFolders, *, serve_page: bool = True) -> list[Path]:
+    """Add our dashboards and alerts to Ray's; `serve_page`: and three panels to the Serve page of Ray's dashboard.
 
     Returns the files written. Ray writes its own anew when the head starts; then this is due again.
     """
-    written = _write(folders.dashboards, dashboards("ray")) + _write(folders.prometheus, {RULES: rules("ray")})
-    page, settings = folders.dashboards / RAY_SERVE_PAGE, folders.prometheus / "prometheus.yml"
-    panels = json.loads(named((DATA / SERVE_PANELS).read_text(), "ray"))
-    changed = json.dumps(with_panels(json.loads(page.read_text()), panels), indent=4)
+    pages, settings = dashboards("ray"), folders.prometheus / "prometheus.yml"
+    if serve_page:
+        panels = json.loads(named((DATA / SERVE_PANELS).read_text(), "ray"))
+        of_ray = json.loads((folders.dashboards / RAY_SERVE_PAGE).read_text())
+        pages[RAY_SERVE_PAGE] = json.dumps(with_panels(of_ray, panels), indent=4)
     known = yaml.safe_load(settings.read_text())
     known["rule_files"] = sorted({*(known.get("rule_files") or []), RULES})
-    return written + _write(page.parent, {page.name: changed}) + _write(settings.parent, {settings.name: _yaml(known)})
+    scraped = {RULES: rules("ray"), settings.name: _yaml(known)}
+    return _write(folders.dashboards, pages) + _write(folders.prometheus, scraped)
 
 
 def with_panels(page: dict[str, Any], panels: list[dict[str, Any]]) -> dict[str, Any]:

@@ -57,6 +57,12 @@ class RaySession:
         self.dashboard_url = ""
 
     @property
+    def session_folder(self) -> Path:
+        """Ray's folder of this session: logs, and what it provisions Grafana and Prometheus with."""
+        assert self._folder is not None, "Ray has not started"
+        return self._folder / "session_latest"
+
+    @property
     def _has_shared_address(self) -> bool:
         """Whether Serve's HAProxy takes the requests of several ingresses; one alone is reached directly."""
         return self._settings.cluster.ingress > 1

@@ -92,6 +92,9 @@ def test_beside_rays_own_nothing_of_rays_is_lost_but_three_panels(tmp_path, monk
     monkeypatch.delenv("RAY_METRICS_OUTPUT_ROOT", raising=False)
     monkeypatch.delenv("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", raising=False)
     folders = ray_folders(ray_session(tmp_path))
+    before = (folders.dashboards / RAY_SERVE_PAGE).read_text()
+    provision(folders, serve_page=False)
+    assert (folders.dashboards / RAY_SERVE_PAGE).read_text() == before
     for _ in range(2):  # a second time changes nothing
         provision(folders)
         page = json.loads((folders.dashboards / RAY_SERVE_PAGE).read_text())

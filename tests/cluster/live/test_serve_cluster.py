@@ -14,19 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings
+from tests.cluster.dashboards.prometheus import Prometheus, need, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.alone]
 
 API_KEY, SECRET = "k3y-of-$this-cluster", "a secret of its own"
 START_S, RECOVER_S, STOP_S = 180.0, 120.0, 60.0
+RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "WorkerId", "ingress", "instance", "job"} | {
+    f"otel_scope_{name}" for name in ("name", "schema_url", "version")
+}
 PROMPT = "Tell me in a few sentences why the sky is blue, and why sunsets are red. " * 4
 
 
@@ -106,7 +112,7 @@ def start(temp: Path, *flags: str) -> tuple[subprocess.Popen[str], Path, int]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200"},
+            env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200", "RAY_metrics_report_interval_ms": "5000"},
             # tests in the background were told to ignore it
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -192,6 +198,52 @@ def test_status_shows_both_roles_with_every_block_free_or_cached(served: Served)
 
 def test_the_ray_dashboard_knows_the_three_deployments(served: Served):
     assert set(served.status()["serve"]["deployments"]) == {"ingress", "prefill", "decode"}
+
+
+def exposed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of an ingress's /metrics."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+
+
+def given_to_ray(prometheus: Prometheus) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What Prometheus has of ours through Ray's agents, without Ray's prefix and labels."""
+    found = prometheus.get("/api/v1/query", query='{__name__=~"ray_kvrelay_.*"}')["data"]["result"]
+    ours = [(one["metric"].pop("__name__").removeprefix("ray_"), one["metric"], one["value"][1]) for one in found]
+    return {
+        (name, frozenset((key, value) for key, value in labels.items() if key not in RAYS_LABELS)): float(value)
+        for name, labels, value in ours
+    }
+
+
+def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(served: Served, tmp_path: Path):
+    """Through the files in the session's folder, as an operator would use them."""
+    need("prometheus")
+    (folder,) = (served.temp / "t").glob("kvrelay-*/session_latest/metrics")
+    with running(folder / "prometheus" / "prometheus.yml", tmp_path, every_s=2.0) as prometheus:
+
+        def differences() -> list[str] | None:
+            here, there = exposed(httpx.get(f"{served.url}/metrics").text), given_to_ray(prometheus)
+            if missing := here.keys() - there.keys():
+                return sorted(f"missing: {name} {sorted(labels)}" for name, labels in missing)
+            counted = [key for key in here if key[0].endswith(("_total", "_bucket", "_sum", "_count"))]
+            return [f"{key}: {here[key]} {there[key]}" for key in counted if here[key] != pytest.approx(there[key])]
+
+        served.answer()
+        until(lambda: not differences(), 60, "the same series and counts in Ray's metrics as in /metrics")
+        assert {name.partition("{")[0] for name, _ in given_to_ray(prometheus)} <= {
+            name for name, _ in exposed(httpx.get(f"{served.url}/metrics").text)
+        }
+        assert len(prometheus.alerts()) >= 15
+
+        page = json.loads((folder / "grafana" / "dashboards" / "kvrelay-overview.json").read_text())
+        deadline_s = time.monotonic() + 60
+        while silent := prometheus.silent(page):
+            assert time.monotonic() < deadline_s, silent
+            served.answer()
+            time.sleep(2)
+    serve_page = json.loads((folder / "grafana" / "dashboards" / "serve_grafana_dashboard.json").read_text())
+    assert "ray_kvrelay_requests_total" in json.dumps(serve_page) and "ray_serve_" in json.dumps(serve_page)
 
 
 def test_scaling_up_and_down_leaves_the_others_running(served: Served):
