@@ -227,7 +227,7 @@ def ingress_metrics(stats: ServeStats, router: Router, workers: Membership) -> I
         what, labels = "Index entries compared with a worker's cache.", {"worker": info.worker_id}
         table.add_counts("kvrelay_router_audited_hashes_total", what, labels, "result", counts)
     table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles)
-    losses = {str(role): workers.losses[role] for role in Role}
+    losses = {str(role): 0 for role in Role} | workers.losses
     what = "Connections lost to workers that had not left the cluster: crashes, cut links."
     table.add_counts("kvrelay_worker_losses_total", what, {}, "role", losses)
     _pairs(workers.pairs.book.pairs, table)
