@@ -352,6 +352,11 @@ class EngineReports:
             if load is not None:
                 link.send(load)
 
+    def send_to_all(self, message: msgspec.Struct) -> None:
+        """Send to every connected ingress."""
+        for link in self._links:
+            link.send(message)
+
     def announce(self) -> None:
         """Send the load now: what it says of the worker has changed."""
         for link in self._subscribers:

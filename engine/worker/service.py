@@ -21,6 +21,7 @@ from kvrelay.engine.worker.facts import backend_facts, plain_load, plain_pair, s
 from kvrelay.engine.worker.ingresses import EngineReports, IngressLink, RequestTable
 from kvrelay.engine.worker.kv_exchange import prefetch
 from kvrelay.engine.worker.role import EndStarters, SourceEnd, TargetEnd, TransferCounters, WorkerParts
+from kvrelay.engine.worker.role_switch import RoleSwitch
 from kvrelay.engine.worker.sizing import EngineSizes
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import BackendUnavailable, WorkerError
@@ -33,7 +34,7 @@ from kvrelay.plane.framing import Connection
 from kvrelay.plane.ports import use_ports
 from kvrelay.plane.reports import Audited, LoadReport, PairReport, Status, WorkerInfo
 from kvrelay.plane.tls import cluster_tls
-from kvrelay.types import Role
+from kvrelay.types import CHANGING, Role
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class WorkerEnds:
 
 class WorkerService:
     """A worker of any role. `role` is what it was built as, whose settings its engine has; `requests.role` is its role
-    now. 13 attributes: its parts, which there are from start() to aclose().
+    now. 14 attributes: its parts, which there are from start() to aclose().
     """
 
     def __init__(self, options: WorkerOptions, role: Role, starters: EndStarters) -> None:
@@ -100,7 +101,8 @@ class WorkerService:
         self.requests = RequestTable(options.worker_id, role, self.thread, self._retry_after_s)
         self._starters = starters
         self._sizes: EngineSizes | None = None  # once the engine is built
-        self.ends: WorkerEnds | None = None  # these three from start() to aclose()
+        self.ends: WorkerEnds | None = None  # these four from start() to aclose()
+        self.roles: RoleSwitch | None = None
         self._reports: EngineReports | None = None
         self._server: WorkerServer | None = None
 
@@ -114,7 +116,8 @@ class WorkerService:
         self.ends = ends = WorkerEnds(await self._starters.source(parts), await self._starters.target(parts))
         load = engine.reports.load()
         self._reports = EngineReports(self.thread, load, completed=self._completed, changes=ends.target.changes)
-        self._server = WorkerServer(self, ends, self._reports)
+        self.roles = RoleSwitch(options.worker_id, self.requests, self._reports, self.thread, ends.release)
+        self._server = WorkerServer(self, ends, self._reports, self.roles)
         self.info = await self._server.start(
             options.host,
             lambda port: worker_info(
@@ -198,7 +201,7 @@ class WorkerService:
         engine, ends = self.thread.engine, self.ends
         wanted_len = self.options.settings.model.max_model_len
         return {
-            "info": msgspec.to_builtins(self.info) if self.info else {},
+            "info": msgspec.to_builtins(self.info) | {"role": self.requests.role} if self.info else {},
             "load": plain_load(self.load()),
             "transfer": msgspec.to_builtins(ends.stats()) if ends is not None else None,
             "pairs": [plain_pair(pair) for pair in ends.pairs()] if ends is not None else [],
@@ -209,7 +212,7 @@ class WorkerService:
 
     def _completed(self, load: LoadReport) -> LoadReport:
         """With what the engine does not know: whether the worker drains, and its transfers' counters."""
-        if self.requests.is_draining:
+        if self.requests.is_draining or self.requests.role == CHANGING:
             load = msgspec.structs.replace(load, is_draining=True)
         if self.ends is None:
             return load
@@ -276,8 +279,9 @@ MAX_AUDITED = 1024  # hashes of one Audit that are answered
 class WorkerServer:
     """Listens from start() to aclose(). An ingress that disconnects takes its requests with it."""
 
-    def __init__(self, service: WorkerService, ends: WorkerEnds, reports: EngineReports) -> None:
-        self._service, self._ends, self._reports = service, ends, reports
+    def __init__(self, service: WorkerService, ends: WorkerEnds, reports: EngineReports, roles: RoleSwitch) -> None:
+        self._service, self._ends, self._reports, self._roles = service, ends, reports, roles
+        self._changing: set[asyncio.Task[None]] = set()  # the role, by an ingress's order
         self._thread, self._requests = service.thread, service.requests
         self._server = Server(self._serve, service.options.secret, tls=service.tls)
         self._info: WorkerInfo | None = None
@@ -295,13 +299,16 @@ class WorkerServer:
         return self._info
 
     async def aclose(self) -> None:
+        for task in self._changing:
+            task.cancel()
         await self._server.aclose()
 
     async def _serve(self, connection: Connection) -> None:
         assert self._info is not None
         link = IngressLink(connection)
         self._reports.connect(link)
-        link.send(wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=self._info))
+        info = msgspec.structs.replace(self._info, role=self._requests.role)
+        link.send(wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=info))
         try:
             await connection.read_all(lambda frame: self._dispatch(link, wire.decode_to_worker(frame)))
         except msgspec.DecodeError as error:
@@ -343,6 +350,10 @@ class WorkerServer:
                 self._audit(link, message)
             case wire.EndPins(session=session):
                 self._thread.post(lambda engine: engine.requests.end_pins(session))
+            case wire.SetRole():
+                task = asyncio.create_task(self._set_role(link, message), name=f"become {message.role}")
+                self._changing.add(task)
+                task.add_done_callback(self._changing.discard)
             case wire.CacheReset(query_id=query_id):
                 self._thread.post(lambda engine: engine.reset_cache())
                 link.send(Status(query_id=query_id, json=b"{}"))
@@ -352,6 +363,14 @@ class WorkerServer:
             link.send(wire.Prefetched(query_id=message.query_id, problem="draining"))
             return
         self._thread.post(lambda engine: prefetch(engine, message, lambda answer: self._send_soon(link, answer)))
+
+    async def _set_role(self, link: IngressLink, message: wire.SetRole) -> None:
+        """Goes on when the ingress disconnects meanwhile."""
+        try:
+            answer = await self._roles.change(message.role, message.drain_s)
+        except WorkerError as error:
+            answer = {"error": error.why}
+        link.send(Status(query_id=message.query_id, json=json.dumps(answer).encode()))
 
     def _audit(self, link: IngressLink, message: wire.Audit) -> None:
         hashes = message.hashes[:MAX_AUDITED]

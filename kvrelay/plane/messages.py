@@ -24,6 +24,7 @@ from kvrelay.plane.reports import (
 
 PROTOCOL_VERSION = 5
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either sign: each is a class in queues and metrics
+DRAINED = "drained"  # Failed.code of a sequence that outlasted its worker's drain: no fault
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker returns to prefill: no fault
 
 
@@ -288,6 +289,16 @@ class Pair(WireMessage, frozen=True, tag="pair"):
     is_probe: bool = False  # measure again
 
 
+class SetRole(WireMessage, frozen=True, tag="set-role"):
+    """Change the worker's role: drain for up to `drain_s` what the new one does not take, then switch. Answered by
+    Status, once that is done or has failed: {"before": role} or {"error": why}.
+    """
+
+    query_id: int
+    role: str
+    drain_s: float
+
+
 # ---- worker -> ingress
 
 
@@ -296,6 +307,12 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
 
     protocol: int
     info: WorkerInfo
+
+
+class RoleNow(WireMessage, frozen=True, tag="role"):
+    """The worker's role from now on: one of types.WORKER_ROLES, or CHANGING while it takes no new requests."""
+
+    role: str
 
 
 class Reserved(WireMessage, frozen=True, tag="reserved"):
@@ -366,7 +383,7 @@ class Failed(WireMessage, frozen=True, tag="failed"):
     """The sequence failed; nothing is held here for it any more."""
 
     request_id: str
-    code: str  # "transfer" | "lease" | "engine" | "grammar" | "aborted" | "preempted"
+    code: str  # "transfer" | "lease" | "engine" | "grammar" | "aborted" | "preempted" | "drained"
     message: str
     retryable: bool
 
@@ -396,10 +413,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToWorker = Union[
-    Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins, Audit, Assigned
+    Reserve,
+    Prefill,
+    Generate,
+    Abort,
+    Subscribe,
+    StatusQuery,
+    CacheReset,
+    Pair,
+    Prefetch,
+    EndPins,
+    Audit,
+    Assigned,
+    SetRole,
 ]
 FromWorker = Union[
     Welcome,
+    RoleNow,
     Reserved,
     Refused,
     Tokens,

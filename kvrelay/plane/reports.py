@@ -18,7 +18,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's identity and capacity, sent when a peer connects."""
 
     worker_id: str
-    role: str  # "prefill" | "decode"
+    role: str  # now: "prefill" | "decode" | "both" | "changing"
     epoch: str  # new at every start
     host: str
     port: int

@@ -166,9 +166,10 @@ class OverduePlacement:
         workers = self.workers
         seconds = workers.columns(role).queued_s(workers.prefill_rate)
         for account in self.ledger.with_overdue:
-            worker_id, row = account.info.worker_id, account.row
-            if account.role is not role or workers.accounts.get(worker_id) is not account:
+            worker_id, place = account.info.worker_id, account.places.get(role)
+            if place is None or workers.accounts.get(worker_id) is not account:
                 continue
+            row = place[1]
             overtaken_s = account.unreported_overdue_tokens / workers.prefill_tokens_per_s(worker_id)
             has_enough = account.own.overdue_tokens >= OVERDUE_TOKENS
             seconds[row] = np.inf if has_enough else max(0.0, seconds[row] - overtaken_s)

@@ -97,6 +97,10 @@ class Router:
         assert not rest, f"blocks of {info.block_size} tokens have no hashes of every {self._tokens_per_hash}"
         self.index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks, stride=stride)
 
+    def role_changed(self, worker_id: str, role: str) -> None:
+        """A live worker has another role: what it holds and what was assigned to it still count."""
+        self._workers.role_changed(worker_id, role)
+
     def worker_down(self, worker_id: str) -> None:
         """Forget a worker. The load of its requests is counted nowhere, and their `on_end` changes nothing there."""
         self._workers.down(worker_id)

@@ -57,6 +57,20 @@ def _path(candidate: Candidate) -> Path:
     return "prefill_only" if candidate.decode is None else "local" if candidate.prefill is None else "disaggregated"
 
 
+def without_self_transfers(
+    candidates: Sequence[Candidate], prefills: Sequence[str], decodes: Sequence[str]
+) -> list[Candidate]:
+    """Without pairs of a worker of both roles with itself: it computes such a prompt where it decodes it. Where a
+    policy ranks nothing else, they become that.
+    """
+    paired = [
+        one
+        for one in candidates
+        if one.prefill is None or one.decode is None or prefills[one.prefill] != decodes[one.decode]
+    ]
+    return paired or [one._replace(prefill=None) for one in candidates]
+
+
 def candidate_scores(decision: Decision, most: int = MAX_CANDIDATES) -> list[CandidateScore]:
     """The candidates that the policy ranked, best first."""
     ranking = decision.ranking
@@ -88,6 +102,8 @@ class RoutingSnapshot:
             candidates = self._ranked_by_compatible_set()
         else:
             candidates = self.taker.policy.rank(self.context, prefills, decodes)
+        if self.taker.workers.has_both:
+            candidates = without_self_transfers(candidates, prefills.names, decodes.names)
         return Ranking(tuple(candidates), prefills.names, decodes.names, self.taker.policy.term_names)
 
     def _ranked_by_compatible_set(self) -> list[Candidate]:
@@ -316,7 +332,8 @@ class SnapshotTaker:
             info = account.info
             if live.get(info.worker_id) is account and state(info.worker_id) is not IndexState.STALE:
                 tokens = num_hashes * size
-                found.setdefault(account.role, {})[account.row] = tokens - tokens % info.block_size
+                for role, (_, row) in account.places.items():
+                    found.setdefault(role, {})[row] = tokens - tokens % info.block_size
         return found
 
 

@@ -86,7 +86,9 @@ class Columns:
         """Bring the rows up to date."""
         stale, self.stale = self.stale, {}
         for account in stale:
-            account.write_load()
+            for columns, row in account.places.values():
+                if columns is self:
+                    account.write_load(columns, row)
 
     def write_rate(self, row: int, prefill_rate: float) -> None:
         """0: not measured."""
@@ -250,8 +252,6 @@ class WorkerAccount:
 
     def __init__(self, info: WorkerInfo, model: CostModel) -> None:
         self.info, self._model = info, model
-        self.role = Role(info.role)
-        self.row = 0  # in the columns of its role
         self.report: LoadReport | None = None
         self.reported_at_s: float | None = None
         self.own = OwnLoad()
@@ -263,11 +263,12 @@ class WorkerAccount:
         self.changed: dict[WorkerAccount, None] | None = None
         """Accounts whose own load is to be shared with the other routers; None: no other router listens."""
         self.turn = 0  # when it was last chosen
-        self._columns: Columns | None = None
+        self.places: dict[Role, tuple[Columns, int]] = {}
+        """Its row in the columns of each role that it has; none while the worker is down, or changes its role."""
 
-    def set_row(self, columns: Columns | None, row: int = 0) -> None:
-        """Write to this row from now on; None: the worker is down."""
-        self._columns, self.row = columns, row
+    def set_places(self, places: dict[Role, tuple[Columns, int]]) -> None:
+        """Write to these rows from now on."""
+        self.places = places
         self._write_report()
         self._load_changed()
 
@@ -371,20 +372,22 @@ class WorkerAccount:
 
     def _load_changed(self) -> None:
         """Written when the columns are next read: between two decisions a worker's load changes several times."""
-        if self._columns is not None:
-            self._columns.stale[self] = None
+        for columns, _ in self.places.values():
+            columns.stale[self] = None
 
-    def write_load(self) -> None:
-        if self._columns is not None:
-            is_shared = self._others is not None and self._others.is_complete
-            self._columns.write_load(self.row, self.counts(), self.turn, 0 if is_shared else self.foreign_sequences)
+    def write_load(self, columns: Columns, row: int) -> None:
+        """To one of its places."""
+        is_shared = self._others is not None and self._others.is_complete
+        columns.write_load(row, self.counts(), self.turn, 0 if is_shared else self.foreign_sequences)
 
     def _write_report(self) -> None:
-        if self._columns is None:
-            return
-        floats, row = self._columns.floats, self.row
+        for columns, row in self.places.values():
+            self._write_report_to(columns, row)
+
+    def _write_report_to(self, columns: Columns, row: int) -> None:
+        floats = columns.floats
         rate, step_s, kv_rate = self._speeds()
-        self._columns.write_rate(row, rate)
+        columns.write_rate(row, rate)
         step_s = self._step_time.decayed_s(step_s or self._model.default_decode_step_s, self.reported_at_s)
         recent_s = self._step_time.decayed_s(self._step_time.recent_s, self.reported_at_s)
         floats[DECODE_STEP, row], floats[RECENT_STEP, row] = step_s, max(step_s, recent_s)

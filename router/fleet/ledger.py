@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from kvrelay.plane.messages import Assigned
@@ -18,7 +19,7 @@ from kvrelay.plane.reports import AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.fleet.account import PREFILL_RATE, Columns, WorkerAccount
 from kvrelay.router.policies.base import CostModel
 from kvrelay.router.types import Decision
-from kvrelay.types import Role
+from kvrelay.types import Role, sides
 
 MAX_PENDING_COMPARED = 128
 """Queued prompts, the newest ones, that a new prompt is compared with."""
@@ -236,6 +237,7 @@ class LiveWorkers:
         self._prefill_rate: float | None = None
         self._model, self._index_row = model, index_row
         self._columns: dict[str, Columns] | None = None
+        self.has_both = False  # whether some worker has both roles; of the layout
         self._unpaired: frozenset[str] | None = None
         self._changed: dict[WorkerAccount, None] = {}  # whose own load is to be shared with the other routers
 
@@ -261,15 +263,21 @@ class LiveWorkers:
             known.info = info
             return False
         if known is not None:
-            known.set_row(None)
+            known.set_places({})
         self.accounts[info.worker_id] = WorkerAccount(info, self._model)
         return True
 
     def down(self, worker_id: str) -> None:
         """Forget a worker. The load of its requests is counted nowhere."""
         if (account := self.accounts.pop(worker_id, None)) is not None:
-            account.set_row(None)
+            account.set_places({})
             self._stop_sharing(account)
+            self._columns = self._unpaired = self._prefill_rate = None
+
+    def role_changed(self, worker_id: str, role: str) -> None:
+        """From now on the worker takes what this role does; its load stays. Unknown workers are ignored."""
+        if (account := self.accounts.get(worker_id)) is not None:
+            account.info = msgspec.structs.replace(account.info, role=role)
             self._columns = self._unpaired = self._prefill_rate = None
 
     def _stop_sharing(self, account: WorkerAccount) -> None:
@@ -355,12 +363,16 @@ class LiveWorkers:
         ordered = sorted(self.accounts.items())
         nodes: dict[str, int] = {}
         tables = {}
+        places: dict[WorkerAccount, dict[Role, tuple[Columns, int]]] = {account: {} for _, account in ordered}
         for role in Role:
-            accounts = [account for _, account in ordered if account.role is role]
+            accounts = [account for _, account in ordered if role in sides(account.info.role)]
             numbers = [nodes.setdefault(account.info.node_id, len(nodes)) for account in accounts]
             tables[role.value] = columns = Columns(
                 [account.info for account in accounts], numbers, [self._index_row(a.info.worker_id) for a in accounts]
             )
             for row, account in enumerate(accounts):
-                account.set_row(columns, row)
+                places[account][role] = columns, row
+        self.has_both = any(len(its_places) > 1 for its_places in places.values())
+        for account, its_places in places.items():
+            account.set_places(its_places)
         return tables

@@ -102,8 +102,8 @@ def snapshot(
 
 def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
     """One worker and every figure of its last load report."""
-    view: dict[str, Any] = {"worker_id": link.worker_id, "role": link.member.role}
     info, load = link.info, link.load or LoadReport(seq=0)
+    view: dict[str, Any] = {"worker_id": link.worker_id, "role": link.member.role if info is None else info.role}
     if info is None:
         return {**view, "health": "down"}
     health = "leaving" if is_leaving or load.is_draining else "silent" if link.silent_s > SILENT_S else "up"

@@ -84,6 +84,8 @@ class Retries:
         if failure.code == wire.PREEMPTED:  # no fault: that worker may be chosen again
             self.num_prefill_returns += 1
             return False
+        if failure.code == wire.DRAINED:  # no fault: the router knows the worker's role
+            return False
         if failure.code == "full" and self.num_prefill_returns:  # the stream has begun: it waits for room
             self.pause_s = min(failure.retry_after_s, LONGEST_PAUSE_S)
             return False

@@ -22,7 +22,7 @@ from kvrelay.router.slo.learning import RATIO_BOUNDS
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Verdict, WorkerPair
-from kvrelay.types import FinishReason, Role
+from kvrelay.types import FinishReason
 
 PAIRS_SHOWN = 256  # pairs of workers with series of their own, those that do not work first
 OUTCOMES = (FinishReason.STOP, FinishReason.LENGTH, "client", "overloaded", "deadline", "slo", "error")
@@ -180,8 +180,8 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         table.add_fields(_OF_TIER, tier, {**worker, "tier": tier.tier})
     for path in load.kv_paths:
         table.add_fields(_OF_PATH, path, {**worker, "path": path.path})
-    is_source = info.role == Role.PREFILL  # it hashes before a path is chosen
-    checks = {"any": load.kv_check_s} if is_source else {path.path: path.check_s for path in load.kv_paths}
+    checks = {path.path: path.check_s for path in load.kv_paths}
+    checks["any"] = max(0.0, load.kv_check_s - sum(checks.values()))  # as a source: before a path is chosen
     table.add_counts("kvrelay_kvtransfer_check_seconds_total", "Time spent on KV checksums.", worker, "path", checks)
     refused = dict.fromkeys(REFUSALS, 0) | load.kv_refused
     table.add_counts("kvrelay_kvtransfer_refusals_total", "KV transfers refused.", worker, "reason", refused)

@@ -10,6 +10,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost
 from kvrelay.pacing import Paced
@@ -21,6 +23,7 @@ from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusa
 from kvrelay.serve.workers.pairs import PairWatch
 from kvrelay.serve.workers.queries import IndexAudits, Queries, QueryAnswer
 from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, WorkerLink
+from kvrelay.types import Role, sides
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +213,7 @@ class Membership:
 
     def is_ready(self) -> bool:
         """Whether a decode worker is connected (one can serve alone), and KV can travel to it from prefill workers."""
-        return any(info.role == "decode" for info, _ in self.live_workers()) and self._placer.blocked is None
+        return any(Role.DECODE in sides(info.role) for info, _ in self.live_workers()) and self._placer.blocked is None
 
     async def wait_for(self, condition: Callable[["Membership"], bool]) -> None:
         """Wait until `condition` holds; it is checked whenever a worker comes or goes."""
@@ -256,6 +259,16 @@ class Membership:
                 return f"{difference} of worker {other.worker_id}: {difference.remedy}"
         return None
 
+    def _role_changed(self, link: WorkerLink, role: str) -> None:
+        """From now on the worker takes other requests; what runs there, runs on."""
+        if link.info is None:
+            return
+        logger.info("worker %s is %s now", link.worker_id, role)
+        link.info = msgspec.structs.replace(link.info, role=role)
+        self._router.role_changed(link.worker_id, role)
+        self.pairs.book.role_changed(link.info, self._clock())
+        self.pairs.notify()
+
     def _lost(self, link: WorkerLink, why: str) -> None:
         """All that the worker held is lost."""
         logger.info("worker %s is gone: %s", link.worker_id, why)
@@ -290,6 +303,8 @@ class Membership:
             self._placer.wake_deferred()
             if message.is_draining:
                 self._on_draining(link.worker_id)
+        elif isinstance(message, wire.RoleNow):
+            self._role_changed(link, message.role)
         elif isinstance(message, AssignedByOthers):
             self._placer.apply_others(link.worker_id, message)
         elif isinstance(message, KvEvents):

@@ -17,7 +17,7 @@ import msgspec
 from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import PairReport, PathReport, WorkerInfo
-from kvrelay.types import Role
+from kvrelay.types import BOTH, Role, sides
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,17 @@ class PairBook:
         self.worker_down(info.worker_id)
         for other in self._workers.values():
             for source, target in ((info, other), (other, info)):
-                is_pair = (source.role, target.role) == (Role.PREFILL, Role.DECODE)
+                is_pair = Role.PREFILL in sides(source.role) and Role.DECODE in sides(target.role)
                 if is_pair and target.kv_port:
                     pair = WorkerPair(source, target, next_s=now_s)
                     self._pairs[pair.key] = pair
         self._workers[info.worker_id] = info
+
+    def role_changed(self, info: WorkerInfo, now_s: float) -> None:
+        """Pairs that its role now makes no more end, new ones are probed, and the others keep their reports."""
+        known = self._pairs
+        self.worker_up(info, now_s)
+        self._pairs |= {key: pair for key, pair in known.items() if key in self._pairs}
 
     def worker_down(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
@@ -191,10 +197,12 @@ class PairBook:
 
         Without this check the decode workers would silently compute every prompt themselves.
         """
+        if any(info.role == BOTH for info in self._workers.values()):  # it needs no other
+            return None
         incompatible = self.incompatible_pairs()
         if incompatible and len(incompatible) == len(self._pairs):
             return "; ".join(incompatible.values())
-        has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
+        has_prefill = any(Role.PREFILL in sides(info.role) for info in self._workers.values())
         return None if has_prefill else "; ".join(self.rejected(Role.PREFILL)) or None
 
     def rejected(self, role: str | None = None) -> list[str]:
@@ -204,7 +212,7 @@ class PairBook:
 
     def view(self) -> dict[str, Any]:
         """For GET /kvrelay/pairs and `kvrelay doctor`."""
-        roles = [info.role for info in self._workers.values()]
+        roles = [side for info in self._workers.values() for side in sides(info.role)]
         return {
             "prefill": roles.count(Role.PREFILL),
             "decode": roles.count(Role.DECODE),

@@ -21,7 +21,8 @@ from kvrelay.serve.workers.worker_link import Links, WorkerLink
 
 logger = logging.getLogger(__name__)
 
-Query = wire.StatusQuery | wire.CacheReset | wire.Prefetch | wire.Audit
+Query = wire.StatusQuery | wire.CacheReset | wire.Prefetch | wire.Audit | wire.SetRole
+SWITCH_S = 5.0  # a change of role without its drain takes milliseconds
 QueryAnswer = Status | wire.Prefetched | Audited
 RETRY_AFTER_FULL_S = 1.0
 
@@ -56,6 +57,11 @@ class Queries:
         """The tiers in which a worker has these blocks."""
         query = wire.Audit(query_id=next(self._ids), hashes=hashes)
         return await self._ask(worker_id, query, Audited, timeout_s)
+
+    async def set_role(self, worker_id: str, role: str, drain_s: float) -> bytes:
+        """Have a worker change its role; how that went, JSON (engine/worker/role_switch.py)."""
+        query = wire.SetRole(query_id=next(self._ids), role=role, drain_s=drain_s)
+        return (await self._ask(worker_id, query, Status, drain_s + SWITCH_S)).json
 
     def check_room(self) -> None:
         """Raises Overloaded when as many questions are open as may be."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
@@ -44,7 +44,7 @@ class Member:
     """A worker as the registry lists it."""
 
     worker_id: str
-    role: str
+    role: str = field(compare=False)  # when it was listed; now: WorkerLink.info's
     host: str
     port: int
 

@@ -55,7 +55,7 @@ async def test_a_cluster_under_tls_answers_as_one_without(folder):
         (inside,) = secured.inside
         assert inside.ends.target.plane.stats().transport == "tcp"
         ports = [(member.host, member.port) for member in secured.members]
-        ports.append((ports[0][0], inside.target.port))  # the KV plane's
+        ports.append((ports[0][0], inside.ends.target.plane.port))  # the KV plane's
         for host, port in ports:
             with pytest.raises(TlsMismatch, match=r"cluster\.tls"):
                 await plane.connect(host, port, secured.secret)

@@ -18,7 +18,7 @@ from kvrelay.router.policies.selection import POLICIES
 from kvrelay.router.types import TERM_NAMES, Candidate, Decision
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.settings.router import RouterSettings
-from kvrelay.types import Role
+from kvrelay.types import WORKER_ROLES, Role, sides
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load, refused
 
 pytestmark = pytest.mark.pure
@@ -76,7 +76,7 @@ def accounts(router, role, rate):
             load["kv_bytes_per_s"] or model.default_kv_bytes_per_s,
         )
         for view in router.workers()
-        if view.role == role and (load := view.load)
+        if role in sides(view.role) and (load := view.load)
     }
 
 
@@ -84,6 +84,7 @@ names = st.sampled_from(["p1", "p2", "p3", "d1", "d2"])
 happenings = st.one_of(
     st.tuples(st.just("up"), names, st.integers(0, 2)),
     st.tuples(st.just("down"), names, st.just(0)),
+    st.tuples(st.just("role"), names, st.integers(0, 3)),
     st.tuples(st.just("load"), names, st.integers(0, 3)),
     st.tuples(st.sampled_from(["ask", "first", "end", "narrow"]), st.just(""), st.integers(0, 5)),
 )
@@ -98,6 +99,8 @@ def test_the_columns_are_the_accounts_whatever_happened(events):
             router.worker_up(info(name, "prefill" if name[0] == "p" else "decode", epoch=f"e{number}"))
         elif what == "down":
             router.worker_down(name)
+        elif what == "role":
+            router.role_changed(name, (*WORKER_ROLES, "changing")[number])
         elif what == "load":
             report = {"running": 3 * number, "queued_tokens": 500 * number, "waiting": number, "free_blocks": 900}
             speed = {"prefill_tokens_per_s": 1000.0 * number, "decode_step_s": 0.01 * number}
@@ -129,7 +132,7 @@ def test_a_row_that_is_not_written_would_be_seen(monkeypatch):
     """Control of the above."""
     router, spy = spied(["p1"], ["d1"])
     router.select_and_reserve(ask("r1"), 0.0)
-    monkeypatch.setattr("kvrelay.router.fleet.account.WorkerAccount.write_load", lambda self: None)
+    monkeypatch.setattr("kvrelay.router.fleet.account.WorkerAccount.write_load", lambda self, columns, row: None)
     router.select_and_reserve(ask("r2"), 0.0)
     router.select_and_reserve(ask("r3"), 0.0)
     _, prefills, _ = spy.seen[-1]
@@ -318,3 +321,29 @@ def test_the_joint_policy_needs_no_router():
     again = [Joint({}).rank(*spy.seen[0])[0] for _ in range(2)]
     assert again[0] == again[1] and spy.seen[0][1].names[again[0].prefill] == "p2"
     assert isinstance(router.select_and_reserve(ask("r2"), 0.0), Decision) and Role.PREFILL == "prefill"
+
+
+# ---- roles
+
+
+def test_a_worker_of_both_roles_takes_a_prompt_itself_instead_of_sending_it_to_itself():
+    router, spy = spied(["w1"], [])
+    router.role_changed("w1", "both")
+    decision = decided(router.select_and_reserve(ask("r1"), 0.0))  # the spy ranks nothing but (w1, w1)
+    assert (decision.prefill, decision.decode, decision.path) == (None, "w1", "local")
+    router.on_end("r1")
+
+
+def test_a_changed_role_keeps_load_and_index_and_moves_between_the_tables():
+    router, spy = spied(["p1", "p2"], ["d1"])
+    decided(router.select_and_reserve(ask("r1"), 0.0))
+    holds(router, "p1", chain("x", 3))
+    router.role_changed("p1", "changing")
+    decided(router.select_and_reserve(ask("r2"), 1.0))
+    assert [side.names for side in spy.seen[-1][1:]] == [("p2",), ("d1",)]
+    router.role_changed("p1", "decode")
+    router.select_and_reserve(ask("r3", hashes=chain("x", 3)), 2.0)
+    _, prefills, decodes = spy.seen[-1]
+    assert (prefills.names, decodes.names) == (("p2",), ("d1", "p1"))
+    assert decodes.held.tolist() == [0, 3 * BLOCK]
+    assert rows(decodes)["p1"] == accounts(router, "decode", 2000.0)["p1"] and rows(decodes)["p1"][0] > 0
