@@ -22,7 +22,7 @@ from kvrelay.router.slo.learning import RATIO_BOUNDS
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Verdict, WorkerPair
-from kvrelay.types import FinishReason
+from kvrelay.types import FinishReason, Role
 
 PAIRS_SHOWN = 256  # pairs of workers with series of their own, those that do not work first
 OUTCOMES = (FinishReason.STOP, FinishReason.LENGTH, "client", "overloaded", "deadline", "slo", "error")

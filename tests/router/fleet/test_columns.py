@@ -327,7 +327,7 @@ def test_the_joint_policy_needs_no_router():
 
 
 def test_a_worker_of_both_roles_takes_a_prompt_itself_instead_of_sending_it_to_itself():
-    router, spy = spied(["w1"], [])
+    router, _ = spied(["w1"], [])
     router.role_changed("w1", "both")
     decision = decided(router.select_and_reserve(ask("r1"), 0.0))  # the spy ranks nothing but (w1, w1)
     assert (decision.prefill, decision.decode, decision.path) == (None, "w1", "local")
