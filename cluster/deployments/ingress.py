@@ -1,7 +1,7 @@
 """The ingress as a Ray Serve deployment: hosts the OpenAI app and follows the registry.
 
-It also answers `GET /kvrelay/status` for `kvrelay status`. Must not import torch: of the model it needs only the
-tokenizer.
+It also answers `GET /kvrelay/status` for `kvrelay status`, and `POST /kvrelay/role` for `kvrelay role`. Must not
+import torch: of the model it needs only the tokenizer.
 """
 
 import asyncio
@@ -9,11 +9,12 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import ray
 from prometheus_client.core import Metric
 from ray.exceptions import RayError
@@ -28,12 +29,13 @@ from kvrelay.cluster.deployments.worker import log_as_replica, prepared_model
 from kvrelay.cluster.registry.actor import connect_registry, follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
-from kvrelay.errors import KvrelayError, PeerLost
+from kvrelay.errors import InvalidRequest, KvrelayError, PeerLost
 from kvrelay.grammar.gate import GrammarGate
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
+from kvrelay.router.planning.roles import change_notice, change_problem
 from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.api.endpoint import INGRESS, check_api_key, error_response
+from kvrelay.serve.api.endpoint import INGRESS, check_api_key, error_response, read_json_body
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
@@ -161,7 +163,8 @@ class IngressReplica:
         check = self._grammars.check
         parts = self._dispatcher, self._tokenizer, self._settings, self._card
         app = create_app(*parts, sessions, check, self._history)
-        app.router.routes.append(Route("/kvrelay/status", self._status_endpoint, methods=["GET"]))
+        app.router.routes.append(Route("/kvrelay/status", self._endpoint(self.status), methods=["GET"]))
+        app.router.routes.append(Route("/kvrelay/role", self._endpoint(self.set_role), methods=["POST"]))
         return app
 
     async def _record_history(self) -> None:
@@ -176,12 +179,35 @@ class IngressReplica:
         workers = [m for m in members if m.role != STORE_ROLE]
         self._dispatcher.workers.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in workers])
 
-    async def _status_endpoint(self, request: Request) -> Response:
+    def _endpoint(self, answer: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+        """`answer` behind the API key; a POST gives it its body."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                check_api_key(request, self._settings.serve.api_key)
+                body = [await read_json_body(request, _MAX_BODY_BYTES)] if request.method == "POST" else []
+                return JSONResponse(await answer(*body))
+            except KvrelayError as error:
+                return error_response(error)
+
+        return handle
+
+    async def set_role(self, body: bytes) -> dict[str, Any]:
+        """Change a worker's role: a RoleOrder; returns once that is done. Raises InvalidRequest (409): why it stays."""
         try:
-            check_api_key(request, self._settings.serve.api_key)
-        except KvrelayError as error:
-            return error_response(error)
-        return JSONResponse(await self.status())
+            order = msgspec.json.decode(body, type=RoleOrder)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(str(error)) from error
+        worker_id, role = order.worker, order.role
+        roles = {info.worker_id: info.role for info, _ in self._dispatcher.workers.live_workers()}
+        problem = change_problem(roles, worker_id, role)
+        if problem is None:
+            drain_s = self._settings.cluster.drain_timeout_s if order.drain_s is None else order.drain_s
+            answer = json.loads(await self._dispatcher.queries.set_role(worker_id, role, drain_s))
+            if "error" not in answer:
+                return {"worker": worker_id, **answer, "notice": change_notice(roles | {worker_id: role})}
+            problem = f"{worker_id} stays {roles[worker_id]}: {answer['error']}"
+        raise InvalidRequest(problem, None, 409, "role")
 
     async def status(self) -> dict[str, Any]:
         """Every member with its own status; a worker that does not answer has only its record."""
@@ -249,6 +275,17 @@ class IngressReplica:
             await self._dispatcher.aclose()
             await self._grammars.aclose()
             await asyncio.to_thread(tracing.shutdown)
+
+
+_MAX_BODY_BYTES = 4096
+
+
+class RoleOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /kvrelay/role. `drain_s`: for what runs there to move or end; None: the cluster's setting."""
+
+    worker: str
+    role: str
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
 
 
 def _address(record: WorkerRecord) -> dict[str, Any]:

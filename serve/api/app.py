@@ -1,11 +1,9 @@
 """The OpenAI HTTP API as one ASGI app. Its host starts and closes the dispatcher."""
 
-import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 from prometheus_client import exposition
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +23,6 @@ from kvrelay.serve.api.endpoint import (
     endpoint,
     error_response,
     json_response,
-    read_json_body,
     unknown_model,
 )
 from kvrelay.serve.api.kv import delete_session, get_session, prefetch, put_session
@@ -36,10 +33,7 @@ from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.history import History
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.roles import RoleOrder, change_notice, change_problem
 from kvrelay.types import sides
-
-_MAX_ROLE_BYTES = 4096
 
 __all__ = ["ModelCard", "create_app"]
 
@@ -80,7 +74,6 @@ def create_app(
             Route("/v1/kv/sessions/{name}", endpoint(front, delete_session), methods=["DELETE"]),
             Route("/health", endpoint(front, _health, needs_key=False), methods=["GET"]),
             Route("/kvrelay/pairs", endpoint(front, _pairs), methods=["GET", "POST"]),
-            Route("/kvrelay/role", endpoint(front, _set_role), methods=["POST"]),
             Route("/", _to_ui, methods=["GET"]),
             Route("/ui", endpoint(front, ui.page, needs_key=False), methods=["GET"]),
             Route("/kvrelay/live", endpoint(front, live.once), methods=["GET"]),
@@ -151,24 +144,6 @@ async def _pairs(front: Front, request: Request) -> Response:
         dispatcher.workers.pairs.book.measure_all(dispatcher.clock())
         dispatcher.workers.pairs.notify()
     return json_response(dispatcher.workers.pairs.book.view())
-
-
-async def _set_role(front: Front, request: Request) -> Response:
-    """Change a worker's role: a RoleOrder; answered once that is done, or with 409 and the reason why it stays."""
-    try:
-        order = msgspec.json.decode(await read_json_body(request, _MAX_ROLE_BYTES), type=RoleOrder)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(str(error)) from error
-    workers, drain_s = front.dispatcher.workers, order.drain_s
-    roles = {info.worker_id: info.role for info, _ in workers.live_workers()}
-    if problem := change_problem(roles, order.worker, order.role):
-        raise InvalidRequest(problem, None, 409, "role")
-    drain_s = front.settings.cluster.drain_timeout_s if drain_s is None else drain_s
-    answer = json.loads(await front.dispatcher.queries.set_role(order.worker, order.role, drain_s))
-    if "error" in answer:
-        raise InvalidRequest(f"{order.worker} stays {roles[order.worker]}: {answer['error']}", None, 409, "role")
-    notice = change_notice(roles | {order.worker: order.role})
-    return json_response(answer | {"worker": order.worker, "notice": notice})
 
 
 def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:

@@ -81,10 +81,8 @@ class Retries:
         Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence.
         """
         self.last_failure = failure
-        if failure.code == wire.PREEMPTED:  # no fault: that worker may be chosen again
-            self.num_prefill_returns += 1
-            return False
-        if failure.code == wire.DRAINED:  # no fault: the router knows the worker's role
+        if failure.code in (wire.PREEMPTED, wire.DRAINED):  # no fault: that worker may be chosen again
+            self.num_prefill_returns += failure.code == wire.PREEMPTED
             return False
         if failure.code == "full" and self.num_prefill_returns:  # the stream has begun: it waits for room
             self.pause_s = min(failure.retry_after_s, LONGEST_PAUSE_S)

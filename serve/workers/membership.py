@@ -259,16 +259,6 @@ class Membership:
                 return f"{difference} of worker {other.worker_id}: {difference.remedy}"
         return None
 
-    def _role_changed(self, link: WorkerLink, role: str) -> None:
-        """From now on the worker takes other requests; what runs there, runs on."""
-        if link.info is None:
-            return
-        logger.info("worker %s is %s now", link.worker_id, role)
-        link.info = msgspec.structs.replace(link.info, role=role)
-        self._router.role_changed(link.worker_id, role)
-        self.pairs.book.role_changed(link.info, self._clock())
-        self.pairs.notify()
-
     def _lost(self, link: WorkerLink, why: str) -> None:
         """All that the worker held is lost."""
         logger.info("worker %s is gone: %s", link.worker_id, why)
@@ -303,8 +293,11 @@ class Membership:
             self._placer.wake_deferred()
             if message.is_draining:
                 self._on_draining(link.worker_id)
-        elif isinstance(message, wire.RoleNow):
-            self._role_changed(link, message.role)
+        elif isinstance(message, wire.RoleNow) and link.info is not None:
+            link.info = msgspec.structs.replace(link.info, role=message.role)
+            self._router.role_changed(link.worker_id, message.role)
+            self.pairs.book.role_changed(link.info, self._clock())
+            self.pairs.notify()
         elif isinstance(message, AssignedByOthers):
             self._placer.apply_others(link.worker_id, message)
         elif isinstance(message, KvEvents):

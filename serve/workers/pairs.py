@@ -197,10 +197,8 @@ class PairBook:
 
         Without this check the decode workers would silently compute every prompt themselves.
         """
-        if any(info.role == BOTH for info in self._workers.values()):  # it needs no other
-            return None
-        incompatible = self.incompatible_pairs()
-        if incompatible and len(incompatible) == len(self._pairs):
+        incompatible, needs_pair = self.incompatible_pairs(), all(one.role != BOTH for one in self._workers.values())
+        if incompatible and len(incompatible) == len(self._pairs) and needs_pair:
             return "; ".join(incompatible.values())
         has_prefill = any(Role.PREFILL in sides(info.role) for info in self._workers.values())
         return None if has_prefill else "; ".join(self.rejected(Role.PREFILL)) or None

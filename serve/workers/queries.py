@@ -22,7 +22,6 @@ from kvrelay.serve.workers.worker_link import Links, WorkerLink
 logger = logging.getLogger(__name__)
 
 Query = wire.StatusQuery | wire.CacheReset | wire.Prefetch | wire.Audit | wire.SetRole
-SWITCH_S = 5.0  # a change of role without its drain takes milliseconds
 QueryAnswer = Status | wire.Prefetched | Audited
 RETRY_AFTER_FULL_S = 1.0
 
@@ -58,10 +57,10 @@ class Queries:
         query = wire.Audit(query_id=next(self._ids), hashes=hashes)
         return await self._ask(worker_id, query, Audited, timeout_s)
 
-    async def set_role(self, worker_id: str, role: str, drain_s: float) -> bytes:
-        """Have a worker change its role; how that went, JSON (engine/worker/role_switch.py)."""
+    async def set_role(self, worker_id: str, role: str, drain_s: float, *, timeout_s: float = 5.0) -> bytes:
+        """Have a worker change its role; how that went, JSON. `timeout_s`: beyond the drain."""
         query = wire.SetRole(query_id=next(self._ids), role=role, drain_s=drain_s)
-        return (await self._ask(worker_id, query, Status, drain_s + SWITCH_S)).json
+        return (await self._ask(worker_id, query, Status, drain_s + timeout_s)).json
 
     def check_room(self) -> None:
         """Raises Overloaded when as many questions are open as may be."""

@@ -1,19 +1,8 @@
-"""An order to change a worker's role: whether it may be carried out, and what an operator should know of it. Pure."""
+"""Which role a worker may take, and what an operator should know of it. Pure."""
 
 from collections.abc import Mapping
-from typing import Annotated
-
-import msgspec
 
 from kvrelay.types import WORKER_ROLES, Role, sides
-
-
-class RoleOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /kvrelay/role. `drain_s`: for what runs there to move or end; None: the cluster's setting."""
-
-    worker: str
-    role: str
-    drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
 
 
 def change_problem(roles: Mapping[str, str], worker_id: str, role: str) -> str | None:
