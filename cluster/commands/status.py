@@ -1,4 +1,4 @@
-"""`kvrelay status` and `kvrelay scale`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
+"""`kvrelay status`, `kvrelay scale` and `kvrelay role`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvrelay.cluster.commands.doctor import Address, ApiKey, Url, chosen
 from kvrelay.cluster.deployments.serve_config import scaled
-from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.errors import ClusterError, RequestRefused
 from kvrelay.cluster.launch.dashboard import RayDashboard, dashboard_token_hint
 from kvrelay.cluster.launch.endpoints import Endpoints, addressed, other_clusters
 from kvrelay.cluster.launch.http_json import auth_headers, request_json
@@ -23,6 +23,8 @@ from kvrelay.errors import ConfigError
 TIMEOUT_S = 10.0
 POLL_S = 0.5
 SETTLE_S = 300.0
+ANSWER_S = 30.0  # for a change of role, beyond its drain
+LONGEST_DRAIN_S = 3600.0  # where the cluster's own setting applies
 UNHEALTHY_S = 60.0  # Serve replaces a lost worker well within this
 
 
@@ -125,13 +127,15 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
 
     def row(worker: dict[str, Any]) -> tuple[object, ...]:
         name, pid, load = worker["worker_id"], worker["pid"], worker.get("load", {})
+        role_now = worker.get("info", {}).get("role", worker["role"])
+        shown = name if role_now == worker["role"] else f"{name} ({role_now} now)"
         if not worker.get("is_up"):
             return name, pid, Text("down", "red")
         blocks = "/".join(str(load.get(f"{state}_blocks", 0)) for state in ("used", "cached", "total"))
         own = "/".join(one for one in worker.get("info", {}).get("transports", []) if one != "loopback")
         over = Text.from_markup(_over(name, pairs)) or load.get("transport") or own
         moved = f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB"
-        return name, pid, load.get("running", 0), load.get("waiting", 0), blocks, over, moved
+        return shown, pid, load.get("running", 0), load.get("waiting", 0), blocks, over, moved
 
     return _table("worker|pid|run|wait|used/cached/all|KV over|moved", map(row, workers))
 
@@ -212,3 +216,35 @@ def has_settled(app: dict[str, Any], counts: dict[str, int]) -> bool:
         if states != ["RUNNING"] * count:
             return False
     return bool(app.get("status") == "RUNNING")
+
+
+def role(
+    worker: Annotated[str, typer.Argument(help="the worker's name, as `kvrelay status` shows it")],
+    new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both")],
+    drain: Annotated[
+        float | None, typer.Option(min=0, help="seconds for running sequences to move or end; default: the cluster's")
+    ] = None,
+    url: Url = None,
+    address: Address = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Change a worker's role in place: drain, switch, announce."""
+    body = {"worker": worker, "role": new_role, "drain_s": drain}
+    with addressed(url, address) as cluster:
+        try:
+            answer = request_json(
+                "POST",
+                f"{cluster.api_url}/kvrelay/role",
+                body,
+                headers=auth_headers(api_key or environment_api_key()),
+                timeout_s=ANSWER_S + (LONGEST_DRAIN_S if drain is None else drain),
+            )
+        except RequestRefused as error:
+            raise ClusterError(error.message) from error
+    console = Console()
+    left = f", {answer['failed']} of them continue elsewhere" if answer["failed"] else ""
+    there = f" ({answer['sequences']} requests were there{left})" if answer["sequences"] else ""
+    line = f"{worker}: {answer['before']} -> {answer['role']} in {answer['seconds']:.3f} s{there}"
+    console.print(line, highlight=False, soft_wrap=True)
+    if answer["notice"]:
+        console.print(answer["notice"], style="yellow", highlight=False, soft_wrap=True)

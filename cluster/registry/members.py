@@ -15,7 +15,9 @@ STORE_ROLE = "store"  # a node of the KV store; every other member is a worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """Where a worker listens for ingresses, or a KV-store node for workers. `epoch` is new at every start."""
+    """Where a worker listens for ingresses, or a KV-store node for workers. `epoch` is new at every start; `role` is
+    what a worker was started as: its role now is in its WorkerInfo.
+    """
 
     worker_id: str
     role: str
