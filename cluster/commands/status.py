@@ -1,4 +1,4 @@
-"""`kvrelay status`, `kvrelay scale` and `kvrelay role`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
+"""`kvrelay status`, `scale` and `role`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
 
 import json
 import time
