@@ -209,6 +209,9 @@ FLOW_ROWS = {
               {"{{path}}": rate("kvrelay_router_decisions_total", "path")}),
         Panel("TTFT prediction", "s", "Moving average of observed minus predicted time to first token, worst ingress.",
               {"error": seen("kvrelay_router_prediction_error_seconds", "")}),
+        Panel("Sequences moved", "reqps", "Running sequences that another decode worker took over with their KV.",
+              {"{{outcome}}": rate("kvrelay_request_moves_total", "outcome")}),
+        Panel("KV moved with them", "Bps", "Per second.", {"KV": rate("kvrelay_request_moved_bytes_total")}),
     ),
     "Prefill workers": _role_row(PREFILL),
     "Decode workers": (

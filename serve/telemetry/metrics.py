@@ -28,6 +28,7 @@ PAIRS_SHOWN = 256  # pairs of workers with series of their own, those that do no
 OUTCOMES = (FinishReason.STOP, FinishReason.LENGTH, "client", "overloaded", "deadline", "slo", "error")
 REFUSALS = ("expired", "checksum", "incomplete", "transport", "fingerprint", "stale_epoch", "stale_generation")
 PREEMPTION_MODES = ("swap", "recompute", "return-to-prefill")
+MOVES = ("moved", "ended", "failed")
 PATHS = ("disaggregated", "local", "prefill_only")
 
 
@@ -80,6 +81,12 @@ def _counted(stats: ServeStats, table: _Table) -> None:
     outcomes, decisions = dict.fromkeys(OUTCOMES, 0) | stats.outcomes, dict.fromkeys(PATHS, 0) | stats.decisions
     table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", outcomes)
     table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", decisions)
+    moves = dict.fromkeys(MOVES, 0) | stats.moves.outcomes
+    what = "Running sequences that another decode worker was to take over with their KV."
+    table.add_counts("kvrelay_request_moves_total", what, {}, "outcome", moves)
+    what = "Time from the choice of the worker until it decodes, of sequences that moved."
+    table.add("kvrelay_request_move_seconds_total", what, {}, stats.moves.seconds)
+    table.add("kvrelay_request_moved_bytes_total", "KV bytes of sequences that moved.", {}, stats.moves.num_bytes)
     what = "Responses to requests for completions, by HTTP status; 499: the client left."
     table.add_counts("kvrelay_http_responses_total", what, {}, "status", stats.responses)
     what = "Fields of requests that were ignored, by name."

@@ -4,6 +4,7 @@ the queries of the JSON that ships.
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from kvrelay.cluster.dashboards.files import SESSION, dashboards, write_folder
+from kvrelay.cluster.dashboards.panels import workers
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from tests.cluster.dashboards.prometheus import need, panels, running
+from tests.cluster.dashboards.prometheus import need, panels, queries, running
 from tests.small_cluster import CHAT_SETTINGS, served_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -44,6 +47,13 @@ def ask(client: httpx.Client, number: int, **fields: object) -> int:
     return client.post("/completions", json=body | fields, headers=headers).status_code
 
 
+def scrape_twice(config, target):
+    """Under two names, as two ingresses that see the same workers."""
+    settings = yaml.safe_load(config.read_text())
+    settings["scrape_configs"][0]["static_configs"] = [{"targets": [target, target.replace("127.0.0.1", "localhost")]}]
+    config.write_text(yaml.safe_dump(settings))
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """A Prometheus that has scraped a cluster which served, refused and failed requests; and the cluster's /metrics."""
@@ -55,6 +65,7 @@ def loaded(tmp_path_factory):
         write_folder(
             temp / "watch", "ingress", target=target, session=Path(SESSION), prometheus="http://localhost:9090"
         )
+        scrape_twice(temp / "watch" / "prometheus.yml", target)
         with running(temp / "watch" / "prometheus.yml", temp, every_s=0.5) as prometheus:
             deadline_s, number, seen = time.monotonic() + LOAD_S, 0, set()
             while time.monotonic() < deadline_s:
@@ -86,6 +97,15 @@ def test_a_panel_with_a_misspelt_metric_is_found(loaded):
     victim = panels(shown)[3]
     victim["targets"][0]["expr"] = victim["targets"][0]["expr"].replace("losses", "loses")
     assert [line.split(":")[1] for line in prometheus.silent(shown)] == [f" Faults / {victim['title']}"]
+
+
+def test_workers_that_two_ingresses_see_are_counted_once(loaded):
+    prometheus, text = loaded
+    free = re.findall(r'kvrelay_kv_blocks\{role="(\w+)",state="(?:free|cached|used)",worker="[^"]+"\} (\S+)', text)
+    assert len(free) == 6 and prometheus.values('count(kvrelay_kv_blocks{state="free"})') == [4]
+    total = workers("kvrelay_kv_blocks", "role", 'state=~"used|cached|free"', "state")
+    found = prometheus.values(queries({"targets": [{"expr": total}]})[0])
+    assert sorted(found) == sorted(sum(float(n) for role, n in free if role == one) for one in ("prefill", "decode"))
 
 
 def test_prometheus_evaluates_every_alert_rule_without_an_error(loaded):
