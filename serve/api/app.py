@@ -31,7 +31,7 @@ from kvrelay.serve.chat.reasoning import find_markers
 from kvrelay.serve.chat.tool_support import find_tools
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.history import History
-from kvrelay.serve.telemetry.metrics import make_registry
+from kvrelay.serve.telemetry.metrics import ServeCollector
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.types import sides
 
@@ -147,10 +147,10 @@ async def _pairs(front: Front, request: Request) -> Response:
 
 
 def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:
-    registry = make_registry(dispatcher.stats, dispatcher.router, dispatcher.workers)
+    collector = ServeCollector(dispatcher.stats, dispatcher.router, dispatcher.workers)
 
     async def metrics(request: Request) -> Response:
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        return Response(encode(collector), headers={"content-type": content_type})
 
     return metrics

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -29,6 +28,8 @@ OUTCOMES = (FinishReason.STOP, FinishReason.LENGTH, "client", "overloaded", "dea
 REFUSALS = ("expired", "checksum", "incomplete", "transport", "fingerprint", "stale_epoch", "stale_generation")
 PREEMPTION_MODES = ("swap", "recompute", "return-to-prefill")
 MOVES = ("moved", "ended", "failed")
+Labels = Mapping[str, str]
+Counts = Mapping[Any, float]
 PATHS = ("disaggregated", "local", "prefill_only")
 
 
@@ -52,11 +53,11 @@ class _Table:
             self.add(name, documentation, labels, getattr(source, attribute))
 
     def add_counts(
-        self, name: str, documentation: str, labels: Mapping[str, str], label: str, counts: Mapping[Any, float]
+        self, name: str, what: str, labels: Labels, label: str, counts: Counts, known: Iterable[str] = ()
     ) -> None:
-        """One value for each key of `counts`, which is the value of `label`."""
-        for key, count in counts.items():
-            self.add(name, documentation, {**labels, label: str(key)}, count)
+        """One value for each key of `counts`, which is the value of `label`; 0 for keys in `known` that it lacks."""
+        for key, count in {**dict.fromkeys(known, 0.0), **counts}.items():
+            self.add(name, what, {**labels, label: str(key)}, count)
 
 
 _HISTOGRAMS = (  # with the field of ServeStats
@@ -78,12 +79,10 @@ _OF_INGRESS = (
 
 
 def _counted(stats: ServeStats, table: _Table) -> None:
-    outcomes, decisions = dict.fromkeys(OUTCOMES, 0) | stats.outcomes, dict.fromkeys(PATHS, 0) | stats.decisions
-    table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", outcomes)
-    table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", decisions)
-    moves = dict.fromkeys(MOVES, 0) | stats.moves.outcomes
+    table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", stats.outcomes, OUTCOMES)
+    table.add_counts("kvrelay_router_decisions_total", "Routing decisions by path.", {}, "path", stats.decisions, PATHS)
     what = "Running sequences that another decode worker was to take over with their KV."
-    table.add_counts("kvrelay_request_moves_total", what, {}, "outcome", moves)
+    table.add_counts("kvrelay_request_moves_total", what, {}, "outcome", stats.moves.outcomes, MOVES)
     what = "Time from the choice of the worker until it decodes, of sequences that moved."
     table.add("kvrelay_request_move_seconds_total", what, {}, stats.moves.seconds)
     table.add("kvrelay_request_moved_bytes_total", "KV bytes of sequences that moved.", {}, stats.moves.num_bytes)
@@ -157,14 +156,11 @@ _OF_PATH = (  # both ends count a transfer: sum over one role
 def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     worker = {"worker": info.worker_id, "role": info.role}
     table.add_fields(_OF_WORKER, load, worker)
+    free = load.total_blocks - load.used_blocks - load.cached_blocks
     blocks = {
-        "free": load.total_blocks - load.used_blocks - load.cached_blocks,
-        "cached": load.cached_blocks,
-        "used": load.used_blocks,
-        "leased": load.leased_blocks,
-        "quarantined": load.quarantined_blocks,
-        "probe": load.probe_blocks,
-    }
+        "free": free, "cached": load.cached_blocks, "used": load.used_blocks,
+        "leased": load.leased_blocks, "quarantined": load.quarantined_blocks, "probe": load.probe_blocks,
+    }  # fmt: skip
     table.add_counts("kvrelay_kv_blocks", "KV blocks by state.", worker, "state", blocks)
     sequences = {"running": load.running, "waiting": load.waiting, "receiving": load.receiving}
     table.add_counts("kvrelay_worker_sequences", "Sequences on a worker.", worker, "state", sequences)
@@ -179,8 +175,8 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     computed = {tenant or "none": count for tenant, count in load.tenant_tokens.items()}
     computed["other"] = load.other_tenant_tokens
     table.add_counts("kvrelay_worker_tenant_tokens_total", "Tokens computed, by tenant.", worker, "tenant", computed)
-    preempted = dict.fromkeys(PREEMPTION_MODES, 0) | load.preempted
-    table.add_counts("kvrelay_worker_preempted_total", "Sequences preempted, by mode.", worker, "mode", preempted)
+    what = "Sequences preempted, by mode."
+    table.add_counts("kvrelay_worker_preempted_total", what, worker, "mode", load.preempted, PREEMPTION_MODES)
     swaps, what = {"out": load.swap_out_s, "in": load.swap_in_s}, "Time spent on copies between pool and swap area."
     table.add_counts("kvrelay_worker_swap_seconds_total", what, worker, "direction", swaps)
     for tier in load.tiers:
@@ -190,8 +186,8 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     checks = {path.path: path.check_s for path in load.kv_paths}
     checks["any"] = max(0.0, load.kv_check_s - sum(checks.values()))  # as a source: before a path is chosen
     table.add_counts("kvrelay_kvtransfer_check_seconds_total", "Time spent on KV checksums.", worker, "path", checks)
-    refused = dict.fromkeys(REFUSALS, 0) | load.kv_refused
-    table.add_counts("kvrelay_kvtransfer_refusals_total", "KV transfers refused.", worker, "reason", refused)
+    what = "KV transfers refused."
+    table.add_counts("kvrelay_kvtransfer_refusals_total", what, worker, "reason", load.kv_refused, REFUSALS)
 
 
 def _pairs(pairs: list[WorkerPair], table: _Table) -> None:
@@ -226,17 +222,15 @@ def ingress_metrics(stats: ServeStats, router: Router, workers: Membership) -> I
     _counted(stats, table)
     if router.forecast is not None:
         yield from _forecast(router.forecast, table)
-    roles = Counter({str(role): 0 for role in Role})
+    roles = Counter(info.role for info, _ in workers.live_workers())
     for info, _ in workers.live_workers():
-        roles[info.role] += 1
         audit = router.index.audit_counts(info.worker_id)
         counts = {"agreed": audit.compared - audit.wrong - audit.missed, "wrong": audit.wrong, "missed": audit.missed}
         what, labels = "Index entries compared with a worker's cache.", {"worker": info.worker_id}
         table.add_counts("kvrelay_router_audited_hashes_total", what, labels, "result", counts)
-    table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles)
-    losses = {str(role): 0 for role in Role} | workers.losses
+    table.add_counts("kvrelay_workers", "Connected workers.", {}, "role", roles, Role)
     what = "Connections lost to workers that had not left the cluster: crashes, cut links."
-    table.add_counts("kvrelay_worker_losses_total", what, {}, "role", losses)
+    table.add_counts("kvrelay_worker_losses_total", what, {}, "role", workers.losses, Role)
     _pairs(workers.pairs.book.pairs, table)
     yield from table.families.values()
 
@@ -250,7 +244,7 @@ def worker_metrics(workers: Iterable[tuple[WorkerInfo, LoadReport]]) -> Iterable
 
 
 class ServeCollector(Collector):
-    """Reads the counters where they are kept; holds none of its own."""
+    """Reads the counters where they are kept; holds none of its own, and no other metrics of the process."""
 
     def __init__(self, stats: ServeStats, router: Router, workers: Membership) -> None:
         self._stats, self._router, self._workers = stats, router, workers
@@ -258,10 +252,3 @@ class ServeCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from ingress_metrics(self._stats, self._router, self._workers)
         yield from worker_metrics(self._workers.live_workers())
-
-
-def make_registry(stats: ServeStats, router: Router, workers: Membership) -> CollectorRegistry:
-    """A separate registry, so that no other metrics of the process appear in it."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServeCollector(stats, router, workers))
-    return registry
