@@ -20,9 +20,9 @@ BUDGETS = {  # Python lines
     "prefill": 1_100,
     "decode": 1_370,
     "router": 6_250,
-    "serve": 8_900,
-    "cluster": 16_800,
-    "bench": 11_200,
+    "serve": 9_250,
+    "cluster": 18_000,
+    "bench": 11_700,
 }
 
 
