@@ -11,6 +11,10 @@ class ServerUnreachable(ClusterError):
     """No server answers at an address."""
 
 
+class VersionMismatch(ClusterError):
+    """Hosts of one cluster have different versions of kvrelay."""
+
+
 class RequestRefused(ClusterError):
     """A server answers with an error. `status`: HTTP's."""
 

@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cluster.errors import ClusterError
+from kvrelay import __version__
+from kvrelay.cluster.errors import ClusterError, RequestRefused
 from kvrelay.cluster.launch.endpoints import addressed
 from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.environment import environment_api_key
@@ -110,6 +112,34 @@ def chosen(pair: dict[str, Any]) -> dict[str, Any]:
     return next((path for path in pair["paths"] if path["is_chosen"]), {})
 
 
+def versions(status: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """A line for each host of kvrelay's version there and who runs it, and a line for each version that differs.
+
+    Args:
+        status: the ingress's answer at /kvrelay/status.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for worker in status.get("workers", []):
+        if worker.get("is_up"):
+            host = str(worker.get("address", "")).rpartition(":")[0]
+            found.setdefault((host, str(worker.get("version", "unknown"))), []).append(worker["worker_id"])
+    lines = [f"{host}: kvrelay {version}, {', '.join(names)}" for (host, version), names in sorted(found.items())]
+    others = sorted({version for _, version in found} - {status["version"]})
+    wrong = [f"the ingress has kvrelay {status['version']}, workers have {version}" for version in others]
+    if status["version"] != __version__:
+        wrong.append(f"the cluster runs kvrelay {status['version']}, this machine has {__version__}")
+    return lines, wrong
+
+
+def _versions(api_url: str, api_key: str | None) -> tuple[list[str], list[str]]:
+    """As `versions`; empty where there is no cluster behind the ingress that could say."""
+    url = f"{api_url}/kvrelay/status"
+    try:
+        return versions(request_json("GET", url, headers=auth_headers(api_key), timeout_s=TIMEOUT_S))
+    except RequestRefused:
+        return [], []
+
+
 def doctor(
     url: Url = None,
     address: Address = None,
@@ -123,14 +153,20 @@ def doctor(
     """
     console = Console()
     with addressed(url, address) as cluster:
-        view = settled(cluster.api_url, api_key or environment_api_key(), is_probe=probe)
+        key = api_key or environment_api_key()
+        view = settled(cluster.api_url, key, is_probe=probe)
+        hosts, differing = _versions(cluster.api_url, key)
     wrong = incompatible(view)
     is_fine = not wrong and view["decode"] > 0
     if as_json:
-        print(json.dumps({**view, "ok": is_fine}, indent=2))
+        print(json.dumps({**view, "ok": is_fine, "hosts": hosts, "versions": differing}, indent=2))
         raise typer.Exit(not is_fine)
     if view["pairs"]:
         console.print(render(view))
+    for line in hosts:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in differing:
+        console.print(f"[yellow]warning:[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
     for line in wrong:
         console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     if not view["decode"]:

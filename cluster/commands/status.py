@@ -105,6 +105,16 @@ def _table(columns: str, rows: Iterable[Iterable[object]]) -> Table:
     return made
 
 
+def host_of(worker: dict[str, Any]) -> str:
+    """The address of the host on which it runs."""
+    return str(worker.get("address", "")).rpartition(":")[0]
+
+
+def _place(worker: dict[str, Any], hosts: set[str]) -> str:
+    """The worker's id, with its host where there are several."""
+    return f"{worker['worker_id']} {host_of(worker)}" if len(hosts) > 1 else str(worker["worker_id"])
+
+
 def _tier(tier: dict[str, Any]) -> tuple[object, ...]:
     room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
     counts = (tier[f"{name}_blocks"] for name in ("stored", "loaded", "rejected", "evicted", "corrupt"))
@@ -123,17 +133,18 @@ def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
 
 
 def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> Table:
-    """At most 80 columns wide. Blocks: in use, cached (reusable at once), all."""
+    """At most 80 columns wide where there is one host. Blocks: in use, cached (reusable at once), all."""
+    hosts = {host_of(worker) for worker in workers}
 
     def row(worker: dict[str, Any]) -> tuple[object, ...]:
-        name, pid, load = worker["worker_id"], worker["pid"], worker.get("load", {})
+        name, pid, load = _place(worker, hosts), worker["pid"], worker.get("load", {})
         role_now = worker.get("info", {}).get("role", worker["role"])
         shown = name if role_now == worker["role"] else f"{name} ({role_now} now)"
         if not worker.get("is_up"):
             return name, pid, Text("down", "red")
         blocks = "/".join(str(load.get(f"{state}_blocks", 0)) for state in ("used", "cached", "total"))
         own = "/".join(one for one in worker.get("info", {}).get("transports", []) if one != "loopback")
-        over = Text.from_markup(_over(name, pairs)) or load.get("transport") or own
+        over = Text.from_markup(_over(worker["worker_id"], pairs)) or load.get("transport") or own
         moved = f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB"
         return shown, pid, load.get("running", 0), load.get("waiting", 0), blocks, over, moved
 

@@ -9,9 +9,10 @@ import ray
 from ray import serve
 from ray.serve import Application
 
+from kvrelay import __version__
 from kvrelay.cluster.deployments.ingress import IngressReplica
 from kvrelay.cluster.deployments.worker import DecodeReplica, PrefillReplica
-from kvrelay.cluster.registry.actor import connect_registry
+from kvrelay.cluster.registry.actor import connect_registry, note_deployment
 from kvrelay.config import Settings, settings_from, with_secrets
 from kvrelay.environment import environment_api_key
 
@@ -21,7 +22,7 @@ CLOSE_S = 15.0  # after the drain: for closing connections, transfers and the en
 
 
 def build(args: dict[str, Any] | Settings | None = None) -> Application:
-    """The application for these settings. Raises ConfigError naming the key.
+    """The application for these settings. Raises ConfigError naming the key, VersionMismatch.
 
     Args:
         args: kvrelay's settings as nested plain data (sections model, engine, transfer, router,
@@ -29,15 +30,17 @@ def build(args: dict[str, Any] | Settings | None = None) -> Application:
     """
     settings = args if isinstance(args, Settings) else settings_from(args or {})
     if ray.is_initialized():
-        connect_registry(with_secrets(settings).cluster.secret, api_key=environment_api_key())
+        secret = with_secrets(settings).cluster.secret
+        note_deployment(connect_registry(secret, api_key=environment_api_key()))
     return application(settings)
 
 
 def application(settings: Settings) -> Application:
     """The deployments, bound. The replicas' arguments hold no counts, so that scaling restarts no replica."""
     cluster, plain = settings.cluster, replica_arguments(settings)
+    version = __version__  # of every replica: another deployed version restarts them all
     workers = [
-        serve.deployment(kind, name=kind.role, num_replicas=count, **worker_options(settings)).bind(plain)
+        serve.deployment(kind, name=kind.role, num_replicas=count, **worker_options(settings)).bind(plain, version)
         for kind, count in ((PrefillReplica, cluster.prefill), (DecodeReplica, cluster.decode))
         if count
     ]
@@ -49,7 +52,7 @@ def application(settings: Settings) -> Application:
         ray_actor_options={"num_cpus": DEFAULT_CPUS},
         **_watched(settings),
     )
-    return ingress.bind(plain, *workers)
+    return ingress.bind(plain, version, *workers)
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
-from kvrelay.cluster.deployments.worker import log_as_replica, prepared_model
-from kvrelay.cluster.registry.actor import connect_registry, follow_members
+from kvrelay.cluster.deployments.worker import log_as_replica, own_replica, prepared_model
+from kvrelay.cluster.registry.actor import connect_registry, follow_members, join
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import InvalidRequest, KvrelayError, PeerLost
@@ -128,23 +128,24 @@ class SharedSessions:
 
 
 class IngressReplica:
-    """One ingress. `workers` are the application's other deployments; requests do not pass their handles."""
+    """One ingress. `workers` are the application's other deployments; requests do not pass their handles.
 
-    async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
+    `version`: of kvrelay, as deployed.
+    """
+
+    async def __init__(self, settings: dict[str, Any], version: str, *workers: object) -> None:  # type: ignore[misc]
         log_as_replica("ingress")
         listen_with_reuseaddr()
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
-        self._settings = settings_from(settings)
         self._registry = registry = connect_registry()
-        join, model_dir = await asyncio.gather(
-            registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
-        )
-        self._settings = with_api_key(self._settings, join.api_key)
+        joined = await join(registry, f"ingress-{own_replica()}", version)
+        self._settings = with_api_key(settings_from(settings), joined.api_key)
+        model_dir = await asyncio.to_thread(prepared_model, self._settings)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
         self._grammars = GrammarGate(model_dir, self._tokenizer.vocab_size, self._tokenizer.eos_ids)
-        self._dispatcher = Dispatcher(make_router(self._settings), join.secret, self._settings, time.monotonic)
-        self._secret = join.secret
+        self._dispatcher = Dispatcher(make_router(self._settings), joined.secret, self._settings, time.monotonic)
+        self._secret = joined.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
         self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")

@@ -21,7 +21,7 @@ from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_sha
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
-from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
+from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, join, send_heartbeats
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.remote_store import ClusterStores
@@ -70,23 +70,23 @@ class WorkerReplica:
 
     role = ""
 
-    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, settings: dict[str, Any], version: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`version`: of kvrelay, as deployed. Raises VersionMismatch."""
         log_as_replica(self.role)
-        self._settings = settings_from(settings)
-        self._registry = connect_registry()
         self._listing: asyncio.Task[None] | None = None
+        self._registry = connect_registry()
+        joined = await join(self._registry, worker_name(self.role, own_replica()), version)
+        self._settings = settings_from(settings)
         self._ending: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
-        join, model_dir = await asyncio.gather(
-            self._registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
-        )
+        model_dir = await asyncio.to_thread(prepared_model, self._settings)
         num_workers = await deployed_workers()
         self._lease = self._lease_cores(num_workers)
         node_id = str(ray.get_runtime_context().get_node_id())
         if self._settings.cache.remote == CLUSTER:
             await self._join_store(node_id)
-        self._worker = await asyncio.to_thread(self._make, model_dir, join, node_id, num_workers)
+        self._worker = await asyncio.to_thread(self._make, model_dir, joined, node_id, num_workers)
         tracing.configure(self._worker.worker_id, self.role)
         logger.info("loading the model")
         info = await self._worker.start()
@@ -127,7 +127,7 @@ class WorkerReplica:
         assert self._stores is not None
         self._stores.set_nodes(store_nodes(members))
 
-    def _make(self, model_dir: Any, join: JoinSettings, node_id: str, num_workers: int) -> Any:
+    def _make(self, model_dir: Any, joined: JoinSettings, node_id: str, num_workers: int) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
         from kvrelay.cluster.compiling.kernels import compile_missing
         from kvrelay.cluster.deployments.service import worker_service
@@ -136,16 +136,16 @@ class WorkerReplica:
 
         compile_missing(self._settings, Role(self.role), model_dir)
         worker_id = worker_name(self.role, own_replica())
-        host = join.host or ray.util.get_node_ip_address()
+        host = joined.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:
-            self._stores = ClusterStores(self._settings, join.secret, worker_id=worker_id, host=host)
+            self._stores = ClusterStores(self._settings, joined.secret, worker_id=worker_id, host=host)
         options = WorkerOptions(
             settings=self._settings,
             model_dir=model_dir,
             model_name=model_name(self._settings.model),
             worker_id=worker_id,
             node_id=node_id,
-            secret=join.secret,
+            secret=joined.secret,
             host=host,
             cores=self._lease.cpus if self._lease else None,
             cluster_store=self._stores,

@@ -11,13 +11,15 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from kvrelay.cluster.errors import VersionMismatch
 from kvrelay.cluster.registry.members import HEARTBEAT_S, Registry, Retirements, Roster, WorkerRecord, merged
+from kvrelay.cluster.registry.versions import Installed, protocol_refusal, refusal
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -35,13 +37,16 @@ class JoinSettings:
     secret: bytes
     host: str | None  # workers listen here; None: on their node's address
     api_key: str | None  # for ingresses whose settings have none
+    registry: Installed
+    deployed_from: str = ""  # the host on which the application was built last
 
 
 class RegistryActor:
     """Runs on one event loop. After a restart it learns its members again from their heartbeats."""
 
     def __init__(self, secret: str, host: str | None, api_key: str | None) -> None:
-        self._join_settings = JoinSettings(secret.encode(), host, api_key)
+        own = Installed(host or ray.util.get_node_ip_address())
+        self._join_settings = JoinSettings(secret.encode(), host, api_key, own)
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
@@ -49,6 +54,11 @@ class RegistryActor:
         self._states: dict[str, bytes] = {}
 
     async def join_settings(self) -> JoinSettings:
+        return self._join_settings
+
+    async def deployed(self, host: str) -> JoinSettings:
+        """Note on which host the application was built."""
+        self._join_settings = replace(self._join_settings, deployed_from=host)
         return self._join_settings
 
     async def heartbeat(self, record: WorkerRecord) -> float | None:
@@ -122,6 +132,23 @@ def connect_registry(secret: str | None = None, host: str | None = None, api_key
         max_concurrency=10_000,
     )
     return actor.remote(secret or secrets.token_hex(32), host, api_key)
+
+
+async def join(registry: Any, name: str, deployed_version: str) -> JoinSettings:
+    """What the replica `name` needs to join. Raises VersionMismatch naming both versions and hosts."""
+    settings: JoinSettings = await registry.join_settings.remote()
+    own = Installed(settings.host or ray.util.get_node_ip_address())
+    if why := refusal(name, own, deployed_version, settings.deployed_from, settings.registry):
+        raise VersionMismatch(why)
+    return settings
+
+
+def note_deployment(registry: Any) -> None:
+    """Of the process that builds the application. Blocking. Raises VersionMismatch: it cannot use this registry."""
+    own = Installed(ray.util.get_node_ip_address())
+    settings: JoinSettings = ray.get(registry.deployed.remote(own.host), timeout=WATCH_S)
+    if why := protocol_refusal(own, settings.registry):
+        raise VersionMismatch(why)
 
 
 async def send_heartbeats(

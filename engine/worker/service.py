@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay import __version__
 from kvrelay.engine.step.config import StepResult
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions, build_engine
@@ -206,6 +207,7 @@ class WorkerService:
             "transfer": msgspec.to_builtins(ends.stats()) if ends is not None else None,
             "pairs": [plain_pair(pair) for pair in ends.pairs()] if ends is not None else [],
             "backend": backend_facts(engine) if engine is not None else {},
+            "version": __version__,
             "sizes": size_facts(engine, self._sizes, wanted_len) if engine is not None and self._sizes else [],
             "pid": os.getpid(),
         }

@@ -1,0 +1,69 @@
+"""One version of kvrelay in a cluster: who is refused, and with what line."""
+
+import pytest
+
+from kvrelay.cluster.commands.doctor import versions
+from kvrelay.cluster.errors import VersionMismatch
+from kvrelay.cluster.registry.actor import RegistryActor, join
+from kvrelay.cluster.registry.versions import Installed, protocol_refusal, refusal
+
+REGISTRY = Installed("10.0.0.1", "0.2.0", 6)
+
+
+def test_a_replica_of_the_deployed_version_joins():
+    assert refusal("decode-1", Installed("10.0.0.2", "0.2.0", 6), "0.2.0", "10.0.0.1", REGISTRY) is None
+
+
+def test_a_host_with_another_version_is_refused_and_both_are_named():
+    line = refusal("decode-1", Installed("10.0.0.2", "0.1.0", 6), "0.2.0", "10.0.0.9", REGISTRY)
+    assert line == (
+        "decode-1 has kvrelay 0.1.0 on host 10.0.0.2, but kvrelay 0.2.0 was deployed from host 10.0.0.9: install one "
+        "version on every host, then deploy again"
+    )
+
+
+def test_a_registry_of_an_older_release_is_used_while_the_protocol_is_the_same():
+    newer = Installed("10.0.0.2", "0.3.0", 6)
+    assert refusal("decode-1", newer, "0.3.0", "10.0.0.2", REGISTRY) is None  # a rolling upgrade
+    assert protocol_refusal(newer, REGISTRY) is None
+    line = protocol_refusal(Installed("10.0.0.2", "1.0.0", 7), REGISTRY)
+    assert line is not None and line.startswith(
+        "the cluster's registry is kvrelay 0.2.0 (protocol 6) on host 10.0.0.1, and this is kvrelay 1.0.0 (protocol 7) "
+        "on host 10.0.0.2"
+    )
+
+
+class Remote:
+    """The registry's handle, without Ray."""
+
+    def __init__(self, actor: RegistryActor) -> None:
+        self.join_settings = self
+        self.remote = actor.join_settings
+
+
+async def test_a_replica_asks_the_registry_before_it_joins():
+    actor = RegistryActor("secret", "10.0.0.1", None)
+    await actor.deployed("10.0.0.7")
+    own = Installed("10.0.0.1")
+    assert (await join(Remote(actor), "decode-1", own.version)).secret == b"secret"
+    with pytest.raises(VersionMismatch, match=r"decode-1 has .* but kvrelay 9\.9 was deployed from host 10\.0\.0\.7"):
+        await join(Remote(actor), "decode-1", "9.9")
+
+
+def test_the_doctor_lists_versions_by_host_and_those_that_differ():
+    from kvrelay import __version__
+
+    def worker(name: str, host: str, version: str) -> dict[str, object]:
+        return {"worker_id": name, "address": f"{host}:4000", "version": version, "is_up": True}
+
+    workers = [
+        worker("p", "10.0.0.1", __version__),
+        worker("d", "10.0.0.2", "0.0.9"),
+        {"worker_id": "x", "is_up": False},
+    ]
+    lines, differing = versions({"version": __version__, "workers": workers})
+    assert lines == [f"10.0.0.1: kvrelay {__version__}, p", "10.0.0.2: kvrelay 0.0.9, d"]
+    assert differing == [f"the ingress has kvrelay {__version__}, workers have 0.0.9"]
+    assert versions({"version": "9.9", "workers": []})[1] == [
+        f"the cluster runs kvrelay 9.9, this machine has {__version__}"
+    ]
