@@ -1,5 +1,5 @@
 """Which workers and KV-store nodes are members of the cluster: heartbeats, retirements, and the Ray actor that keeps
 them.
 
-May import kvrelay, serve.
+May import kvrelay, cluster, serve.
 """
