@@ -113,7 +113,7 @@ def chosen(pair: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions(status: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """A line for each host of kvrelay's version there and who runs it, and a line for each version that differs.
+    """A line for each host with kvrelay's version there and its workers, and a line for each version that differs.
 
     Args:
         status: the ingress's answer at /kvrelay/status.
