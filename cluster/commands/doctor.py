@@ -4,6 +4,7 @@ Queries the ingress over HTTP, without joining Ray. `kvrelay serve` checks the s
 address.
 """
 
+import contextlib
 import json
 import time
 from typing import Annotated, Any
@@ -113,11 +114,7 @@ def chosen(pair: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions(status: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """A line for each host with kvrelay's version there and its workers, and a line for each version that differs.
-
-    Args:
-        status: the ingress's answer at /kvrelay/status.
-    """
+    """A line for each host with its version and workers, and for each version that differs, from /kvrelay/status."""
     found: dict[tuple[str, str], list[str]] = {}
     for worker in status.get("workers", []):
         if worker.get("is_up"):
@@ -129,15 +126,6 @@ def versions(status: dict[str, Any]) -> tuple[list[str], list[str]]:
     if status["version"] != __version__:
         wrong.append(f"the cluster runs kvrelay {status['version']}, this machine has {__version__}")
     return lines, wrong
-
-
-def _versions(api_url: str, api_key: str | None) -> tuple[list[str], list[str]]:
-    """As `versions`; empty where there is no cluster behind the ingress that could say."""
-    url = f"{api_url}/kvrelay/status"
-    try:
-        return versions(request_json("GET", url, headers=auth_headers(api_key), timeout_s=TIMEOUT_S))
-    except RequestRefused:
-        return [], []
 
 
 def doctor(
@@ -155,7 +143,10 @@ def doctor(
     with addressed(url, address) as cluster:
         key = api_key or environment_api_key()
         view = settled(cluster.api_url, key, is_probe=probe)
-        hosts, differing = _versions(cluster.api_url, key)
+        hosts, differing = list[str](), list[str]()
+        with contextlib.suppress(RequestRefused):  # an ingress without a cluster behind it
+            url = f"{cluster.api_url}/kvrelay/status"
+            hosts, differing = versions(request_json("GET", url, headers=auth_headers(key), timeout_s=TIMEOUT_S))
     wrong = incompatible(view)
     is_fine = not wrong and view["decode"] > 0
     if as_json:

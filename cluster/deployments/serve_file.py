@@ -89,7 +89,9 @@ def _checked(data: dict[str, Any], *, is_kubernetes: bool) -> ServeFile:
     app, name = ours[0], ours[0].get("name", "default")
     args = app.get("args") or {}
     settings = settings_from(args)
-    _check_policy(app)
+    policy = app.get("autoscaling_policy") or {}
+    if policy.get("policy_function") == PLANNER_POLICY_PATH:  # Serve would find out when its controller first plans
+        planner_settings_from(policy.get("policy_kwargs") or {})
     for key, source in (("model.source", settings.model.source), ("engine.draft_model", settings.engine.draft_model)):
         if source is not None and (why := source_problem(source)):
             raise ConfigError(f"{key}: {why}")
@@ -156,13 +158,6 @@ def _why_not_zero(name: str) -> str:
     return f"{name} cannot be 0: every request needs one" + (" decode worker" if name == "decode" else "")
 
 
-def _check_policy(app: dict[str, Any]) -> None:
-    """The planner's settings, which Serve would find wrong when its controller first plans. Raises ConfigError."""
-    policy = app.get("autoscaling_policy") or {}
-    if policy.get("policy_function") == PLANNER_POLICY_PATH:
-        planner_settings_from(policy.get("policy_kwargs") or {})
-
-
 def _counts(deployments: list[dict[str, Any]], settings: Settings) -> dict[str, tuple[int, int]]:
     """Fewest and most replicas of each deployment: as listed, else by the settings. Raises ConfigError."""
     cluster = settings.cluster
@@ -186,11 +181,7 @@ def _counts(deployments: list[dict[str, Any]], settings: Settings) -> dict[str, 
 
 
 def with_other_applications(config: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """The configuration, with the cluster's other applications as they are: Serve removes those that it does not list.
-
-    Args:
-        details: the answer of GET /api/serve/applications/.
-    """
+    """The configuration and, as Serve removes what it does not list, the other applications of Serve's details."""
     named = {app.get("name", "default") for app in config["applications"]}
     others = [
         app["deployed_app_config"]

@@ -89,12 +89,7 @@ def endpoints(url: str | None, address: str | None) -> Endpoints:
     """The cluster to address: as given, else as Ray's variable says, else this machine's newest matching cluster, else
     a Ray at its usual port here.
 
-    Args:
-        url: of the API alone.
-        address: of Ray's dashboard, of which a host alone is enough.
-
-    Raises:
-        ConfigError: a given address is none.
+    `url` is of the API alone, `address` of Ray's dashboard. Raises ConfigError: a given one is no address.
     """
     url, variable = url and server_root(url), ray_dashboard_address()
     address = address or (None if url else variable)
@@ -108,17 +103,15 @@ def endpoints(url: str | None, address: str | None) -> Endpoints:
 
 
 def api_urls(details: dict[str, Any], dashboard_url: str) -> list[str]:
-    """Where the API may be reached, the likeliest first: at the dashboard's own host, which may be a public name or the
-    end of a tunnel, and at the address of each node with a proxy or an ingress.
+    """Where the API may be, by Serve's details, the likeliest first: at the dashboard's own host, which may be a public
+    name or the end of a tunnel, then at each node with a proxy or an ingress.
 
-    Args:
-        details: the answer of GET /api/serve/applications/.
-
-    Raises:
-        ClusterError: kvrelay is not deployed there, or its API serves its own host alone.
+    Raises ClusterError: kvrelay is not deployed there, or its API serves its own host alone.
     """
     apps = details.get("applications", {})
-    ours = next((app for app in apps.values() if is_kvrelay(app)), None)
+    ours = next(
+        (a for a in apps.values() if (a.get("deployed_app_config") or {}).get("import_path") == IMPORT_PATH), None
+    )
     if ours is None:
         there = f"; other applications are: {', '.join(sorted(apps))}" if apps else ""
         raise ClusterError(f"kvrelay is not deployed at {dashboard_url}{there} (kvrelay deploy FILE)")
@@ -140,11 +133,6 @@ def api_urls(details: dict[str, Any], dashboard_url: str) -> list[str]:
     scheme, prefix = "https" if http.get("ssl_certfile") else "http", (ours.get("route_prefix") or "/").rstrip("/")
     places = [(here, found[0][1]), *(found if host not in _LOOPBACK else [])]
     return list(dict.fromkeys(f"{scheme}://{_bracketed(ip)}:{port}{prefix}" for ip, port in places))
-
-
-def is_kvrelay(app: dict[str, Any]) -> bool:
-    """Whether an application in Serve's details is kvrelay."""
-    return (app.get("deployed_app_config") or {}).get("import_path") == IMPORT_PATH
 
 
 def _bracketed(host: str) -> str:
@@ -187,9 +175,7 @@ def addressed(url: str | None, address: str | None) -> Iterator[Endpoints]:
     except ServerUnreachable as error:
         if running() or url or address or ray_dashboard_address():
             raise
-        raise ServerUnreachable(
-            f"{error}. Start a cluster with `kvrelay serve`, or give its address with --address"
-        ) from error
+        raise ServerUnreachable(f"{error}. Start one with `kvrelay serve`, or give its --address") from error
 
 
 PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3

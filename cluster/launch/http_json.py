@@ -14,10 +14,7 @@ from kvrelay.errors import ConfigError
 def server_root(text: str, *, default_port: int | None = None) -> str:
     """The root URL of a server's address as users write it: host:port, or a URL that may end in /v1.
 
-    `default_port` is for a host alone.
-
-    Raises:
-        ConfigError: the text is no address.
+    `default_port` is for a host alone. Raises ConfigError: the text is no address.
     """
     url = text if "://" in text else f"http://{text}"
     problem = ConfigError(f"{text!r} is not a server's address; write for example http://127.0.0.1:8000")
@@ -58,12 +55,7 @@ def request_text(
     headers: dict[str, str] | None = None,
     timeout_s: float,
 ) -> str:
-    """The answer.
-
-    Raises:
-        ServerUnreachable: no server answers.
-        RequestRefused: with the status and the server's error message.
-    """
+    """The answer. Raises ServerUnreachable, or RequestRefused with the status and the server's error message."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
     try:

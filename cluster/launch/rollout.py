@@ -37,8 +37,7 @@ def wait_until_running(
         place_s: how long a replica may lack resources; None: for ever, as a cluster may grow.
         unhealthy_s: how long the application may be unhealthy.
 
-    Raises:
-        ClusterError: with a replica's own error, with the resources that one has lacked, or after START_S.
+    Raises ClusterError with a replica's own error, with the resources that one has lacked, or after START_S.
     """
     started_s = placed_s = healthy_s = time.monotonic()
     looked_s, lines = started_s, dict[str, list[str]]()

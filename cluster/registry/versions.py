@@ -24,18 +24,13 @@ class Installed:
 
 
 def refusal(name: str, own: Installed, deployed: str, deployed_from: str, registry: Installed) -> str | None:
-    """Why a replica may not join; None: it may.
-
-    Args:
-        deployed: the version of the deployment, which was built on the host `deployed_from` ("": unknown).
-    """
-    if own.version != deployed:
-        place = f" from host {deployed_from}" if deployed_from else ""
-        return (
-            f"{name} has kvrelay {own.version} on host {own.host}, but kvrelay {deployed} was deployed{place}: install "
-            "one version on every host, then deploy again"
-        )
-    return protocol_refusal(own, registry)
+    """Why a replica may not join; None: it may. deployed_from: the host on which version `deployed` was built."""
+    if own.version == deployed:
+        return protocol_refusal(own, registry)
+    return (
+        f"{name} has kvrelay {own.version} on host {own.host}, but kvrelay {deployed} was deployed from host "
+        f"{deployed_from or registry.host}: install one version on every host, then deploy again"
+    )
 
 
 def protocol_refusal(own: Installed, registry: Installed) -> str | None:
