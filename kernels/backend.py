@@ -9,6 +9,7 @@ rotary part, which all query heads share.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -131,6 +132,17 @@ class Experts(Protocol):
     def __call__(
         self, x: Tensor, weights: Tensor, chosen: Tensor, base: Tensor | None = None, base_logits: Tensor | None = None
     ) -> Tensor: ...
+
+
+Facts = dict[str, Any]
+"""What a kernel needs of a packed weight besides its bytes, as JSON has it."""
+
+
+class PackedWeights(Protocol):
+    """Where a backend places what it packs, in the order in which it packs it."""
+
+    def place(self, num_bytes: int, fill: Callable[[Tensor], Facts]) -> tuple[Tensor, Facts]:
+        """The next weight, uint8 [num_bytes], and its facts. `fill` packs it, where it is not there already."""
 
 
 ModelForward = Callable[[Tensor, AttentionBatch, Any], Tensor]
@@ -280,6 +292,14 @@ class Backend(Protocol):
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         """Whether a row's bits do not depend on the rest of its batch, for weights of `dtype`."""
+
+    def packing_of(self, dtype: torch.dtype) -> str | None:
+        """Names what packed weights for products in `dtype` depend on: equal names, equal bytes. None: they cannot be
+        placed elsewhere.
+        """
+
+    def packing(self, weights: PackedWeights) -> AbstractContextManager[None]:
+        """Place all that is packed inside in `weights`. Unpacked weights may be on the meta device if all is there."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [out, in] (and bias [out]) for fast products; may copy and reorder."""

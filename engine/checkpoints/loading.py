@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
+from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.checkpoints.files import expected_shapes, format_of, locate_tensors, shared_name
+from kvrelay.engine.checkpoints.files import expected_shapes, format_of, locate_tensors, model_digest, shared_name
+from kvrelay.engine.checkpoints.packed_weights import shared_weights
 from kvrelay.engine.checkpoints.stored_tensors import PARTS, PLAIN
 from kvrelay.engine.checkpoints.unpacking import unpacked
 from kvrelay.engine.models.decoder import DecoderModel, ExpertMlp, GatedMlp, HeadAttention, LatentAttention, Layer, Mlp
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_parts import ExpertSpec, LatentSpec
 from kvrelay.errors import CheckpointCorrupt
-from kvrelay.kernels.backend import Backend, HeadLinears, KvOrder, Linear
+from kvrelay.kernels.backend import Backend, Facts, HeadLinears, KvOrder, Linear, PackedWeights
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, plain_weight, shape_of, stacked
+from kvrelay.machine import own_cores
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0  # while weights are loaded
+LEAST_SHARED_BYTES = 32 << 20  # of weights: fewer are not worth a file
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8, "I32": torch.int32,
@@ -36,14 +41,16 @@ _DTYPES = {
 class WeightReader(contextlib.ExitStack):
     """The tensors of one checkpoint folder, read one at a time, so that loading never holds the checkpoint twice.
 
-    A context manager that holds the files open.
+    A context manager that holds the files open. packs: linear weights will be packed from their bytes; else they are on
+    the meta device, not read.
 
     Raises: see `locate_tensors`, before any weight is read.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, *, packs: bool = True) -> None:
         super().__init__()
         self._spec, self._shapes, self._where = spec, expected_shapes(spec), locate_tensors(folder, spec)
+        self._packs = packs
         self._files: dict[Path, BufferedReader] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -53,6 +60,9 @@ class WeightReader(contextlib.ExitStack):
         """A linear layer's weight; not restored if it is quantised."""
         stored, module = self._where.get(name), name.removesuffix(".weight")
         form = None if stored is not None and stored.dtype in PLAIN else format_of(self._spec, module)
+        if form is None and not self._packs:
+            tensor = self._where[name]
+            return torch.empty(tensor.shape, dtype=dtype or _DTYPES[tensor.dtype], device="meta")
         if form is None:
             return self.read(name, dtype, device)
         names = {part: f"{module}.{part}" for part in ("weight", *PARTS)}
@@ -77,6 +87,9 @@ class WeightReader(contextlib.ExitStack):
             raise CheckpointCorrupt(str(stored.path), f"tensor {stored.name} ends early")
         return tensor.to(device=device, dtype=dtype)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name].shape
+
     def _file(self, path: Path) -> BufferedReader:
         if path not in self._files:
             self._files[path] = self.enter_context(path.open("rb"))
@@ -95,6 +108,20 @@ class Packer:
 
     def tensor(self, name: str) -> Tensor:
         return self._reader.read(name, self._dtype, self._backend.device)
+
+    def embedding(self, weights: PackedWeights | None) -> Tensor:
+        """The token embeddings, in `weights` if given."""
+        name = "embed_tokens.weight"
+        if weights is None:
+            return self.tensor(name)
+        shape = self._reader.shape(name)
+
+        def fill(packed: Tensor) -> Facts:
+            packed.copy_(self.tensor(name).flatten().view(torch.uint8))
+            return {}
+
+        placed, _ = weights.place(math.prod(shape) * self._dtype.itemsize, fill)
+        return placed.view(self._dtype).view(shape)
 
     def norm(self, name: str) -> Tensor:
         """A norm's weight; Gemma's 1 + w is folded in, in float32."""
@@ -244,6 +271,23 @@ class Packer:
         return torch.cat((plain, turned[:, 0::2], turned[:, 1::2]), dim=1).flatten(0, 1)
 
 
+def shared_name_of(
+    folder: Path, spec: ModelSpec, backend: Backend, dtype: torch.dtype, scheme: Scheme | None
+) -> str | None:
+    """The name of the file of these packed weights; None: they are small, or no packing of this backend can be shared.
+
+    Integers that a checkpoint stores are packed by each worker. Each NUMA node has a file of its own, so that its
+    memory is near.
+    """
+    packing = backend.packing_of(dtype)
+    num_bytes = sum(math.prod(shape) for shape in expected_shapes(spec).values()) * dtype.itemsize
+    if packing is None or spec.quantization is not None or num_bytes < LEAST_SHARED_BYTES:
+        return None
+    nodes = "-".join(str(node) for node in sorted({core.node for core in own_cores()}))
+    parts = (model_digest(folder), str(dtype), str(scheme), packing, nodes)
+    return f"{folder.name}-{blake2b(' '.join(parts).encode(), digest_size=12).hexdigest()}"
+
+
 def load_model(
     folder: Path,
     backend: Backend,
@@ -253,40 +297,59 @@ def load_model(
     kv_layout: KvOrder = "NHD",
     kv_dtype: torch.dtype | None = None,
     quantization: Scheme | None = None,
+    is_shared: bool = False,
 ) -> DecoderModel:
     """The model of a checkpoint folder, packed for `backend`, with weights quantised by `quantization`, if given.
 
-    `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's.
+    `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's. is_shared: large weights lie
+    in memory that this machine's workers share, where the backend can.
 
     Raises:
         UnsupportedModel, CheckpointCorrupt, ModelNotFound: see ModelSpec.from_folder and WeightReader.
     """
-    spec = ModelSpec.from_folder(folder)
-    with torch.no_grad(), WeightReader(folder, spec) as reader:
-        start_s, packer = time.monotonic(), Packer(reader, spec, backend, dtype, quantization)
-        embedding = packer.tensor("embed_tokens.weight")
-        model = DecoderModel(
-            spec,
-            backend,
-            dtype,
-            embedding=embedding,
-            layers=tuple(packer.layers()),
-            final_norm=packer.norm("norm.weight"),
-            lm_head=packer.head(embedding),
-            block_size=block_size,
-            kv_layout=kv_layout,
-            kv_dtype=kv_dtype,
-        )
+    spec, start_s = ModelSpec.from_folder(folder), time.monotonic()
+
+    def packed(weights: PackedWeights | None, *, packs: bool = True) -> tuple[DecoderModel, WeightError]:
+        where = contextlib.nullcontext() if weights is None else backend.packing(weights)
+        with torch.no_grad(), WeightReader(folder, spec, packs=packs) as reader, where:
+            packer = Packer(reader, spec, backend, dtype, quantization)
+            embedding = packer.embedding(weights)
+            model = DecoderModel(
+                spec,
+                backend,
+                dtype,
+                embedding=embedding,
+                layers=tuple(packer.layers()),
+                final_norm=packer.norm("norm.weight"),
+                lm_head=packer.head(embedding),
+                block_size=block_size,
+                kv_layout=kv_layout,
+                kv_dtype=kv_dtype,
+            )
+            return model, packer.error
+
+    def pack(weights: PackedWeights) -> None:
+        """As `packed` does, one layer after the other, so that memory holds one."""
+        with torch.no_grad(), WeightReader(folder, spec) as reader, backend.packing(weights):
+            packer = Packer(reader, spec, backend, dtype, quantization)
+            embedding = packer.embedding(weights)
+            for _ in packer.layers():
+                pass
+            packer.head(embedding)
+
+    name = shared_name_of(folder, spec, backend, dtype, quantization) if is_shared else None
+    found = name and shared_weights(name, pack, lambda weights: packed(weights, packs=False))
+    model, error = found or packed(None)
     if spec.quantization is not None and spec.quantization.has_kv_scheme:
         logger.info("kv_cache_scheme of the checkpoint is ignored: an fp8 cache has a scale for each vector here")
-    if packer.error.num_weights:
-        model.weight_error = packer.error
+    if error.num_weights:
+        model.weight_error = error
         logger.info(
             "weights are %s: relative RMS error %.3f%%, %.0f MiB instead of %.0f; took %.1f s",
             quantization or spec.quantization,
-            100 * packer.error.relative,
-            packer.error.num_bytes / 2**20,
-            packer.error.num_weights * dtype.itemsize / 2**20,
+            100 * error.relative,
+            error.num_bytes / 2**20,
+            error.num_weights * dtype.itemsize / 2**20,
             time.monotonic() - start_s,
         )
     return model

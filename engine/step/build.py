@@ -30,9 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(
-    folder: Path, backend: Backend, dtype: torch.dtype, config: EngineConfig, extensions: Extensions | None = None
+    folder: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    extensions: Extensions | None = None,
+    *,
+    is_shared: bool = False,
 ) -> Engine:
-    """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
+    """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError. is_shared: see load_model."""
     kv_dtype = dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     model = load_model(
         folder,
@@ -42,6 +48,7 @@ def load_engine(
         kv_layout=config.kv_layout,
         kv_dtype=kv_dtype,
         quantization=config.quantization,
+        is_shared=is_shared,
     )
     if config.kv_memory_share is not None:
         budget = pool_bytes(config.kv_memory_share, backend)

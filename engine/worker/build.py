@@ -19,6 +19,7 @@ from kvrelay.engine.speculation.draft_model import make_draft_model
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, Extensions, KvCache
 from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.warm_up import warm_up
 from kvrelay.engine.worker.sizing import EngineSizes, engine_sizes
 from kvrelay.kernels.common.quant_scheme import scheme_of
 from kvrelay.kernels.select import select_backend
@@ -123,7 +124,10 @@ def build_engine(
         draft_tokens=DRAFT_TOKENS if engine.speculation != "off" else 0,
         prompt_lookup=engine.speculation != "model",
     )
-    return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions), sizes
+    made = load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions, is_shared=True)
+    if backend.asynchronous is None:  # such a backend has captured and chosen in the runner's own warm-up
+        warm_up(made.model, backend, made.config)
+    return made, sizes
 
 
 _MOST_POOLS = 8  # more of what is swapped out than so many pools waits longer than any client

@@ -5,10 +5,11 @@ chunking or on the number of threads, because every sum runs in one fixed order.
 linear kernel is the compiled one (see `describe`).
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    PackedWeights,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -34,8 +36,9 @@ from kvrelay.kernels.common.quant_scheme import ExpertChoice, Scheme, WeightErro
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.common.stored_weights import AnyWeight, StoredWeight
 from kvrelay.kernels.common.token_masks import token_masks_of
-from kvrelay.kernels.cpu.linear import Pack, choose_linear
+from kvrelay.kernels.cpu.linear import Pack, can_place, choose_linear
 from kvrelay.kernels.cpu.native_kernels import (
+    PRIVATE,
     SUPPORTED,
     NativeExperts,
     NativeKernels,
@@ -120,6 +123,7 @@ class CpuBackend(TorchCpuBackend):
         self.num_threads = num_threads or len(own_cores())
         torch.set_num_threads(self.num_threads)
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
+        self._weights: PackedWeights = PRIVATE
         self._native: NativeKernels | None = None
         self._why_not = self._load()
         if self._native is None:
@@ -182,17 +186,35 @@ class CpuBackend(TorchCpuBackend):
             return None
         return native
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if weight.dtype not in self._packers:
+    def _packer(self, dtype: torch.dtype) -> tuple[str, Pack]:
+        if dtype not in self._packers:
             key = hashlib.sha256(f"{processor()} {torch.__version__} {self.describe()}".encode()).hexdigest()[:12]
-            self._packers[weight.dtype] = choose_linear(self._native, weight.dtype, self.num_threads, key)
-        return self._packers[weight.dtype][1](weight, bias)
+            self._packers[dtype] = choose_linear(self._native, dtype, self.num_threads, key)
+        return self._packers[dtype]
+
+    def packing_of(self, dtype: torch.dtype) -> str | None:
+        native, (name, _) = self._for(dtype), self._packer(dtype)
+        if native is None or name == "torch" or (name == "onednn" and not can_place()):
+            return None
+        parts = [processor(), native.lib._name.rpartition("/")[2], native.has_dot, name]
+        return " ".join(map(str, [*parts, torch.__version__, self.num_threads] if name == "onednn" else parts))
+
+    @contextlib.contextmanager
+    def packing(self, weights: PackedWeights) -> Iterator[None]:
+        self._weights = weights
+        try:
+            yield
+        finally:
+            self._weights = PRIVATE
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._packer(weight.dtype)[1](weight, bias, self._weights)
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         native = self._for(weight.dtype)
         if native is None:
             return super().pack_heads(weight)
-        return HeadByHead([native.pack_linear(head, None) for head in weight])
+        return HeadByHead([native.pack_linear(head, None, self._weights) for head in weight])
 
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
@@ -200,13 +222,13 @@ class CpuBackend(TorchCpuBackend):
         native = self._for(dtype)
         if native is None:
             return super().pack_quantized(weight, bias, scheme, dtype)
-        return NativeQuantLinear(native, weight, bias, scheme, dtype)
+        return NativeQuantLinear(native, weight, bias, scheme, dtype, self._weights)
 
     def pack_stored(self, weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> tuple[Linear, WeightError]:
         native, scheme = self._for(dtype), scheme_of_pair(weight)
         if native is None or scheme is None:
             return super().pack_stored(weight, bias, dtype)
-        linear = NativeQuantLinear(native, weight, bias, scheme, dtype)
+        linear = NativeQuantLinear(native, weight, bias, scheme, dtype, self._weights)
         return linear, linear.error
 
     def pack_experts(
@@ -219,7 +241,7 @@ class CpuBackend(TorchCpuBackend):
         native = self._for(dtype)
         if native is None:
             return super().pack_experts(experts, activation, dtype, scheme)
-        return NativeExperts(native, experts, activation, scheme, dtype)
+        return NativeExperts(native, experts, activation, scheme, dtype, self._weights)
 
     def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
         """Ties go to the lower expert."""

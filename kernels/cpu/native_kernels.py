@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Facts, PackedWeights
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import unit_of
 from kvrelay.kernels.common.stored_weights import AnyWeight, dequantised, plain_weight, shape_of
@@ -55,6 +55,17 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_experts": ([_P, _I, _I, _I, _P, _L, *[_P] * 8, *[_L] * 6], None),
     "kr_sample": ([_P] * 10 + [_L, _L], None),
 }
+
+
+class PrivateWeights:
+    """In this process's own memory."""
+
+    def place(self, num_bytes: int, fill: Callable[[Tensor], Facts]) -> tuple[Tensor, Facts]:
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        return packed, fill(packed)
+
+
+PRIVATE = PrivateWeights()
 
 
 def block_bytes(kv_layer: Tensor) -> int:
@@ -140,8 +151,8 @@ class NativeKernels:
             return KIND_F32
         return KIND_DOT if self.has_dot and in_features % 2 == 0 else KIND_BF16
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> "NativeLinear":
-        return NativeLinear(self, weight, bias, self.linear_kind(weight.dtype, weight.shape[1]))
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, weights: PackedWeights = PRIVATE) -> "NativeLinear":
+        return NativeLinear(self, weight, bias, self.linear_kind(weight.dtype, weight.shape[1]), weights)
 
     def share(self, schedule: Schedule, batch: AttentionBatch, shape: AttentionShape) -> None:
         """Fill the schedule for the batch's decode rows."""
@@ -191,12 +202,18 @@ class NativeLinear(_PackedLinear):
 
     _kernel = "kr_linear"
 
-    def __init__(self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None, kind: int) -> None:
-        panels, source = -(-weight.shape[0] // kernels.panel_width), weight.contiguous()
-        packed = torch.empty(panels * kernels.panel_width * weight.shape[1], dtype=weight.dtype)
+    def __init__(
+        self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None, kind: int, weights: PackedWeights = PRIVATE
+    ) -> None:
+        def fill(packed: Tensor) -> Facts:
+            source = weight.contiguous()
+            kernels.lib.kr_pack(kernels.pool, kind, *addresses(source, packed), *weight.shape)
+            return {}
+
+        rows = -(-weight.shape[0] // kernels.panel_width) * kernels.panel_width
+        packed, _ = weights.place(rows * weight.shape[1] * weight.itemsize, fill)
         super().__init__(kernels, shape_of(weight), bias, weight.dtype, packed)
         self._first = (kind,)
-        kernels.lib.kr_pack(kernels.pool, kind, *addresses(source, packed), *weight.shape)
 
 
 class NativeQuantLinear(_PackedLinear):
@@ -211,27 +228,38 @@ class NativeQuantLinear(_PackedLinear):
     _kernel = "kr_quant_linear"
 
     def __init__(
-        self, kernels: NativeKernels, weight: AnyWeight, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+        self,
+        kernels: NativeKernels,
+        weight: AnyWeight,
+        bias: Tensor | None,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        weights: PackedWeights = PRIVATE,
     ) -> None:
         assert dtype in SUPPORTED
         form = native_form(weight)
         if form is not None and scheme == Scheme(form.bits, form.group):
             packed, self.unit, self.error = laid_out(form, kernels.panel_width)
         else:
-            packed, self.unit, self.error = _quantized(kernels, plain_weight(weight), scheme)
+            packed, self.unit, self.error = _quantized(kernels, plain_weight(weight), scheme, weights)
         super().__init__(kernels, shape_of(weight), bias, dtype, packed)
         self._first, self._last = (scheme.bits, dtype == torch.float32), (scheme.group, self.unit)
 
 
-def _quantized(kernels: NativeKernels, weight: Tensor, scheme: Scheme) -> tuple[Tensor, float, WeightError]:
+def _quantized(
+    kernels: NativeKernels, weight: Tensor, scheme: Scheme, weights: PackedWeights
+) -> tuple[Tensor, float, WeightError]:
     """(panels, unit, error)."""
-    source, wide = (weight if weight.dtype in SUPPORTED else weight.float()).contiguous(), torch.float32
     lib, bits, shape = kernels.lib, scheme.bits, (*weight.shape, scheme.group)
-    packed, unit = torch.empty(lib.kr_quantized_bytes(bits, *shape), dtype=torch.uint8), unit_of(source)
-    errors = torch.empty(-(-weight.shape[0] // kernels.panel_width), 2, dtype=torch.float64)
-    lib.kr_quantize(kernels.pool, bits, source.dtype == wide, *addresses(source, packed, errors), *shape, unit)
-    error, squares = (errors.sum(0) * unit**2).tolist()
-    return packed, unit, WeightError(error, squares, weight.numel(), packed.numel())
+
+    def fill(packed: Tensor) -> Facts:
+        source, wide = (weight if weight.dtype in SUPPORTED else weight.float()).contiguous(), torch.float32
+        unit, errors = unit_of(source), torch.empty(-(-weight.shape[0] // kernels.panel_width), 2, dtype=torch.float64)
+        lib.kr_quantize(kernels.pool, bits, source.dtype == wide, *addresses(source, packed, errors), *shape, unit)
+        return {"unit": unit, "errors": (errors.sum(0) * unit**2).tolist()}
+
+    packed, facts = weights.place(lib.kr_quantized_bytes(bits, *shape), fill)
+    return packed, facts["unit"], WeightError(*facts["errors"], weight.numel(), packed.numel())
 
 
 class NativeExperts:
@@ -250,8 +278,10 @@ class NativeExperts:
         activation: Activation,
         scheme: Scheme | None,
         dtype: torch.dtype,
+        weights: PackedWeights = PRIVATE,
     ) -> None:
         self._kernels, self._dtype, self._is_gelu = kernels, dtype, activation == "gelu_tanh"
+        self._weights = weights
         self._kind, self.error = 0, WeightError()
         self._packed: list[tuple[Any, Any]] = []
         for pair in experts:
@@ -270,7 +300,7 @@ class NativeExperts:
 
     def _pack(self, weight: AnyWeight) -> Any:
         if self._scheme is not None:
-            quantized = NativeQuantLinear(self._kernels, weight, None, self._scheme, self._dtype)
+            quantized = NativeQuantLinear(self._kernels, weight, None, self._scheme, self._dtype, self._weights)
             self.error += quantized.error
             return quantized
         if not isinstance(weight, Tensor):
@@ -278,7 +308,7 @@ class NativeExperts:
             self.error += error
         # one packing for both products of all experts
         self._kind = self._kernels.linear_kind(self._dtype, self._hidden | self._ffn)
-        return NativeLinear(self._kernels, weight, None, self._kind)
+        return NativeLinear(self._kernels, weight, None, self._kind, self._weights)
 
     def __call__(
         self, x: Tensor, weights: Tensor, chosen: Tensor, base: Tensor | None = None, base_logits: Tensor | None = None

@@ -5,6 +5,7 @@ The other backends are compared with this one. It imports no compiled code and n
 
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    PackedWeights,
     PieceGraphs,
     QuantizedLinear,
     SamplingBatch,
@@ -116,6 +118,12 @@ class TorchBackend:
     @property
     def asynchronous(self) -> AsyncDevice | None:
         return None
+
+    def packing_of(self, dtype: torch.dtype) -> str | None:
+        return None
+
+    def packing(self, weights: PackedWeights) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
         return None
