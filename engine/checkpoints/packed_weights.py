@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,7 +63,8 @@ class WrittenWeights:
         packed = torch.empty(num_bytes, dtype=torch.uint8)
         facts = fill(packed)
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
-        view = memoryview(packed.numpy())
+        flat: Any = packed.numpy()
+        view = memoryview(flat)
         self._entries.append(_Entry(self._file.tell(), num_bytes, zlib.crc32(view), facts))
         self._file.write(view)
         return packed, facts

@@ -259,7 +259,8 @@ def _quantized(
         return {"unit": unit, "errors": (errors.sum(0) * unit**2).tolist()}
 
     packed, facts = weights.place(lib.kr_quantized_bytes(bits, *shape), fill)
-    return packed, facts["unit"], WeightError(*facts["errors"], weight.numel(), packed.numel())
+    error, squares = facts["errors"]
+    return packed, facts["unit"], WeightError(error, squares, weight.numel(), packed.numel())
 
 
 class NativeExperts:
