@@ -1,9 +1,9 @@
 """Packed weights that the workers of a machine share: a file in the cache folder, which each maps to be read only.
 
-A file holds the packed weights of one model in the order in which they are packed. Whoever packs the same model in the
-same way again gets the same weights from the file, in the same order: nothing is packed then, and the pages of the file
-are in memory once. It is named by the checkpoint, the packing and the NUMA node, written under a lock, and put in place
-by one rename. Its end holds an index: a file that was cut off is seen at once. Every byte is compared with its checksum
+A file holds the packed weights of one model in the order in which they are packed. A worker that packs the same model
+in the same way again gets the same weights from the file, in the same order: nothing is packed then, and the pages of
+the file are in memory once. It is named by the checkpoint, the packing and the NUMA node, written under a lock, and put
+in place by one rename. Its end holds an index: a file that was cut off is seen at once. Every byte is compared with its checksum
 once after each boot of the machine, by the first that maps the file; a note beside the file says so.
 """
 
@@ -205,7 +205,7 @@ def _write(path: Path, pack: Callable[[PackedWeights], object]) -> None:
 
 
 def _remove_old(path: Path) -> None:
-    """Remove the files of all models that were not used for _KEPT_S. Who has mapped one keeps its memory."""
+    """Remove the files of all models that were not used for _KEPT_S. A process that has mapped one keeps its memory."""
     for note in path.parent.glob("*.checked"):
         with contextlib.suppress(OSError):
             if time.time() - note.stat().st_mtime > _KEPT_S:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 MOST_HOLDS = 2.0
 MOST_DOWN = 0.5  # of the count, per change
 GAP = 0.25  # of a hold: a longer gap between needs restarts it; also the time between two downs
+LEAST_GAP_S = 30.0  # such a gap is at least so long: needs come every some ten seconds, however short the hold is
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Damper:
         return not is_held and now_s - self.changed_s >= GAP * self.hold_s
 
     def _note(self, need: int, low: int, now_s: float) -> None:
-        if now_s - self.now_s > GAP * self.hold_s:
+        if now_s - self.now_s > max(GAP * self.hold_s, LEAST_GAP_S):
             self.since_s = now_s
         self.now_s = now_s
         while self.lows and self.lows[-1][1] <= low:

@@ -27,6 +27,8 @@ MATCH_CORRELATION = 0.7
 MOST_GROWTH = 2.0  # of a period over the one before, and its inverse
 
 SHAPE_HALF_LIFE_S = 600.0
+SHAPE_SIGMAS = 6.0  # of an interval's mean length, as a logarithm, from the remembered one: other requests have come
+SHAPE_FEWEST = 10  # requests from which an interval's mean length says that
 SWING_SIGMAS = 4.0  # bound of a count's difference to the one before: a larger one is a jump, not burstiness
 FEWEST_ENDED = 5  # answers before anything is known of requests
 BURST_LIMITS = (0.5, 32.0)
@@ -233,8 +235,27 @@ class RequestShape:
     def observe(self, seen: Interval) -> None:
         keep: float = 0.5 ** (seen.seconds / SHAPE_HALF_LIFE_S)
         new = (seen.arrivals, seen.input_tokens, seen.input_squares, seen.cached_tokens, seen.ended, seen.output_tokens)
+        if self._are_others(seen):
+            self.stats = [0.0] * len(new)
         self.stats = [old * keep + value for old, value in zip(self.stats, new, strict=True)]
         self._swing(seen, keep)
+
+    def _are_others(self, seen: Interval) -> bool:
+        """Whether prompts or answers are so much longer or shorter than the remembered ones that these are other
+        requests, of which the remembered lengths say nothing.
+        """
+        arrivals, tokens, squares, _, ended, output = self.stats
+        if min(seen.arrivals, seen.ended) < SHAPE_FEWEST or min(arrivals, ended) < SHAPE_FEWEST:
+            return False
+        cv2 = max(1.0, squares * arrivals / max(tokens, 1.0) ** 2 - 1.0)  # lengths of answers vary at least as much
+        pairs = (
+            (seen.input_tokens / seen.arrivals, tokens / arrivals, seen.arrivals),
+            (seen.output_tokens / seen.ended, output / ended, seen.ended),
+        )
+        return any(
+            abs(math.log(max(now, 1.0) / max(before, 1.0))) > SHAPE_SIGMAS * math.sqrt(cv2 / count)
+            for now, before, count in pairs
+        )
 
     def _swing(self, seen: Interval, keep: float) -> None:
         """Differences of neighbouring intervals: a slow change of the rate is no burst, and a jump counts as one at
