@@ -2,9 +2,9 @@
 
 A file holds the packed weights of one model in the order in which they are packed. A worker that packs the same model
 in the same way again gets the same weights from the file, in the same order: nothing is packed then, and the pages of
-the file are in memory once. It is named by the checkpoint, the packing and the NUMA node, written under a lock, and put
-in place by one rename. Its end holds an index: a file that was cut off is seen at once. Every byte is compared with its checksum
-once after each boot of the machine, by the first that maps the file; a note beside the file says so.
+the file are in memory once. It is named by the checkpoint, the packing and the NUMA node, written under a lock, and
+put in place by one rename. Its end holds an index: a file that was cut off is seen at once. Every byte is compared with
+its checksum once after each boot of the machine, by the first that maps the file; a note beside the file says so.
 """
 
 import contextlib
