@@ -56,24 +56,25 @@ class WrittenWeights:
     """To a file, and in memory only as long as the caller keeps them. `finish` makes the file whole."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file, self._size = file, 0
         self._entries: list[_Entry] = []
 
     def place(self, num_bytes: int, fill: Callable[[Tensor], Facts]) -> tuple[Tensor, Facts]:
         packed = torch.empty(num_bytes, dtype=torch.uint8)
         facts = fill(packed)
-        self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         flat: Any = packed.numpy()
         view = memoryview(flat)
-        self._entries.append(_Entry(self._file.tell(), num_bytes, zlib.crc32(view), facts))
+        begin = self._size + -self._size % ALIGNMENT
+        self._file.write(bytes(begin - self._size))
+        self._entries.append(_Entry(begin, num_bytes, zlib.crc32(view), facts))
         self._file.write(view)
+        self._size = begin + num_bytes
         return packed, facts
 
     def finish(self) -> None:
         """Write the index. Raises OSError."""
-        begin = self._file.tell()
         index = json.dumps([[one.begin, one.num_bytes, one.checksum, one.facts] for one in self._entries]).encode()
-        sizes = begin.to_bytes(8, "little") + len(index).to_bytes(8, "little")
+        sizes = self._size.to_bytes(8, "little") + len(index).to_bytes(8, "little")
         self._file.write(index + _MAGIC + sizes + zlib.crc32(index + sizes).to_bytes(4, "little"))
         self._file.flush()
 
