@@ -245,7 +245,7 @@ def conversions() -> list[Conversion]:
 
 def remove_conversion(name: str) -> None:
     """Remove a folder of the cache, once no process builds it any more."""
-    with _locked(_root() / f".{name}.lock", lambda what, share: None):
+    with locked(_root() / f".{name}.lock", lambda what, share: None):
         shutil.rmtree(_root() / name, ignore_errors=True)
 
 
@@ -261,7 +261,7 @@ def cached(source: str, key: str, build: Callable[[Path, Path, Progress], None],
     if not _is_whole(folder):
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with _locked(root / f".{key}.lock", report):
+            with locked(root / f".{key}.lock", report):
                 if not _is_whole(folder):
                     _build(root, key, build, report)
         except OSError as error:
@@ -299,7 +299,7 @@ def _build(root: Path, key: str, build: Callable[[Path, Path, Progress], None], 
 
 
 @contextlib.contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[None]:
+def locked(path: Path, report: Progress) -> Iterator[None]:
     """Hold an exclusive lock between processes (the kernel releases it when the holder dies)."""
     with path.open("w") as file:
         while True:

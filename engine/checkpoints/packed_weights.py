@@ -8,7 +8,6 @@ its checksum once after each boot of the machine, by the first that maps the fil
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import mmap
@@ -16,7 +15,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from kvrelay.engine.checkpoints.checkpoint import locked
 from kvrelay.environment import cache_dir
 from kvrelay.kernels.backend import Facts, PackedWeights
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 ALIGNMENT = 64  # bytes: a cache line, and what torch gives its own tensors
 _MAGIC = b"kvrelay packed weights 1"
 _TRAILER_BYTES = len(_MAGIC) + 8 + 8 + 4  # where the index begins, its length, its checksum
-_CHUNK_BYTES = 16 << 20
 _KEPT_S = 7 * 86400.0  # files of another version are removed when they were not used for so long
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -99,10 +98,7 @@ class MappedWeights:
         """Compare every byte with its checksum. Raises PackedFileWrong."""
         view = memoryview(self._map)
         for number, entry in enumerate(self._entries):
-            checksum, end = 0, entry.begin + entry.num_bytes
-            for begin in range(entry.begin, end, _CHUNK_BYTES):
-                checksum = zlib.crc32(view[begin : min(begin + _CHUNK_BYTES, end)], checksum)
-            if checksum != entry.checksum:
+            if zlib.crc32(view[entry.begin : entry.begin + entry.num_bytes]) != entry.checksum:
                 raise PackedFileWrong(f"weight {number} of {len(self._entries)} has a wrong checksum")
 
     def place(self, num_bytes: int, fill: Callable[[Tensor], Facts]) -> tuple[Tensor, Facts]:
@@ -187,7 +183,7 @@ def _note(note: Path, state: str) -> None:
 def _write(path: Path, pack: Callable[[PackedWeights], object]) -> None:
     """Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock"), lambda what, share: None):
         if path.exists():  # another process was faster
             return
         start_s, scratch = time.monotonic(), path.with_suffix(".part")  # only the holder of the lock has it
@@ -212,15 +208,3 @@ def _remove_old(path: Path) -> None:
             if time.time() - note.stat().st_mtime > _KEPT_S:
                 for each in (note.with_suffix(".weights"), note.with_suffix(".lock"), note):
                     each.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock, which the kernel releases when its holder dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another worker to pack the weights")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

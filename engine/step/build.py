@@ -30,15 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(
-    folder: Path,
-    backend: Backend,
-    dtype: torch.dtype,
-    config: EngineConfig,
-    extensions: Extensions | None = None,
-    *,
-    is_shared: bool = False,
+    folder: Path, backend: Backend, dtype: torch.dtype, config: EngineConfig, extensions: Extensions | None = None
 ) -> Engine:
-    """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError. is_shared: see load_model."""
+    """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
     kv_dtype = dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     model = load_model(
         folder,
@@ -48,7 +42,7 @@ def load_engine(
         kv_layout=config.kv_layout,
         kv_dtype=kv_dtype,
         quantization=config.quantization,
-        is_shared=is_shared,
+        is_shared=config.shares_weights,
     )
     if config.kv_memory_share is not None:
         budget = pool_bytes(config.kv_memory_share, backend)

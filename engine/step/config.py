@@ -30,6 +30,7 @@ class EngineConfig(SchedulerConfig):
     kv_dtype: str = "auto"  # the model's, or a key of KV_DTYPES
     quantization: Scheme | None = None  # of the products' weights
     max_model_len: int | None = None
+    shares_weights: bool = False  # with other workers of the machine: see load_model
     prefix_caching: bool = True
     policy: str = "lru"  # of eviction: see kvcache/eviction/policies.py
     rules: QueueRules = field(default_factory=QueueRules)  # the order of the queues

@@ -21,9 +21,9 @@ OUTPUT_TOKENS = 4
 _PROMPTS = (1, 3)  # sequences that decode together: alone, and as a batch
 
 
-def warm_up(model: DecoderModel, backend: Backend, config: EngineConfig) -> float:
+def warm_up(model: DecoderModel, backend: Backend, config: EngineConfig) -> None:
     """Run a whole step of prompts, and decode steps of one and of several sequences, in an engine that is dropped
-    afterwards: the worker's own has measured nothing and cached nothing. Returns the seconds that it took.
+    afterwards: the worker's own has measured nothing and cached nothing.
     """
     start_s, layout = time.monotonic(), kv_layout(model)
     most = min(model.spec.max_position, config.max_model_len or 1 << 62) - OUTPUT_TOKENS
@@ -40,9 +40,7 @@ def warm_up(model: DecoderModel, backend: Backend, config: EngineConfig) -> floa
                 pass
     finally:
         engine.close()
-    seconds = time.monotonic() - start_s
-    logger.info("warm after %.1f s: %d prompt tokens and decode steps", seconds, length)
-    return seconds
+    logger.info("warm after %.1f s: %d prompt tokens and decode steps", time.monotonic() - start_s, length)
 
 
 def _request(request_id: str, prompt: list[int]) -> SequenceRequest:

@@ -116,6 +116,7 @@ def build_engine(
         token_budget=sizes.token_budget,
         max_running=sizes.max_running,
         max_model_len=settings.model.max_model_len,
+        shares_weights=True,
         prefix_caching=engine.prefix_caching,
         policy=settings.cache.eviction_policy,
         rules=queue_rules(settings.scheduler),
@@ -124,7 +125,7 @@ def build_engine(
         draft_tokens=DRAFT_TOKENS if engine.speculation != "off" else 0,
         prompt_lookup=engine.speculation != "model",
     )
-    made = load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions, is_shared=True)
+    made = load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions)
     if backend.asynchronous is None:  # such a backend has captured and chosen in the runner's own warm-up
         warm_up(made.model, backend, made.config)
     return made, sizes

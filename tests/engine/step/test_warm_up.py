@@ -28,7 +28,7 @@ def test_the_first_steps_run_every_kind_of_step_and_leave_nothing_in_the_workers
             forward(self, ids, batch, *rest),
         )[1],
     )
-    assert warm_up(engine.model, backend, engine.config) > 0
+    warm_up(engine.model, backend, engine.config)
     assert max(tokens for tokens, _ in batches) >= token_budget * 3 // 4, "a whole step of a prompt"
     after = engine.reports.load()
     assert (after.prefix_query_tokens, after.cached_blocks, after.decode_step_s) == (
