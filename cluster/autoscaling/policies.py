@@ -214,6 +214,7 @@ def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, RetirementCa
             cached_tokens=values.get(feed.CACHED, 0.0) * values.get(feed.BLOCK_SIZE, 0.0),
             hit_share=values.get(feed.HIT_SHARE, 0.0),
             alone_share=min(shares, default=1.0),
+            kv_bytes_per_token=values.get(feed.KV_BYTES_PER_TOKEN, 1.0),
         )
     return found
 

@@ -1,12 +1,13 @@
 """Which workers retire when fewer are wanted, and how they count until they are gone. Pure.
 
-A retiring worker gets no new requests, finishes what it has (transfers and leased blocks included), closes, and ends
-its actor; Serve's next health check removes the replica, and the count is lowered in the same moment. Serve alone would
-stop the newest replica of the emptiest node, whatever it holds.
+A retiring worker gets no new requests; its ingresses move what it runs to other workers, with the KV. When nothing is
+left it closes and ends its actor; Serve's next health check removes the replica, and the count is lowered in the same
+moment. Serve alone would stop the newest replica of the emptiest node, whatever it holds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 GRACE_S = 60.0  # after the drain: for closing, and until Serve notices
 
@@ -21,21 +22,46 @@ class RetirementCandidate:
     cached_tokens: float  # in its pool, in use or not
     hit_share: float  # recent share of prompt tokens found there
     alone_share: float = 1.0  # share of its blocks that no other worker has; 1.0 where it is unknown
+    kv_bytes_per_token: float = 1.0
 
     @property
-    def loss_tokens(self) -> float:
-        """Tokens that would be computed again, roughly: of sequences that outlast the drain, and of hits only this
-        worker can serve.
+    def move_bytes(self) -> float:
+        """KV of its sequences, which moves with them."""
+        return self.context_tokens * self.kv_bytes_per_token
 
-        Assumes that half of the sequences outlast it, and that a cached token is missed as often as a prompt token
-        hits.
+    @property
+    def cost_bytes(self) -> float:
+        """What its end costs: the KV that moves, and what of its cache only this worker can serve.
+
+        Assumes that a cached token is missed as often as a prompt token hits.
         """
-        return self.context_tokens / 2 + self.cached_tokens * self.hit_share * self.alone_share
+        return self.move_bytes + self.cached_tokens * self.hit_share * self.alone_share * self.kv_bytes_per_token
+
+    def line(self) -> str:
+        """What is there to move, for people."""
+        if not self.sequences:
+            return f"{self.worker_id}: nothing runs there"
+        what = "sequence moves" if self.sequences == 1 else "sequences move"
+        return f"{self.worker_id}: {self.sequences:.0f} {what}, {self.move_bytes / 2**20:.1f} MiB"
+
+
+def candidate_of(worker: Mapping[str, Any]) -> RetirementCandidate:
+    """A worker as `kvrelay status --json` lists it; one that does not answer has nothing to lose."""
+    info, load = worker.get("info") or {}, worker.get("load") or {}
+    size, queried = info.get("block_size", 0), load.get("prefix_query_tokens", 0)
+    return RetirementCandidate(
+        worker["worker_id"],
+        sequences=sum(load.get(state, 0) for state in ("running", "receiving", "held", "waiting")),
+        context_tokens=load.get("used_blocks", 0) * size,
+        cached_tokens=load.get("cached_blocks", 0) * size,
+        hit_share=load.get("prefix_hit_tokens", 0) / queried if queried else 0.0,
+        kv_bytes_per_token=info.get("kv_bytes_per_token", 1.0),
+    )
 
 
 def victims(candidates: Iterable[RetirementCandidate], count: int) -> tuple[str, ...]:
-    """The `count` workers with the least to lose."""
-    order = sorted(candidates, key=lambda one: (one.loss_tokens, one.sequences, one.worker_id))
+    """The `count` workers that cost least."""
+    order = sorted(candidates, key=lambda one: (one.cost_bytes, one.sequences, one.worker_id))
     return tuple(one.worker_id for one in order[: max(count, 0)])
 
 

@@ -191,19 +191,37 @@ def scale(
     ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
     url: Url = None,
     address: Address = None,
+    api_key: ApiKey = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the new count runs")] = True,
 ) -> None:
-    """Change how many workers run, without restarting the others."""
+    """Change how many workers run, without restarting the others.
+
+    Of workers that are too many, those with the least KV to move leave; their sequences go on elsewhere. With --no-wait
+    Ray Serve chooses which.
+    """
+    from kvrelay.cluster.launch.scale_down import scale_down
+
     given = {"prefill": prefill, "decode": decode, "ingress": ingress}
     counts = {name: count for name, count in given.items() if count is not None}
     if not counts:
         raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
     target = ", ".join(f"{name} {count}" for name, count in counts.items())
+    key, console = api_key or environment_api_key(), Console(highlight=False)
     with addressed(url, address) as cluster:
-        cluster.dashboard.deploy(scaled(cluster.dashboard.details(), counts))
+
+        def retire(names: list[str]) -> float:
+            at, body = f"{cluster.api_url}/kvrelay/retire", {"workers": names}
+            answer = request_json("POST", at, body, headers=auth_headers(key), timeout_s=TIMEOUT_S)
+            return float(answer["drain_timeout_s"])
+
+        config = scaled(cluster.dashboard.details(), counts)
+        if wait and (prefill or decode):
+            scale_down(cluster.dashboard, gather(cluster, key)["workers"], counts, retire, console.print)
+            config = scaled(cluster.dashboard.details(), counts)
+        cluster.dashboard.deploy(config)
         if wait:
             _wait_until_settled(cluster.dashboard, counts, target)
-    Console().print(f"now at {target}" if wait else f"scaling to {target}", highlight=False)
+    console.print(f"now at {target}" if wait else f"scaling to {target}")
 
 
 def _wait_until_settled(dashboard: RayDashboard, counts: dict[str, int], target: str) -> None:

@@ -166,6 +166,7 @@ class IngressReplica:
         app = create_app(*parts, sessions, check, self._history)
         app.router.routes.append(Route("/kvrelay/status", self._endpoint(self.status), methods=["GET"]))
         app.router.routes.append(Route("/kvrelay/role", self._endpoint(self.set_role), methods=["POST"]))
+        app.router.routes.append(Route("/kvrelay/retire", self._endpoint(self.retire), methods=["POST"]))
         return app
 
     async def _record_history(self) -> None:
@@ -209,6 +210,16 @@ class IngressReplica:
                 return {"worker": worker_id, **answer, "notice": change_notice(roles | {worker_id: role})}
             problem = f"{worker_id} stays {roles[worker_id]}: {answer['error']}"
         raise InvalidRequest(problem, None, 409, "role")
+
+    async def retire(self, body: bytes) -> dict[str, Any]:
+        """Have workers retire, for `kvrelay scale`: {"workers": [ids]}. The order must be repeated or it expires."""
+        try:
+            workers = msgspec.json.decode(body, type=dict[str, list[str]]).get("workers", [])
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(str(error)) from error
+        drain_s = self._settings.cluster.drain_timeout_s
+        await self._registry.retire.remote(workers, drain_s)
+        return {"drain_timeout_s": drain_s}
 
     async def status(self) -> dict[str, Any]:
         """Every member with its own status; a worker that does not answer has only its record."""

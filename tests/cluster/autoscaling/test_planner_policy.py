@@ -213,12 +213,12 @@ def candidate(name: str, **facts: float) -> RetirementCandidate:
     return RetirementCandidate(name, **{**blank, **facts})  # type: ignore[arg-type]
 
 
-def test_the_victim_has_the_least_to_lose():
+def test_the_victim_costs_least():
     busy = candidate("busy", sequences=9.0, context_tokens=90_000.0)
     warm = candidate("warm", cached_tokens=100_000.0, hit_share=0.5)
     shared = candidate("shared", cached_tokens=100_000.0, hit_share=0.5, alone_share=0.05)
     cold = candidate("cold", cached_tokens=100_000.0, hit_share=0.001)
-    assert victims([busy, warm, shared, cold], 4) == ("cold", "shared", "busy", "warm")
+    assert victims([busy, warm, shared, cold], 4) == ("cold", "shared", "warm", "busy")
     assert victims([busy, warm], 0) == victims([busy], -2) == ()
 
 
@@ -337,7 +337,7 @@ async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_c
     replica._registry = replica._worker = replica._record = facts
     replica._ending = replica._following = replica._lease = None
     note_exits(monkeypatch, facts.note)
-    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    replica._listing = replica._exporting = asyncio.create_task(asyncio.sleep(60))
     replica._retire(45.0)
     replica._retire(45.0)  # told again with every heartbeat
     for _ in range(5):
@@ -361,7 +361,7 @@ async def test_who_is_ended_by_serve_does_not_end_its_process_itself(monkeypatch
     replica._settings = settings_from({"cluster": {"drain_timeout_s": 30}})
     replica._ending = replica._following = replica._lease = None
     note_exits(monkeypatch, facts.note)
-    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    replica._listing = replica._exporting = asyncio.create_task(asyncio.sleep(60))
     await DecodeReplica.__del__(replica)
     assert facts.note == ["leave", "drain 30", "close"]
 
