@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.serving import processes
 from kvrelay.cluster.deployments.serve_config import serve_config
@@ -31,6 +32,7 @@ LOOPBACK = "127.0.0.1"
 START_S = 240.0
 REBOOT_S = 10.0
 COUNTS = {"ingress": 2, "prefill": 2, "decode": 2}
+SETTINGS = {"engine.kv_memory": "128MiB"}
 
 
 def free_port() -> int:
@@ -42,8 +44,8 @@ def free_port() -> int:
 class Cluster:
     """A running cluster; a context manager. `url`: where clients send everything."""
 
-    def __init__(self, model: str) -> None:
-        self.source, self.mark = model, uuid.uuid4().hex
+    def __init__(self, model: str, counts: Mapping[str, int] = COUNTS, settings: Mapping[str, Any] = SETTINGS) -> None:
+        self.source, self._counts, self._settings, self.mark = model, counts, settings, uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
         self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
         self.port, self.dashboard_url = free_port(), ""
@@ -123,9 +125,9 @@ class Cluster:
         except (ClusterError, KeyError):
             return False
         workers = [one["role"] for one in status["workers"] if one["is_up"]]
-        return states == {name: ["RUNNING"] * count for name, count in COUNTS.items()} and sorted(workers) == sorted(
-            role for role in ("prefill", "decode") for _ in range(COUNTS[role])
-        )
+        wanted = {name: ["RUNNING"] * count for name, count in self._counts.items()}
+        roles = [role for role in ("decode", "prefill") for _ in range(self._counts[role])]
+        return states == wanted and sorted(workers) == roles
 
     def wait_until_whole(self) -> None:
         deadline_s = time.monotonic() + START_S
@@ -146,7 +148,8 @@ class ServeCluster(Cluster):
     """`kvrelay serve` on this machine."""
 
     def start(self) -> None:
-        flags = [part for role, count in COUNTS.items() for part in (f"--{role}", str(count))]
+        flags = [part for role, count in self._counts.items() for part in (f"--{role}", str(count))]
+        flags += [part for key, value in self._settings.items() for part in ("--set", f"{key}={value}")]
         command = [
             sys.executable,
             "-u",
@@ -161,8 +164,6 @@ class ServeCluster(Cluster):
             str(self.port),
             "--dashboard-port",
             str(free_port()),
-            "--set",
-            "engine.kv_memory=128MiB",
             *flags,
         ]
         log = self.folder / "serve.log"
