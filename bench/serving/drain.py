@@ -121,7 +121,7 @@ async def run(cluster: ServeCluster, args: argparse.Namespace) -> dict[str, dict
 def moves(url: str) -> dict[str, float]:
     """The ingress's counters of moves."""
     text = request_text("GET", f"{url}/metrics", timeout_s=10.0)
-    return {name: float(value) for name, value in re.findall(r"^kvrelay_(migration\S+) (\S+)$", text, re.MULTILINE)}
+    return {name: float(value) for name, value in re.findall(r"^kvrelay_(request_move\S+) (\S+)$", text, re.MULTILINE)}
 
 
 def show(name: str, number: int, figures: dict[str, dict[str, Any]], counters: dict[str, float]) -> None:

@@ -77,16 +77,6 @@ _OF_INGRESS = (
     ("kvrelay_router_cached_prefix_tokens_total", "Prompt tokens found in a prefix cache.", "cached_prefix_tokens"),
 )
 
-_OF_MOVES = (  # with the field of MoveStats
-    ("kvrelay_migration_seconds_total", "Time of moves, from the choice of a worker until it decodes.", "seconds"),
-    ("kvrelay_migration_bytes_total", "KV that moved with running sequences.", "num_bytes"),
-    (
-        "kvrelay_migration_computed_tokens_total",
-        "Tokens computed for moves: their KV was not cached.",
-        "computed_tokens",
-    ),
-)
-
 
 def _counted(stats: ServeStats, table: _Table) -> None:
     table.add_counts("kvrelay_requests_total", "Sequences by how they ended.", {}, "outcome", stats.outcomes, OUTCOMES)
@@ -98,9 +88,6 @@ def _counted(stats: ServeStats, table: _Table) -> None:
     table.add("kvrelay_request_moved_bytes_total", "KV bytes of sequences that moved.", {}, stats.moves.num_bytes)
     what = "Responses to requests for completions, by HTTP status; 499: the client left."
     table.add_counts("kvrelay_http_responses_total", what, {}, "status", stats.responses)
-    moves, what = stats.moves, "Running sequences that were to move off a stopping worker, by outcome."
-    table.add_counts("kvrelay_migrations_total", what, {}, "outcome", moves.outcomes)
-    table.add_fields(_OF_MOVES, moves, {})
     what = "Fields of requests that were ignored, by name."
     table.add_counts("kvrelay_ignored_fields_total", what, {}, "field", stats.ignored_fields)
     for (name, verdict), count in stats.slo_verdicts.items():
