@@ -40,6 +40,7 @@ MAX_VIEWERS = 16
 ROWS_SHOWN = 100  # requests in each snapshot
 SILENT_S = 7.0  # a worker sends its load every 2 s
 _NO_STORE = {"cache-control": "no-store"}
+_FACTS = ("node_id", "host", "device", "block_size", "max_running", "max_model_len")
 CHOICES_SHOWN = 64  # of one HTTP request
 
 
@@ -107,7 +108,7 @@ def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
     if info is None:
         return {**view, "health": "down"}
     health = "leaving" if is_leaving or load.is_draining else "silent" if link.silent_s > SILENT_S else "up"
-    facts = {name: getattr(info, name) for name in ("node_id", "device", "block_size", "max_running", "max_model_len")}
+    facts = {name: getattr(info, name) for name in _FACTS}
     whole = msgspec.structs.asdict(load)  # with the fields that are zero, which msgspec would omit
     whole |= {name: [msgspec.structs.asdict(one) for one in whole[name]] for name in ("kv_paths", "tiers")}
     return {**view, "health": health, "silent_s": link.silent_s, **facts, "load": msgspec.to_builtins(whole)}
