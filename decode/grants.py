@@ -327,4 +327,4 @@ def call(callback: Callable[..., None], *args: object) -> None:
     try:
         callback(*args)
     except Exception:
-        logger.exception("the decode worker's callback failed for %s", args[0])
+        logger.exception("request %s: the decode worker's callback failed", args[0])

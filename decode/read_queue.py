@@ -92,7 +92,7 @@ class ReadQueue:
         except TransferError as error:
             self._grants.end(grant, error)
         except Exception as error:  # a process edge: the request fails, the worker lives
-            logger.exception("reading for %s failed", grant.request_id)
+            logger.exception("request %s: reading its KV failed", grant.request_id)
             self._grants.end(grant, refusal(grant.request_id, Reason.CANCELLED, f"the target failed: {error}"))
 
     async def _read_unit(self, grant: Grant, unit: ReadUnit) -> None:

@@ -213,7 +213,7 @@ class SourceLink:
                 target.grants.end(grant, error)
             else:
                 target.counters.refuse(str(reason_of(error)))
-                logger.warning("refused a transfer of %s: %s", message.request_id, error.why)
+                logger.warning("request %s: refused its transfer: %s", message.request_id, error.why)
                 self.send(wire.Refusal(nonce=message.nonce, kind=type(error).__name__, why=error.why))
             return
         assert self.plan is not None

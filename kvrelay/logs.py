@@ -1,8 +1,11 @@
-"""Where a cluster's log messages go: to each process's own log, and to one file that `kvrelay serve` shows."""
+"""Where a cluster's log messages go: to each process's own log, and to one file that `kvrelay serve` shows.
+
+A line about one request begins with "request ID: " in every process, so that grep finds all of them.
+"""
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvrelay.environment import log_file, log_level
@@ -24,6 +27,20 @@ def configure_logging(process: str) -> None:
         handler.setLevel(level)
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S"))
         own.addHandler(handler)
+
+
+def with_facts(values: Mapping[str, object]) -> str:
+    """What a line about a request ends with: ", name=value" for each plain value; text that could forge a line is
+    quoted.
+    """
+    plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+    return "".join(f", {name}={_plain(value)}" for name, value in plain.items())
+
+
+def _plain(value: str | int | float) -> str:
+    if isinstance(value, str):
+        return value if value.isprintable() and " " not in value else repr(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 class LogFollower:

@@ -171,7 +171,7 @@ class SourceTransfer:
         except TransferError as error:
             self._end(error)
         except Exception as error:  # a process edge: the request fails, the worker lives
-            logger.exception("transfer of %s failed", self.request_id)
+            logger.exception("request %s: its transfer failed", self.request_id)
             self._end(refusal(self.request_id, Reason.CANCELLED, f"the source failed: {error}"), must_notify=True)
 
     async def _send(self, item: _Announcement) -> None:

@@ -18,6 +18,7 @@ from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import ConnectionLost, InvalidRequest
 from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kvcache.index.changes import parts_of
+from kvrelay.logs import with_facts
 from kvrelay.pacing import Paced
 from kvrelay.plane import messages as wire
 from kvrelay.plane.framing import Connection
@@ -185,6 +186,7 @@ class RequestTable:
             return False
         self._links[request_id], self._sides[request_id] = link, side
         link.requests.add(request_id)
+        self._log(request_id, "arrived", prompt_tokens=request.num_prompt_tokens, source=link.peer)
         if request.traceparent:
             self._spans[request_id] = Spans(request.traceparent, request_id=request_id, worker=self._worker_id)
         return True
@@ -195,6 +197,7 @@ class RequestTable:
         self._sides.pop(request_id, None)
         if link is not None:
             link.requests.discard(request_id)
+            self._log(request_id, "ended")
         if (compiling := self._compiling.pop(request_id, None)) is not None:
             compiling[0].cancel()
         if (spans := self._spans.pop(request_id, None)) is not None:
@@ -213,6 +216,7 @@ class RequestTable:
 
     def refuse(self, link: IngressLink, request_id: str, reason: str, message: str) -> None:
         """Answer a request that was not added. `reason`: see Refused."""
+        self._log(request_id, "refused", reason=reason, because=message)
         link.send(
             wire.Refused(request_id=request_id, reason=reason, message=message, retry_after_s=self._retry_after_s())
         )
@@ -227,20 +231,27 @@ class RequestTable:
         """Send Failed, which the ingress may retry unless it would fail again, and remove the request."""
         if (spans := self._spans.get(request_id)) is not None:
             spans.close(message)
+        self._log(request_id, "failed", code=code, because=message)
         link = self.remove(request_id)
         if link is not None:
             link.send(wire.Failed(request_id=request_id, code=code, message=message, retryable=retryable))
 
-    # ---- spans: no-ops for a request that is not traced
+    def _log(self, request_id: str, what: str, **facts: object) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: %s: %s%s", request_id, self._worker_id, what, with_facts(facts))
+
+    # ---- phases of a request: a log line at DEBUG each, and a span where it is traced
 
     def is_traced(self, request_id: str) -> bool:
         return request_id in self._spans
 
     def begin_span(self, request_id: str, name: str, **attributes: Any) -> None:
+        self._log(request_id, f"{name} begins", **attributes)
         if (spans := self._spans.get(request_id)) is not None:
             spans.begin(name, **attributes)
 
     def end_span(self, request_id: str, name: str, **attributes: Any) -> None:
+        self._log(request_id, f"{name} ends", **attributes)
         if (spans := self._spans.get(request_id)) is not None:
             spans.end(name, **attributes)
 

@@ -47,6 +47,7 @@ access_logger = logging.getLogger(ACCESS_LOGGER)
 
 LEAST_BODY_LIMIT_BYTES = 4 << 20  # the limit for models with short contexts; larger bodies get 413
 BODY_BYTES_PER_TOKEN = 16  # of the context length: a token id as JSON takes 8, a token of escaped text seldom more
+MAX_CLIENTS_ID = 128  # characters of the client's own id that are logged
 CLIENT_LEFT_STATUS = 499  # for access logs; no client reads it
 INGRESS = secrets.token_hex(2)
 """Names this ingress process.
@@ -146,24 +147,24 @@ class EventStream(Response):
         try:
             await unless_client_leaves(receive, self._run(scope, receive, send))
         except ClientLeft:
-            logger.debug("the client left during a stream")
+            logger.debug("request %s: the client left during the stream", _id_of(scope))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             try:
                 first = await anext(events, b"")
             except Exception as error:
-                await error_response(error, self._extra_headers)(scope, receive, send)
+                await error_response(error, self._extra_headers, _id_of(scope))(scope, receive, send)
                 return
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": first, "more_body": True})
-                await self._send_rest(events, send)
+                await self._send_rest(events, send, _id_of(scope))
             except OSError as error:
                 raise ClientLeft from error
 
     @staticmethod
-    async def _send_rest(events: AsyncGenerator[bytes, None], send: Send) -> None:
+    async def _send_rest(events: AsyncGenerator[bytes, None], send: Send, request_id: str) -> None:
         tail = b""
         try:
             async for event in events:
@@ -171,7 +172,7 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:
-            tail = encode_event(describe(error)[1])
+            tail = encode_event(describe(error, request_id)[1])
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 
 
@@ -180,8 +181,8 @@ class EventStream(Response):
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def describe(error: Exception) -> tuple[int, ErrorReply, float | None]:
-    """(status, body, Retry-After in seconds or None) of any error."""
+def describe(error: Exception, request_id: str = "-") -> tuple[int, ErrorReply, float | None]:
+    """(status, body, Retry-After in seconds or None) of any error. `request_id`: for the log of an unexpected one."""
     if isinstance(error, RequestError):
         kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
         body = ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
@@ -192,7 +193,7 @@ def describe(error: Exception) -> tuple[int, ErrorReply, float | None]:
         return 503, ErrorReply(error=body), 1.0
     if isinstance(error, KvrelayError):
         return 500, ErrorReply(error=ErrorBody(message=str(error), type="server_error", code="internal_error")), None
-    logger.error("unexpected error", exc_info=error)
+    logger.error("request %s: unexpected error", request_id, exc_info=error)
     body = ErrorBody(message="internal error; see the server's log", type="server_error", code="internal_error")
     return 500, ErrorReply(error=body), None
 
@@ -201,9 +202,9 @@ def json_response(reply: object, status: int = 200, headers: dict[str, str] | No
     return Response(_encoder.encode(reply), status, headers, "application/json")
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: Exception, headers: dict[str, str] | None = None, request_id: str = "-") -> Response:
     """The response for an error before the first byte."""
-    status, reply, retry_after_s = describe(error)
+    status, reply, retry_after_s = describe(error, request_id)
     headers = dict(headers or {})
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
@@ -316,10 +317,10 @@ def endpoint(front: Front, handler: Endpoint, *, needs_key: bool = True) -> Call
                 check_api_key(request, front.settings.serve.api_key)
             return await handler(front, request)
         except ClientLeft:
-            logger.debug("the client left %s", request.url.path)
+            logger.debug("request %s: the client left", _id_of(request.scope))
             return Response(status_code=CLIENT_LEFT_STATUS)
         except Exception as error:
-            return error_response(error)
+            return error_response(error, None, _id_of(request.scope))
 
     return handle
 
@@ -373,9 +374,18 @@ class HttpObserver:
                 span.end()
             if is_logged:
                 ms, path = 1000 * (time.perf_counter() - started_s), quote(scope["path"])
-                access_logger.info(
-                    "%s %s %d %.1f ms %s", scope["method"], path, status, ms, scope.get(_REQUEST_ID, "-")
-                )
+                line = "request %s: %s %s %d %.1f ms%s"
+                access_logger.info(line, _id_of(scope), scope["method"], path, status, ms, _clients_id(scope))
+
+
+def _id_of(scope: Scope) -> str:
+    """Our id of a request; "-": it has none yet, or none at all."""
+    return str(scope.get(_REQUEST_ID, "-"))
+
+
+def _clients_id(scope: Scope) -> str:
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return f", x-request-id={quote(given[:MAX_CLIENTS_ID])}" if given else ""
 
 
 def _span_of(scope: Scope) -> Span | None:

@@ -5,6 +5,7 @@ Cheap enough for every token. metrics.py, history.py and api/ui.py read what is 
 text and no tokens, only counts; running requests are bounded by admission, ended ones by REQUESTS_KEPT.
 """
 
+import logging
 import math
 from bisect import bisect_left
 from collections import Counter, deque
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.errors import KvrelayError
+from kvrelay.logs import with_facts
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.types import Decision, RoutingRefusal, SloVerdict
@@ -20,11 +22,13 @@ from kvrelay.serve.telemetry.explain import Explain, span_attributes
 from kvrelay.serve.telemetry.moves import MoveStats
 from kvrelay.tracing import Spans
 
+logger = logging.getLogger(__name__)
 REQUESTS_KEPT = 512
 STAGES_KEPT = 48  # of a request; after many retries the stages in the middle are dropped
 CANDIDATES_KEPT = 4
 WHY_CHARS = 240
 Flow = tuple[str, str, str]  # source, target and transport of KV
+Arrival = tuple[float, float]  # when a request's head was read, and when its prompt was tokenised
 
 _TTFT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
@@ -95,10 +99,6 @@ class ServeStats:
 # ---- the log of requests
 
 
-Arrival = tuple[float, float]
-"""When a request's head was read, and when its prompt was tokenised."""
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """The log of one sequence, written by its RequestObserver. None: not reached yet. A record of 19 attributes."""
@@ -136,6 +136,8 @@ class RequestRecord:
             del self.stages[STAGES_KEPT // 2]
         given = {key: value for key, value in facts.items() if value is not None}
         self.stages.append({"name": name, "at_s": now_s - self.started_s, **given})
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: %s%s", self.request_id, name, with_facts(given))
 
 
 class RequestLog:
@@ -194,9 +196,6 @@ class RequestLog:
             for record in self._live.values()
             if record.is_transferring and record.prefill is not None and record.decode is not None
         )
-
-
-# ---- one sequence
 
 
 class RequestObserver:
