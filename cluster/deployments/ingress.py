@@ -133,6 +133,8 @@ class IngressReplica:
     `version`: of kvrelay, as deployed.
     """
 
+    docs_path = "/ui"  # Serve's status and its page in the dashboard name it
+
     async def __init__(self, settings: dict[str, Any], version: str, *workers: object) -> None:  # type: ignore[misc]
         log_as_replica("ingress")
         listen_with_reuseaddr()
