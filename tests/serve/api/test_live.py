@@ -353,7 +353,7 @@ async def test_who_else_has_a_request_is_told_from_its_id(make_cluster):
 # ---- the last 15 minutes
 
 
-async def test_the_history_has_what_was_served_and_who_sent_kv_to_whom(make_cluster):
+async def test_the_history_has_what_was_served_and_the_kv_flows(make_cluster):
     cluster = await make_cluster()
     cluster.history.record(cluster.dispatcher.stats, cluster.dispatcher.clock() - 5.0)
     await complete(cluster)
