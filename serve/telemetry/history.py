@@ -6,7 +6,7 @@ argument. Memory is fixed: NUM_POINTS points of ten numbers, and WINDOW and FLOW
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvrelay.serve.telemetry.observer import Flow, ServeStats
@@ -35,27 +35,10 @@ class Point:
     kv_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Counters of the ingress: since its start, or within a period."""
-
-    ended: int
-    served: int
-    prompt_tokens: int
-    output_tokens: int
-    looked_up_tokens: int
-    cached_tokens: int
-    kv_bytes: int
-    ttft: tuple[int, ...]
-    itl: tuple[int, ...]
-
-    def minus(self, other: "_Counts") -> "_Counts":
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return _Counts(*(_difference(mine, theirs) for mine, theirs in pairs))
-
-
-def _difference(mine: Any, theirs: Any) -> Any:
-    return mine - theirs if isinstance(mine, int) else tuple(a - b for a, b in zip(mine, theirs, strict=True))
+_Counts = tuple[int, ...]
+"""Counters of the ingress since its start, or in a period: ended, served, prompt, output, looked-up and cached tokens,
+KV bytes, then the buckets of TTFT, then those of ITL.
+"""
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
@@ -94,7 +77,8 @@ class History:
         self._kv_bytes += flows.total()
         counts = _counts(stats, self._kv_bytes)
         if self._last is not None and now_s > self._last[0]:
-            self._add(now_s - self._last[0], counts.minus(self._last[1]), flows)
+            period = tuple(now - before for now, before in zip(counts, self._last[1], strict=True))
+            self._add(now_s - self._last[0], period, flows)
             self._points.append(_point(self._recent, stats.ttft_s.bounds, stats.itl_s.bounds))
         self._last = now_s, counts
 
@@ -138,7 +122,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _counts(stats: ServeStats, kv_bytes: int) -> _Counts:
-    return _Counts(
+    return (
         stats.outcomes.total(),
         sum(stats.outcomes[name] for name in _SERVED),
         stats.prompt_tokens,
@@ -146,15 +130,16 @@ def _counts(stats: ServeStats, kv_bytes: int) -> _Counts:
         stats.looked_up_tokens,
         stats.cached_prefix_tokens,
         kv_bytes,
-        tuple(stats.ttft_s.counts),
-        tuple(stats.itl_s.counts),
+        *stats.ttft_s.counts,
+        *stats.itl_s.counts,
     )
 
 
 def _point(recent: Sequence[tuple[float, _Counts]], ttft_bounds: Sequence[float], itl_bounds: Sequence[float]) -> Point:
     seconds = sum(one for one, _ in recent)
-    total = [_total(values) for values in zip(*(astuple(counts) for _, counts in recent), strict=True)]
-    ended, served, prompt, output, looked_up, cached, kv_bytes, ttft, itl = total
+    total = [sum(values) for values in zip(*(counts for _, counts in recent), strict=True)]
+    ended, served, prompt, output, looked_up, cached, kv_bytes, *buckets = total
+    ttft, itl = buckets[: len(ttft_bounds) + 1], buckets[len(ttft_bounds) + 1 :]
     return Point(
         requests_per_s=ended / seconds,
         failed_per_s=(ended - served) / seconds,
@@ -167,7 +152,3 @@ def _point(recent: Sequence[tuple[float, _Counts]], ttft_bounds: Sequence[float]
         hit_share=min(1.0, cached / looked_up) if looked_up else None,  # a continued sequence may find its own output
         kv_bytes_per_s=kv_bytes / seconds,
     )
-
-
-def _total(values: Sequence[Any]) -> Any:
-    return sum(values) if isinstance(values[0], int) else tuple(map(sum, zip(*values, strict=True)))
