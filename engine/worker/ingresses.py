@@ -135,9 +135,8 @@ class RequestTable:
         if (spec := request.sampling.grammar) is None:
             self._thread.post(take_or_refuse)
         else:
-            task = loop.create_task(
-                self._compile(request_id, spec, take_or_refuse, refused), name=f"compile {request_id}"
-            )
+            compiling = self._compile(request_id, spec, take_or_refuse, refused)
+            task = loop.create_task(compiling, name=f"compile {request_id}")
             self._compiling[request_id] = task, []
         return True
 
@@ -212,14 +211,10 @@ class RequestTable:
                 batches[link].append(output)
         return batches
 
-    # ---- answers
-
     def refuse(self, link: IngressLink, request_id: str, reason: str, message: str) -> None:
         """Answer a request that was not added. `reason`: see Refused."""
-        self._log(request_id, "refused", reason=reason, because=message)
-        link.send(
-            wire.Refused(request_id=request_id, reason=reason, message=message, retry_after_s=self._retry_after_s())
-        )
+        after_s = self._retry_after_s()
+        link.send(wire.Refused(request_id=request_id, reason=reason, message=message, retry_after_s=after_s))
 
     def refuse_added(self, request_id: str, reason: str, message: str) -> None:
         """Refuse a request that was added, and remove it."""
@@ -231,7 +226,6 @@ class RequestTable:
         """Send Failed, which the ingress may retry unless it would fail again, and remove the request."""
         if (spans := self._spans.get(request_id)) is not None:
             spans.close(message)
-        self._log(request_id, "failed", code=code, because=message)
         link = self.remove(request_id)
         if link is not None:
             link.send(wire.Failed(request_id=request_id, code=code, message=message, retryable=retryable))
@@ -262,13 +256,8 @@ class RequestTable:
             return
         if spans.has("prefill"):
             timings = output.timings or wire.Timings()
-            spans.end(
-                "prefill",
-                cached_tokens=output.cached_tokens or 0,
-                queue_s=timings.queue_s,
-                compute_s=timings.compute_s,
-                chunks=timings.num_chunks,
-            )
+            took: dict[str, Any] = {"queue_s": timings.queue_s, "compute_s": timings.compute_s}
+            spans.end("prefill", cached_tokens=output.cached_tokens or 0, chunks=timings.num_chunks, **took)
             if self._sides.get(output.request_id) is Role.DECODE and output.finish_reason is None:
                 spans.begin("decode")
         if output.finish_reason is not None and output.ends_request:
