@@ -185,9 +185,16 @@ def _stores_table(stores: list[dict[str, Any]]) -> Table:
     return _table("KV store|pid|blocks|used/all|hits|to/from disk", rows)
 
 
+_NEVER_NONE = {
+    "decode": "without a decode worker no request can be answered; keep at least 1",
+    "prefill": "requests that are on their way to a prefill worker would fail; keep at least 1, or start the cluster "
+    "with --prefill 0, where decode workers compute prompts",
+}
+
+
 def scale(
-    prefill: Annotated[int | None, typer.Option(min=1, help="prefill workers")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="prefill workers, at least 1")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="decode workers, at least 1")] = None,
     ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
     url: Url = None,
     address: Address = None,
@@ -203,6 +210,9 @@ def scale(
 
     given = {"prefill": prefill, "decode": decode, "ingress": ingress}
     counts = {name: count for name, count in given.items() if count is not None}
+    for role, why in _NEVER_NONE.items():
+        if counts.get(role) == 0:
+            raise ConfigError(f"--{role} 0: {why}")
     if not counts:
         raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
     target = ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -64,7 +64,8 @@ def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int,
         (["serve", "--log-level", "loud"], "--log-level loud: must be one of debug, info, warning, error"),
         (["sreve"], "serve"),
         (["scale"], "--decode"),
-        (["scale", "--decode", "0"], "--decode"),
+        (["scale", "--decode", "0"], "--decode 0: without a decode worker no request can be answered"),
+        (["scale", "--prefill", "0"], "--prefill 0: requests that are on their way"),
     ],
 )
 def test_a_usage_error_is_one_line_with_exit_code_2(
