@@ -1,6 +1,6 @@
 """Autoscaling live: a prefill-heavy load, a pause, a decode-heavy load and a pause, on a cluster of our own.
 
-    python -m bench.serving.autoscale [--model smollm2-135m-instruct] [--most 2] [--hold-s 20] [--load-s 60]
+    python -m bench.planner.live [--model smollm2-135m-instruct] [--most 2] [--hold-s 20] [--load-s 60]
 
 Starts `kvrelay serve` with planner.mode=auto. Without --model a tiny checkpoint with random weights is served, and the
 planner goes by a profile of a worker far slower than it (`SLOW`), so that two cores carry every load and the counts
