@@ -50,13 +50,11 @@ class Constraints:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def make(self, params: Sampling, grammar: CompiledGrammar | None = None) -> Constraint | None:
-        """The constraint of a new sequence; None: it has none.
+    def make(self, params: Sampling, grammar: CompiledGrammar | None = None) -> Constraint:
+        """The constraint of a new sequence. grammar: compiled already; None: it is compiled here, if there is one.
 
-        grammar: compiled already; None: it is compiled here, if there is one. Raises InvalidRequest.
+        Raises InvalidRequest.
         """
-        if not params.is_constrained:
-            return None
         if params.grammar is not None and grammar is None:
             assert self.grammars is not None, "the caller has checked Requests.refusal"
             grammar = self.grammars.compile(params.grammar)

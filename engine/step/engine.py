@@ -169,7 +169,7 @@ class Engine:
 
         grammar: the request's, if it is compiled; else it is compiled here. Raises InvalidRequest.
         """
-        constraint = self.constraints.make(request.sampling, grammar)
+        constraint = self.constraints.make(request.sampling, grammar) if request.sampling.is_constrained else None
         seq = self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
         seq.constraint = constraint
 
@@ -181,7 +181,7 @@ class Engine:
         prefill_tokens_per_s: of the worker that will compute it, to which it may be returned; 0: it may not.
         grammar: as in `add`.
         """
-        constraint = self.constraints.make(request.sampling, grammar)
+        constraint = self.constraints.make(request.sampling, grammar) if request.sampling.is_constrained else None
         seq = self.scheduler.add_reservation(request, self._clock())
         seq.prefill_tokens_per_s, seq.constraint = prefill_tokens_per_s, constraint
 
