@@ -3,6 +3,7 @@
 Where sysfs cannot be read, every CPU counts as a core without a node. Imports nothing of ours.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -11,6 +12,11 @@ from pathlib import Path
 
 SYSFS = Path("/sys")
 UNKNOWN_NODE = -1
+_CPU_QUOTAS = (  # (folder, limit and period in one file, or in two) of version 2 and of version 1
+    (Path("fs/cgroup"), ("cpu.max",)),
+    (Path("fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+    (Path("fs/cgroup/cpu,cpuacct"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+)
 _CGROUPS = (  # (folder, limit, use) of version 2 and of version 1
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -39,6 +45,29 @@ def physical_cores(cpus: Iterable[int], root: Path = SYSFS) -> tuple[Core, ...]:
 def own_cores(root: Path = SYSFS) -> tuple[Core, ...]:
     """The cores that this thread may run on."""
     return physical_cores(os.sched_getaffinity(0), root)
+
+
+def cpu_quota(root: Path = SYSFS) -> float | None:
+    """CPUs' worth of time that the control group of this container may use; None: no limit known.
+
+    A container sees its own group at the mount's root. Kubernetes sets it from `limits.cpu`, Docker from `--cpus`.
+    """
+    found = []
+    for folder, names in _CPU_QUOTAS:
+        words = " ".join(text(root / folder / name) for name in names).split()
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
+def usable_cores(root: Path = SYSFS) -> int:
+    """How many cores this process can keep busy: those that it may run on, fewer under a quota; at least one.
+
+    A quota counts CPUs, which are hyperthreads: one that allows less than every CPU of the cores limits the cores.
+    """
+    cores = own_cores(root)
+    quota = cpu_quota(root)
+    return len(cores) if quota is None else max(1, min(len(cores), math.floor(quota)))
 
 
 def node_cpus(root: Path) -> dict[int, int]:

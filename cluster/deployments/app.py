@@ -18,6 +18,7 @@ from kvrelay.environment import environment_api_key
 
 DEFAULT_CPUS = 0.1  # what Ray accounts for; cores.py pins the real cores
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
+SURGE_PERCENT = 1  # of the replicas, rounded up: one more than wanted may run while a change replaces them
 CLOSE_S = 15.0  # after the drain: for closing connections, transfers and the engine; then Serve kills the replica
 
 
@@ -65,9 +66,17 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 
 
 def _watched(settings: Settings) -> dict[str, Any]:
-    """How Serve checks a replica's health, and how long it waits for one to stop."""
+    """How Serve checks a replica's health, how long it waits for one to stop, and how it replaces the replicas when
+    their arguments or the code change: the new one runs before the old one stops, so that there is always one. Where
+    the cluster has no room for one more, `max_surge_percent: 0` in the Serve file has the old one stop first.
+    """
     stop_s = settings.cluster.drain_timeout_s + CLOSE_S
-    return {"health_check_period_s": 5.0, "health_check_timeout_s": 30.0, "graceful_shutdown_timeout_s": stop_s}
+    return {
+        "health_check_period_s": 5.0,
+        "health_check_timeout_s": 30.0,
+        "graceful_shutdown_timeout_s": stop_s,
+        "max_surge_percent": SURGE_PERCENT,
+    }
 
 
 def replica_arguments(settings: Settings) -> dict[str, Any]:

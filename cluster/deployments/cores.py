@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvrelay.machine import Core
+from kvrelay.config import Settings
+from kvrelay.machine import Core, cpu_quota, usable_cores
 
 
 class CoreLease:
@@ -33,6 +34,15 @@ class CoreLease:
 def fair_share(num_cores: int, num_workers: int) -> int:
     """Cores for each of `num_workers` on a machine with `num_cores`; at least one."""
     return max(1, num_cores // max(1, num_workers))
+
+
+def within_quota(settings: Settings, num_workers: int) -> Settings:
+    """The settings; under a CPU quota, where no cores are pinned, with this worker's share of it as number of threads."""
+    cluster, engine = settings.cluster, settings.engine
+    if engine.num_threads or cpu_quota() is None:
+        return settings
+    share = cluster.cores_per_worker or fair_share(usable_cores(), num_workers)
+    return settings.model_copy(update={"engine": engine.model_copy(update={"num_threads": share})})
 
 
 def choose(holders: Mapping[Core, int], want: int) -> list[Core]:

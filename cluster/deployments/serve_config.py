@@ -23,7 +23,8 @@ SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `se
 def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
     """The whole config, without secrets, which replicas get from the registry.
 
-    `http_port` is for Serve's own proxy; the ingress listens on settings.serve.port.
+    `http_port` is for Serve's own proxy; the ingress listens on settings.serve.port, which the one that replaces it
+    can have only after it.
     """
     cluster = settings.cluster
     counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
@@ -38,7 +39,11 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
                 "import_path": IMPORT_PATH,
                 "args": settings.model_dump(mode="json", exclude_defaults=True, exclude=SECRETS),
                 "deployments": [
-                    {"name": name, **(_scaling(settings, name, count) if planned else {"num_replicas": count})}
+                    {
+                        "name": name,
+                        **(_scaling(settings, name, count) if planned else {"num_replicas": count}),
+                        **({"max_surge_percent": 0} if (name, count) == ("ingress", 1) else {}),
+                    }
                     for name, count in counts.items()
                     if count
                 ],

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from kvrelay import tracing
 from kvrelay.cluster.autoscaling.feed import worker_report
 from kvrelay.cluster.autoscaling.policies import worker_name
-from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
+from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share, within_quota
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
@@ -30,7 +30,7 @@ from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.logs import configure_logging
-from kvrelay.machine import own_cores
+from kvrelay.machine import cpu_quota, own_cores
 from kvrelay.serve.telemetry.metrics import worker_metrics
 from kvrelay.types import Role
 
@@ -108,10 +108,12 @@ class WorkerReplica:
         return worker_metrics([(self._worker.info, self._worker.load())])
 
     def _lease_cores(self, num_workers: int) -> CoreLease | None:
-        """Pinned cores for CPU workers; GPU workers are not pinned."""
+        """Pinned cores for CPU workers. GPU workers are not pinned, nor those under a CPU quota, which may run on any
+        CPU: containers of one machine would pin the same ones, as each has lock files of its own.
+        """
         cluster, cores = self._settings.cluster, own_cores()
         engine = self._settings.for_role(Role(self.role)).engine
-        if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
+        if engine.device.startswith("cuda") or cluster.num_gpus_per_worker or cpu_quota() is not None:
             return None
         want = cluster.cores_per_worker or fair_share(len(cores), num_workers)
         return acquire_cores(cache_dir() / "cores", cores, want)
@@ -140,7 +142,7 @@ class WorkerReplica:
         if self._settings.cache.remote == CLUSTER:
             self._stores = ClusterStores(self._settings, joined.secret, worker_id=worker_id, host=host)
         options = WorkerOptions(
-            settings=self._settings,
+            settings=within_quota(self._settings, num_workers),
             model_dir=model_dir,
             model_name=model_name(self._settings.model),
             worker_id=worker_id,

@@ -53,7 +53,7 @@ from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cpu.stored import scheme_of_pair
 from kvrelay.kernels.oracle.reference import ReferenceBackend, ReferencePlan
-from kvrelay.machine import own_cores
+from kvrelay.machine import usable_cores
 from kvrelay.native.build import processor
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ def _can_place(q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> bool:
 
 
 class CpuBackend(TorchCpuBackend):
-    """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
+    """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on,
+    fewer where its container has a CPU quota.
 
     Sets torch's own thread count (process-wide) to the same number. Backend's methods make it large: each takes the
     compiled kernel where it supports the arguments, else torch.
@@ -120,7 +121,7 @@ class CpuBackend(TorchCpuBackend):
 
     def __init__(self, num_threads: int | None = None) -> None:
         super().__init__()
-        self.num_threads = num_threads or len(own_cores())
+        self.num_threads = num_threads or usable_cores()
         torch.set_num_threads(self.num_threads)
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
         self._weights: PackedWeights = PRIVATE

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.deployments.cores import acquire_cores, choose
-from kvrelay.machine import UNKNOWN_NODE, Core, own_cores, physical_cores
+from kvrelay.machine import UNKNOWN_NODE, Core, cpu_quota, own_cores, physical_cores, usable_cores
 
 pytestmark = pytest.mark.pure
 
@@ -103,3 +103,28 @@ def test_looking_for_cores_leaves_no_lock_behind(tmp_path: Path):
     assert third.cpus == (1,)
     for lease in (first, third):
         lease.release()
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "num_cores"),
+    [
+        ({}, None, 4),
+        ({"fs/cgroup/cpu.max": "max 100000\n"}, None, 4),
+        ({"fs/cgroup/cpu.max": "200000 100000\n"}, 2.0, 2),
+        ({"fs/cgroup/cpu.max": "50000 100000\n"}, 0.5, 1),
+        ({"fs/cgroup/cpu.max": "6400000 100000\n"}, 64.0, 4),
+        ({"fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None, 4),
+        ({"fs/cgroup/cpu/cpu.cfs_quota_us": "350000\n", "fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 3.5, 3),
+        ({"fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "100000", "fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "0"}, None, 4),
+        ({"fs/cgroup/cpu.max": "nonsense"}, None, 4),
+    ],
+)
+def test_a_containers_cpu_quota_limits_the_cores_that_are_used(
+    files: dict[str, str], quota: float | None, num_cores: int, two_nodes: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for name, content in files.items():
+        (two_nodes / name).parent.mkdir(parents=True, exist_ok=True)
+        (two_nodes / name).write_text(content)
+    assert cpu_quota(two_nodes) == quota
+    assert usable_cores(two_nodes) == num_cores
