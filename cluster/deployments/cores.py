@@ -37,7 +37,7 @@ def fair_share(num_cores: int, num_workers: int) -> int:
 
 
 def within_quota(settings: Settings, num_workers: int) -> Settings:
-    """The settings; under a CPU quota, where no cores are pinned, with this worker's share of it as number of threads."""
+    """The settings; under a CPU quota, which pins no cores, with this worker's share of it as its number of threads."""
     cluster, engine = settings.cluster, settings.engine
     if engine.num_threads or cpu_quota() is None:
         return settings

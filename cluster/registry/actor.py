@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from kvrelay.cluster.errors import VersionMismatch
+from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.members import HEARTBEAT_S, Registry, Retirements, Roster, WorkerRecord, merged
 from kvrelay.cluster.registry.versions import Installed, protocol_refusal, refusal
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
@@ -42,7 +43,9 @@ class JoinSettings:
 
 
 class RegistryActor:
-    """Runs on one event loop. After a restart it learns its members again from their heartbeats."""
+    """Runs on one event loop. After a restart it learns its members again from their heartbeats, also when its node is
+    drained and it moves to another one.
+    """
 
     def __init__(self, secret: str, host: str | None, api_key: str | None) -> None:
         own = Installed(host or ray.util.get_node_ip_address())
@@ -52,6 +55,7 @@ class RegistryActor:
         self._sessions = SessionTable()
         self._retirements = Retirements()
         self._states: dict[str, bytes] = {}
+        self._leaving: asyncio.Task[None] | None = None
 
     async def join_settings(self) -> JoinSettings:
         return self._join_settings
@@ -64,6 +68,8 @@ class RegistryActor:
     async def heartbeat(self, record: WorkerRecord) -> float | None:
         """The seconds that this worker may take to finish if it is to retire; else None."""
         now_s = time.monotonic()
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(leave_drained_node(restarts=True), name="leave drained node")
         drain_s = self._retirements.drain_s(record.worker_id, now_s)
         if drain_s is None:  # a retiring worker is no member, even while it sends heartbeats
             self._notify_if(self._registry.heartbeat(record, now_s))

@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvrelay.cluster.registry.actor import NAMESPACE, JoinSettings, connect_registry, follow_members, send_heartbeats
+from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.store.service import make_service
 from kvrelay.config import Settings, settings_from
@@ -66,6 +67,7 @@ class StoreActor:
         self._tasks = [
             asyncio.create_task(send_heartbeats(self._registry, record), name="heartbeat"),
             asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry"),
+            asyncio.create_task(leave_drained_node(restarts=False), name="leave drained node"),
         ]
         return record
 
