@@ -52,6 +52,8 @@ class Outcome:
     first_failure: str = ""
     last_token_s: float = field(default_factory=time.monotonic)
     longest_gap_s: float = 0.0
+    ttft_s: list[float] = field(default_factory=list)  # of streams
+    itl_s: list[float] = field(default_factory=list)
 
     def token(self) -> None:
         now_s = time.monotonic()
@@ -111,6 +113,7 @@ class Load:
             "ignore_eos": True,
             "stream": stream,
         }
+        begun_s = time.monotonic()
         async with session.post(self._url, json=body) as answer:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status}: {(await answer.text())[:150]}")
@@ -118,7 +121,7 @@ class Load:
                 text = str((await answer.json())["choices"][0]["text"])
                 self.outcome.token()
                 return text
-            parts, is_done = [], False
+            parts, is_done, read_s = [], False, begun_s
             async for line in answer.content:
                 if not line.startswith(b"data: "):
                     continue
@@ -130,7 +133,9 @@ class Load:
                     raise ValueError(f"error event: {event['error']}")
                 parts += [choice.get("text", "") for choice in event["choices"]]
                 self.outcome.token()
-                has_begun[0] = True
+                times = self.outcome.itl_s if has_begun[0] else self.outcome.ttft_s
+                times.append(self.outcome.last_token_s - read_s)
+                read_s, has_begun[0] = self.outcome.last_token_s, True
             if not is_done:
                 raise ValueError("the stream ended early")
             return "".join(parts)

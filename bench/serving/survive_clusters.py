@@ -94,7 +94,7 @@ class Cluster:
     def deploy(self, host: str, proxies: str) -> None:
         """Deploy on the Ray whose dashboard is at `dashboard_url`; HAProxy listens on `host`."""
         settings = {"model": {"source": self.source, "dtype": "float32"}, "engine": {"kv_memory": "128MiB"}}
-        config = serve_config(settings_from({**settings, "cluster": dict(COUNTS)}), http_port=self.port)
+        config = serve_config(settings_from({**settings, "cluster": dict(self._counts)}), http_port=self.port)
         config |= {"proxy_location": proxies, "http_options": {"host": host, "port": self.port}}
         RayDashboard(self.dashboard_url).deploy(json.loads(json.dumps(config)))
 
@@ -234,11 +234,12 @@ class HostsCluster(Cluster):
     """
 
     HEAD, OTHER, CLIENTS = 1, 2, 3
+    PREFIX = "10.77.2"
 
     def start(self) -> None:
         if why := why_not():
             raise SystemExit(why)
-        self._hosts = Hosts(3, "10.77.2")
+        self._hosts = Hosts(3, self.PREFIX)
         self._hosts.up()
         self._hosts.environment = {
             MARK: self.mark,

@@ -43,12 +43,16 @@ class RayDashboard:
         """The nodes that are alive: node_id, node_ip, resources_total."""
         return self._rows("nodes", state="ALIVE")
 
+    def actors(self) -> list[dict[str, Any]]:
+        """The actors that are alive: name, class_name, node_id."""
+        return self._rows("actors", state="ALIVE")
+
     def latest_lines(self, app_name: str, deployment: str, replica_ids: Iterable[str]) -> dict[str, str]:
         """For each of these replicas that has a place, its latest log message, as `message (node's address)`."""
         names = {f"SERVE_REPLICA::{app_name}#{deployment}#{one}": one for one in replica_ids}
         hosts = {node["node_id"]: node["node_ip"] for node in self.nodes()}
         found: dict[str, str] = {}
-        for actor in self._rows("actors", state="ALIVE"):
+        for actor in self.actors():
             one, node_id = names.get(str(actor.get("name"))), str(actor.get("node_id"))
             if one is None or node_id not in hosts:
                 continue

@@ -30,7 +30,7 @@ def _draining_nodes() -> set[str]:
     from ray._private.worker import global_worker
 
     try:
-        return set(global_worker.gcs_client.get_draining_nodes())
+        return set(global_worker.gcs_client.get_draining_nodes(timeout=LOOK_S))
     except (ray.exceptions.RayError, RuntimeError) as error:
         logger.warning("Ray does not say which nodes are drained: %s", error)
         return set()

@@ -1,0 +1,27 @@
+"""A setting is changed by `kvrelay deploy` on a cluster with one worker of each role, under load."""
+
+import asyncio
+
+import pytest
+
+from bench.serving.rolling import ChangingRay, measure
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.errors import ModelNotFound
+from kvrelay.settings.engine import ModelSettings
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+
+
+def test_a_changed_setting_fails_no_request_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.serving.rolling.BEFORE_S", 2.0)
+    try:
+        prepare_checkpoint(ModelSettings())
+    except ModelNotFound as error:
+        pytest.skip(f"the default model cannot be had here: {error}")
+    with ChangingRay(ModelSettings().source) as cluster:
+        before = {one["replica_id"] for one in cluster.replicas()}
+        row = asyncio.run(measure("setting", cluster, 3))
+        after = {one["replica_id"] for one in cluster.replicas()}
+    assert len(before) == len(after) == 3 and not before & after
+    assert (row.failed, row.wrong, row.first_failure) == (0, 0, "")
+    assert row.requests > 3

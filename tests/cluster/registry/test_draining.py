@@ -1,0 +1,56 @@
+"""The registry leaves a node that Ray drains, so that the node can end before its deadline."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
+
+PROGRAM = """
+import time, ray
+from ray.cluster_utils import Cluster
+from ray._private.worker import global_worker
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME, RegistryActor
+from kvrelay.cluster.registry.members import WorkerRecord
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000})
+drained = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+ray.init(address=cluster.address, log_to_driver=False)
+registry = ray.remote(RegistryActor).options(
+    name=REGISTRY_NAME, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
+    scheduling_strategy=NodeAffinitySchedulingStrategy(drained.node_id, soft=True),
+).remote("secret", "127.0.0.1", None)
+record = WorkerRecord("decode-a", "decode", "e", "127.0.0.1", 1, "n", 1)
+ray.get(registry.heartbeat.remote(record))
+deadline_ms = int(1000 * (time.time() + 120))
+reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+assert global_worker.gcs_client.drain_node(drained.node_id, reason, "test", deadline_ms)[0]
+begun_s = time.monotonic()
+while any(node["NodeID"] == drained.node_id and node["Alive"] for node in ray.nodes()):
+    assert time.monotonic() - begun_s < 60, "the node is still there"
+    time.sleep(0.5)
+while True:
+    try:
+        ray.get(registry.heartbeat.remote(record), timeout=10)
+        break
+    except ray.exceptions.RayError:
+        assert time.monotonic() - begun_s < 90, "the registry does not answer"
+        time.sleep(0.5)
+assert ray.get(registry.join_settings.remote()).secret == b"secret"
+print("moved")
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_the_registry_moves_off_a_drained_node_with_the_clusters_secret():
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    begun_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, env=environment)
+    assert "moved" in done.stdout, f"{done.stdout}\n{done.stderr[-3000:]}"
+    assert time.monotonic() - begun_s < 100  # the deadline alone is 120 s
