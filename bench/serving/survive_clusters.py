@@ -49,6 +49,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
         self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
         self.port, self.dashboard_url = free_port(), ""
+        self._spawned: list[subprocess.Popen[bytes]] = []
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> "Cluster":
@@ -73,6 +74,8 @@ class Cluster:
         left = sorted(processes.carrying(MARK, self.mark) - {os.getpid()})
         for pid in left:
             _signal(pid, signal.SIGKILL)
+        for process in self._spawned:
+            process.wait(10)
         shutil.rmtree(self.folder, ignore_errors=True)
         return left
 
@@ -101,8 +104,10 @@ class Cluster:
     def spawn(self, command: list[str], name: str) -> None:
         """Start a process that ends with the cluster, and log to a file of this name."""
         with (self.folder / f"{name}.log").open("w") as output:
-            subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            self._spawned.append(
+                subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+                )
             )
 
     def processes(self, matches: Callable[[str], bool]) -> list[int]:
