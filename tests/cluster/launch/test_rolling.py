@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.serving.rolling import ChangingRay, measure
+from bench.serving.rolling.__main__ import ChangingRay, measure
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 def test_a_changed_setting_fails_no_request_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("bench.serving.rolling.BEFORE_S", 2.0)
+    monkeypatch.setattr("bench.serving.rolling.__main__.BEFORE_S", 2.0)
     try:
         prepare_checkpoint(ModelSettings())
     except ModelNotFound as error:
