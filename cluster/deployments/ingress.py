@@ -24,8 +24,9 @@ from starlette.routing import Route
 
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
+from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
-from kvrelay.cluster.deployments.worker import log_as_replica, own_replica, prepared_model
+from kvrelay.cluster.deployments.worker import log_as_replica, own_replica
 from kvrelay.cluster.registry.actor import connect_registry, follow_members, join
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
@@ -142,7 +143,7 @@ class IngressReplica:
         self._registry = registry = connect_registry()
         joined = await join(registry, f"ingress-{own_replica()}", version)
         self._settings = with_api_key(settings_from(settings), joined.api_key)
-        model_dir = await asyncio.to_thread(prepared_model, self._settings)
+        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
         self._grammars = GrammarGate(model_dir, self._tokenizer.vocab_size, self._tokenizer.eos_ids)

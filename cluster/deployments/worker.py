@@ -18,6 +18,7 @@ from kvrelay import tracing
 from kvrelay.cluster.autoscaling.feed import worker_report
 from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share, within_quota
+from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
@@ -25,7 +26,7 @@ from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follo
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.remote_store import ClusterStores
-from kvrelay.config import Settings, settings_from
+from kvrelay.config import settings_from
 from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError
 from kvrelay.kvcache.stores.remote import CLUSTER
@@ -37,7 +38,6 @@ from kvrelay.types import Role
 logger = logging.getLogger(__name__)
 
 DETAILS_S = 10.0
-PROGRESS_S = 2.0
 LEAST_WORKERS = 2  # one of each role, while Serve's targets are unknown
 
 HUNG_S = 60.0  # far above the longest step, also of a large model on a slow CPU
@@ -80,7 +80,7 @@ class WorkerReplica:
         self._ending: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
-        model_dir = await asyncio.to_thread(prepared_model, self._settings)
+        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
         num_workers = await deployed_workers()
         self._lease = self._lease_cores(num_workers)
         node_id = str(ray.get_runtime_context().get_node_id())
@@ -250,25 +250,6 @@ def _serve_details() -> dict[str, Any]:
 
     client = _get_global_client(raise_if_no_controller_running=False)
     return dict(client.get_serve_details()) if client is not None else {}
-
-
-def prepared_model(settings: Settings) -> Any:
-    """The checkpoint's folder on this machine, downloaded and converted if necessary.
-
-    Progress is logged, a line in PROGRESS_S: `kvrelay deploy` shows the latest line of each replica that starts.
-    """
-    from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
-
-    logged_s, logged = 0.0, ""
-
-    def report(what: str, share: float) -> None:
-        nonlocal logged_s, logged
-        if what != logged or time.monotonic() - logged_s > PROGRESS_S:
-            logged_s, logged = time.monotonic(), what
-            logger.info("%s: %.0f %%", what, 100 * share)
-
-    logger.info("looking for %s", settings.model.source)
-    return prepare_checkpoint(settings.model, report)
 
 
 def log_as_replica(role: str) -> None:

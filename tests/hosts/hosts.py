@@ -91,7 +91,7 @@ class Hosts:
         if len(parts) != 3 or not all(part.isdigit() and int(part) < 256 for part in parts):
             raise HostError(f"{prefix}: the prefix is the first three numbers of an IPv4 address, such as {PREFIX}")
         self.count, self.prefix = count, prefix
-        self._tag = "kv" + hashlib.blake2b(prefix.encode(), digest_size=3).hexdigest()  # names of links are short
+        self.tag = "kv" + hashlib.blake2b(prefix.encode(), digest_size=3).hexdigest()  # names of links are short
         self.folder = _ROOT / f"kvrelay-hosts-{prefix}"
         self.key = self.folder / "key"
         self.environment: dict[str, str] = {}  # of commands that run on hosts
@@ -116,9 +116,9 @@ class Hosts:
             self.folder.mkdir(parents=True)
             Path("/run/sshd").mkdir(exist_ok=True)
             _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
-            _call("ip", "link", "add", self._tag, "type", "bridge")
-            _call("ip", "addr", "add", f"{self.prefix}.254/24", "dev", self._tag)
-            _call("ip", "link", "set", self._tag, "up")
+            _call("ip", "link", "add", self.tag, "type", "bridge")
+            _call("ip", "addr", "add", f"{self.prefix}.254/24", "dev", self.tag)
+            _call("ip", "link", "set", self.tag, "up")
             for host in self._all():
                 self._connect(host)
                 self._boot(host)
@@ -134,7 +134,7 @@ class Hosts:
             _end(name)
             with contextlib.suppress(HostError):
                 _call("ip", "netns", "del", name)
-        for path in sorted(Path("/sys/class/net").glob(f"{self._tag}*"), key=lambda path: -len(path.name)):
+        for path in sorted(Path("/sys/class/net").glob(f"{self.tag}*"), key=lambda path: -len(path.name)):
             with contextlib.suppress(HostError):  # a veth ends with its peer's namespace, sooner or later
                 _call("ip", "link", "del", path.name)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -143,17 +143,17 @@ class Hosts:
         return range(1, self.count + 1)
 
     def _name(self, host: int) -> str:
-        return f"{self._tag}h{host}"
+        return f"{self.tag}h{host}"
 
     def _namespaces(self) -> list[str]:
         folder = Path("/run/netns")
-        return sorted(path.name for path in folder.glob(f"{self._tag}h*")) if folder.is_dir() else []
+        return sorted(path.name for path in folder.glob(f"{self.tag}h*")) if folder.is_dir() else []
 
     def _connect(self, host: int) -> None:
-        name, link = self._name(host), f"{self._tag}v{host}"
+        name, link = self._name(host), f"{self.tag}v{host}"
         _call("ip", "netns", "add", name)
         _call("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _call("ip", "link", "set", link, "master", self._tag, "up")
+        _call("ip", "link", "set", link, "master", self.tag, "up")
         for command in (
             "link set lo up",
             f"addr add {self.address(host)}/24 dev eth0",
@@ -233,19 +233,19 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """Take its link down: packets are lost both ways, and no connection hears of it."""
-        _call("ip", "link", "set", f"{self._tag}v{host}", "down")
+        _call("ip", "link", "set", f"{self.tag}v{host}", "down")
 
     def mend(self, host: int) -> None:
         """Take its link up again."""
-        _call("ip", "link", "set", f"{self._tag}v{host}", "up")
+        _call("ip", "link", "set", f"{self.tag}v{host}", "up")
 
     def slow(self, host: int, rate: str, latency_s: float) -> None:
         """Limit its link, both ways: `rate` as tc writes it ("10mbit"), and so much latency in each direction."""
         self.fast(host)
-        link, near, far = (f"{self._tag}{kind}{host}" for kind in "vab")
+        link, near, far = (f"{self.tag}{kind}{host}" for kind in "vab")
         if latency_s:
             _call("ip", "link", "add", near, "type", "veth", "peer", "name", far)
-            _call("ip", "link", "set", far, "master", self._tag, "up")
+            _call("ip", "link", "set", far, "master", self.tag, "up")
             _call("ip", "link", "set", near, "promisc", "on", "up")
             _call("ip", "link", "set", link, "nomaster", "promisc", "on")
             _spawn([sys.executable, str(Path(__file__).with_name("slow_link.py")), link, near, str(latency_s)])
@@ -255,13 +255,13 @@ class Hosts:
 
     def fast(self, host: int) -> None:
         """Undo `slow`."""
-        link = f"{self._tag}v{host}"
+        link = f"{self.tag}v{host}"
         for command in (f"tc qdisc del dev {link} root", f"tc -n {self._name(host)} qdisc del dev eth0 root"):
             with contextlib.suppress(HostError):  # it was not slow
                 _call(*command.split())
-        if Path(f"/sys/class/net/{self._tag}a{host}").exists():
-            _call("ip", "link", "del", f"{self._tag}a{host}")  # the forwarder ends with its device
-            _call("ip", "link", "set", link, "master", self._tag, "promisc", "off")
+        if Path(f"/sys/class/net/{self.tag}a{host}").exists():
+            _call("ip", "link", "del", f"{self.tag}a{host}")  # the forwarder ends with its device
+            _call("ip", "link", "set", link, "master", self.tag, "promisc", "off")
 
 
 def _call(*command: str) -> str:

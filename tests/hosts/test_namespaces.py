@@ -11,26 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.hosts import HostError, Hosts
+from tests.hosts.traces import traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 PREFIX = "10.77.9"
 
 
-def traces() -> list[str]:
-    """What a set with the prefix has left on this machine: links, namespaces, files, processes."""
-    tag, folder = Hosts(0, PREFIX)._tag, str(Hosts(0, PREFIX).folder)
-    links = [path.name for path in Path("/sys/class/net").glob(f"{tag}*")]
-    spaces = [path.name for path in Path("/run/netns").glob(f"{tag}*")]
-    lines = [(path.parent.name, _command(path)) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    processes = [f"{pid}: {line}" for pid, line in lines if folder in line or f"{tag}v" in line]
-    return links + spaces + processes + [folder for _ in range(Path(folder).exists())]
-
-
-def _command(path: Path) -> str:
-    try:
-        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+def left() -> list[str]:
+    """What sets with the prefix have left on this machine."""
+    return traces(Hosts(0, PREFIX))
 
 
 def connect_s(host: str, timeout_s: float = 5.0) -> float:
@@ -52,8 +41,8 @@ def test_hosts_have_files_processes_and_addresses_of_their_own():
         assert hosts.run(2, "sh", "-c", "ls /tmp /dev/shm").count("mark") == 0
         assert not Path.home().joinpath("mark").exists()
         assert socket.create_connection((hosts.address(2), 22), timeout=5).close() is None
-        assert traces()
-    assert traces() == []
+        assert left()
+    assert left() == []
 
 
 def test_a_host_crashes_keeps_its_files_and_comes_back():
@@ -66,7 +55,7 @@ def test_a_host_crashes_keeps_its_files_and_comes_back():
         hosts.run(1, "true")
         hosts.start(2)
         hosts.run(2, "ls", "/tmp/mark")
-    assert traces() == []
+    assert left() == []
 
 
 def test_a_link_is_cut_mended_and_slowed_both_ways():
@@ -83,7 +72,7 @@ def test_a_link_is_cut_mended_and_slowed_both_ways():
         assert time.monotonic() - began_s > 16 / 10  # 16 Mbit at 10 Mbit/s
         hosts.fast(1)
         assert connect_s(hosts.address(1)) < 0.2
-    assert traces() == []
+    assert left() == []
 
 
 def test_what_a_killed_test_left_is_removed_first():
@@ -98,10 +87,10 @@ def test_what_a_killed_test_left_is_removed_first():
         assert other.stdout is not None
         assert other.stdout.readline() == b"up\n"
         os.kill(other.pid, signal.SIGKILL)
-    assert traces()
+    assert left()
     with Hosts(1, PREFIX) as hosts:
         assert "host1" in hosts.run(1, "hostname")
-    assert traces() == []
+    assert left() == []
 
 
 def test_a_prefix_that_is_none_is_refused():
