@@ -74,7 +74,8 @@ class Cluster:
         left = sorted(processes.carrying(MARK, self.mark) - {os.getpid()})
         for pid in left:
             _signal(pid, signal.SIGKILL)
-        for process in self._spawned:
+        for process in self._spawned:  # Redis writes its title over its environment, so it carries no mark
+            process.kill()
             process.wait(10)
         shutil.rmtree(self.folder, ignore_errors=True)
         return left
