@@ -96,7 +96,7 @@ async def test_a_second_reserve_of_a_running_sequence_does_not_end_it(folder):
         duplicate = await hear(connection, wire.Refused)
         assert duplicate.reason == "duplicate"
         await finish(connection, "a")
-        assert not worker._decode._incoming and await blocks_used(worker) == 0
+        assert not worker.ends.target._incoming and await blocks_used(worker) == 0
 
 
 @pytest.mark.parametrize("timeout_s", [NAN, -1.0, math.inf])
@@ -120,7 +120,7 @@ async def test_a_grant_that_is_not_possible_is_a_refusal_and_leaks_nothing(folde
         connection.send_nowait(wire.encode(wire.Reserve(request=request("a"), timeout_s=5.0)))
         refused = await hear(connection, wire.Refused)
         assert refused.reason == "duplicate"
-        assert not worker._decode._incoming and not len(worker.requests)
+        assert not worker.ends.target._incoming and not len(worker.requests)
         assert await blocks_used(worker) == 0
 
 
@@ -130,7 +130,7 @@ async def test_a_first_token_that_cannot_be_is_a_failed_transfer(folder, token_i
         connection.send_nowait(wire.encode(wire.Reserve(request=request("a"), timeout_s=5.0)))
         await hear(connection, wire.Reserved)
         manifest = Manifest(request_id="a", num_tokens=40, position=0, token_ids=token_ids)
-        worker._decode._on_commit("a", wire.encode(manifest), TransferResult("shm", 3, 1, 0.1, 0.1))
+        worker.ends.target._on_commit("a", wire.encode(manifest), TransferResult("shm", 3, 1, 0.1, 0.1))
         failed = await hear(connection, wire.Failed, wire.Transferred)
         assert isinstance(failed, wire.Failed) and failed.retryable
         connection.send_nowait(wire.encode(wire.Generate(request=request("b"))))
