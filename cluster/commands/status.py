@@ -88,7 +88,7 @@ def render(status: dict[str, Any]) -> RenderableType:
     down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
     workers = sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True)
     up = [(worker["worker_id"], worker["load"]) for worker in workers if worker.get("is_up") and "load" in worker]
-    tables = [_workers_table(workers, status.get("pairs", [])), _queues_table(up)]
+    tables = [_workers_table([*workers, *_changing(status)], status.get("pairs", [])), _queues_table(up)]
     if tiers := [(name, *_tier(tier)) for name, load in up for tier in load.get("tiers", [])]:
         tables.append(_table("worker|tier|blocks|MiB|down|up|refused|evicted|wrong", tiers))
     if stores := status.get("stores", []):
@@ -137,7 +137,9 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
     hosts = {host_of(worker) for worker in workers}
 
     def row(worker: dict[str, Any]) -> tuple[object, ...]:
-        name, pid, load = _place(worker, hosts), worker["pid"], worker.get("load", {})
+        name, pid, load = _place(worker, hosts), worker.get("pid", ""), worker.get("load", {})
+        if "state" in worker:
+            return name, pid, Text(worker["state"], "yellow")
         role_now = worker.get("info", {}).get("role", worker["role"])
         shown = name if role_now == worker["role"] else f"{name} ({role_now} now)"
         if not worker.get("is_up"):
@@ -149,6 +151,12 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
         return shown, pid, load.get("running", 0), load.get("waiting", 0), blocks, over, moved
 
     return _table("worker|pid|run|wait|used/cached/all|KV over|moved", map(row, workers))
+
+
+def _changing(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The workers that load their model, with the seconds since this ingress knows of them, and those that drain."""
+    warming = [one | {"state": f"warming {one['seconds']:.0f} s"} for one in status.get("warming", [])]
+    return warming + [one | {"state": "draining"} for one in status.get("draining", [])]
 
 
 def _queues_table(loads: list[tuple[str, dict[str, Any]]]) -> Table:

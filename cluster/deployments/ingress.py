@@ -225,8 +225,12 @@ class IngressReplica:
         return {"drain_timeout_s": drain_s}
 
     async def status(self) -> dict[str, Any]:
-        """Every member with its own status; a worker that does not answer has only its record."""
-        workers = [record for record in self._members if record.role != STORE_ROLE]
+        """Every member with its own status; a worker that does not answer has only its record. Those that warm up, and
+        those that drain while they still run something, are listed apart.
+        """
+        links, now_s = self._dispatcher.workers, self._dispatcher.clock()
+        known = [record for record in self._members if record.role != STORE_ROLE]
+        workers = [record for record in known if record.port]
         answers = await asyncio.gather(*(self._worker_status(record) for record in workers))
         router = self._dispatcher.router
         views = {view.worker_id: asdict(view) for view in router.workers()}
@@ -240,6 +244,20 @@ class IngressReplica:
             "prediction_error_s": router.prediction_error_s,
             "pairs": self._dispatcher.workers.pairs.book.view()["pairs"],
             "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
+            "warming": [
+                _address(record) | {"seconds": now_s - links.warming[record.worker_id][1]}
+                for record in known
+                if record.worker_id in links.warming
+            ],
+            "draining": [
+                {
+                    "worker_id": link.worker_id,
+                    "role": link.member.role,
+                    "address": f"{link.member.host}:{link.member.port}",
+                }
+                for link, is_leaving in links.all_links()
+                if is_leaving
+            ],
             "stores": await asyncio.gather(
                 *(self._store_status(record) for record in self._members if record.role == STORE_ROLE)
             ),

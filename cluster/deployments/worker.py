@@ -22,7 +22,14 @@ from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
-from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, join, send_heartbeats
+from kvrelay.cluster.registry.actor import (
+    JoinSettings,
+    connect_registry,
+    follow_members,
+    join,
+    listed_as_warming,
+    send_heartbeats,
+)
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.remote_store import ClusterStores
@@ -80,21 +87,24 @@ class WorkerReplica:
         self._ending: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
-        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
-        num_workers = await deployed_workers()
-        self._lease = self._lease_cores(num_workers)
         node_id = str(ray.get_runtime_context().get_node_id())
-        if self._settings.cache.remote == CLUSTER:
-            await self._join_store(node_id)
-        self._worker = await asyncio.to_thread(self._make, model_dir, joined, node_id, num_workers)
-        tracing.configure(self._worker.worker_id, self.role)
-        logger.info("loading the model")
-        info = await self._worker.start()
-        if self._stores is not None:
-            await self._stores.share_host_tier(self._worker)
-            self._following = asyncio.create_task(
-                follow_members(self._registry, self._set_members), name="follow stores"
-            )
+        host = joined.host or ray.util.get_node_ip_address()
+        warming = WorkerRecord(worker_name(self.role, own_replica()), self.role, "", host, 0, node_id, os.getpid())
+        async with listed_as_warming(self._registry, warming):
+            model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
+            num_workers = await deployed_workers()
+            self._lease = self._lease_cores(num_workers)
+            if self._settings.cache.remote == CLUSTER:
+                await self._join_store(node_id)
+            self._worker = await asyncio.to_thread(self._make, model_dir, joined, node_id, num_workers)
+            tracing.configure(self._worker.worker_id, self.role)
+            logger.info("loading the model")
+            info = await self._worker.start()
+            if self._stores is not None:
+                await self._stores.share_host_tier(self._worker)
+                self._following = asyncio.create_task(
+                    follow_members(self._registry, self._set_members), name="follow stores"
+                )
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
         )

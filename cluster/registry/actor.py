@@ -6,11 +6,12 @@ and the dashboard would show them.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,6 +174,25 @@ async def send_heartbeats(
         except (RayError, TimeoutError) as error:
             logger.warning("worker %s cannot reach the registry: %s", record.worker_id, error)
         await asyncio.sleep(HEARTBEAT_S)
+
+
+@contextlib.asynccontextmanager
+async def listed_as_warming(registry: Any, record: WorkerRecord) -> AsyncGenerator[None]:
+    """List a worker without a port while its model is loaded. It leaves at once when that fails; else the record that
+    has a port takes this one's place.
+    """
+    assert record.port == 0
+    heartbeats = asyncio.create_task(send_heartbeats(registry, record), name="warming")
+    try:
+        yield
+    except BaseException:
+        heartbeats.cancel()
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_S):
+                await registry.leave.remote(record.worker_id, record.epoch)
+        raise
+    finally:
+        heartbeats.cancel()
 
 
 async def follow_members(registry: Any, on_members: Callable[[tuple[WorkerRecord, ...]], None]) -> None:

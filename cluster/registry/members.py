@@ -16,7 +16,8 @@ STORE_ROLE = "store"  # a node of the KV store; every other member is a worker
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """Where a worker listens for ingresses, or a KV-store node for workers. `epoch` is new at every start; `role` is
-    what a worker was started as: its role now is in its WorkerInfo.
+    what a worker was started as: its role now is in its WorkerInfo. `port` 0: the worker is warming, its model is not
+    loaded yet. A record of another shape would need another protocol (versions.py).
     """
 
     worker_id: str

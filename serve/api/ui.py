@@ -83,7 +83,10 @@ def snapshot(
         "version": __version__,
         "now_s": now_s,
         "is_ready": workers.is_ready(),
-        "workers": [worker_view(link, is_leaving=is_leaving) for link, is_leaving in workers.all_links()],
+        "workers": [
+            *(worker_view(link, is_leaving=is_leaving) for link, is_leaving in workers.all_links()),
+            *({"worker_id": name, "role": one.role, "health": "warming"} for name, (one, _) in workers.warming.items()),
+        ],
         "pairs": [_pair(pair, num_transfers[pair.key]) for pair in book.pairs],
         "rejected": book.rejected(),
         "front": {

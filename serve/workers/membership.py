@@ -120,7 +120,7 @@ class Placer:
 
 
 class Membership:
-    """The members, their links and pairs. 16 attributes: most are the parts that get what the links deliver."""
+    """The members, their links and pairs. 17 attributes: most are the parts that get what the links deliver."""
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class Membership:
         self._tls = cluster_tls(settings.cluster, secret)
         self._events = LinkEvents(self._accept, self._lost, self._deliver, links.holds)
         self._changed = asyncio.Event()
+        self.warming: dict[str, tuple[Member, float]] = {}  # and since when this ingress knows of it
         self._is_open = False
         self._tasks: list[asyncio.Task[None]] = []
         self.pairs = PairWatch(links.send, self._pairs_changed, clock)
@@ -166,8 +167,12 @@ class Membership:
         await asyncio.gather(*(link.aclose() for link in links))
 
     def set_members(self, members: Sequence[Member]) -> None:
-        """Connect to new members. Former ones get no new sequences, and are dropped once they hold none."""
-        listed = {member.worker_id: member for member in members}
+        """Connect to new members. Former ones get no new sequences, and are dropped once they hold none. A member
+        without a port is warming: it is only shown.
+        """
+        coming, now_s = [member for member in members if not member.port], self._clock()
+        self.warming = {one.worker_id: self.warming.get(one.worker_id, (one, now_s)) for one in coming}
+        listed = {member.worker_id: member for member in members if member.port}
         for link in self._links.members():
             if listed.get(link.worker_id) != link.member:
                 self._retire(link)

@@ -12,6 +12,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport, TierLoad
 from kvrelay.serve.api.endpoint import INGRESS
 from kvrelay.serve.api.ui import LiveFeed
+from kvrelay.serve.workers.worker_link import Member
 from tests.fakes import until
 from tests.serve.conftest import hold_in_line
 
@@ -80,6 +81,21 @@ async def test_a_worker_that_has_gone_or_is_leaving_is_told_as_such(make_cluster
     )
     workers = {worker["worker_id"]: worker for worker in (await snapshot(cluster))["workers"]}
     assert "load" not in workers["d1"] and workers["d0"]["health"] == "up"
+
+
+async def test_a_worker_that_loads_its_model_is_shown_as_warming_and_connected_to_once_it_has_a_port(make_cluster):
+    cluster = await make_cluster(decode=2)
+    workers, members = cluster.dispatcher.workers, [link.member for link, _ in cluster.dispatcher.workers.all_links()]
+    last = next(member for member in members if member.worker_id == "d1")
+    workers.set_members([*members, Member("d9", "decode", "127.0.0.1", 0)])
+    shown = {worker["worker_id"]: worker for worker in (await snapshot(cluster))["workers"]}
+    assert shown["d9"] == {"worker_id": "d9", "role": "decode", "health": "warming"}
+    assert "d9" not in {link.worker_id for link, _ in workers.all_links()}
+    since_s = workers.warming["d9"][1]
+    workers.set_members([*members, Member("d9", "decode", "127.0.0.1", 0)])
+    assert workers.warming["d9"][1] == since_s
+    workers.set_members([*members, Member("d9", "decode", "127.0.0.1", last.port)])
+    assert not workers.warming and "d9" in {link.worker_id for link, _ in workers.all_links()}
 
 
 async def test_a_silent_worker_is_told_as_such(make_cluster):
