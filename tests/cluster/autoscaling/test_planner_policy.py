@@ -674,7 +674,7 @@ def test_scaling_by_hand_ends_planning_for_both_roles():
     (changed,) = after["applications"]
     assert "autoscaling_policy" not in changed
     assert {entry["name"]: entry for entry in changed["deployments"]} == {
-        "ingress": {"name": "ingress", "num_replicas": 1},
+        "ingress": {"name": "ingress", "num_replicas": 1, "max_surge_percent": 0},
         "prefill": {"name": "prefill", "num_replicas": 3},
         "decode": {"name": "decode", "num_replicas": 4},
     }
