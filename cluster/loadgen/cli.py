@@ -220,9 +220,6 @@ def command(
             raise ConfigError("--time-scale and --length-scale must be above 0")
         if rate is not None and rate <= 0:
             raise ConfigError("--rate must be above 0")
-        api_key = api_key or (None if url else environment_api_key())  # the key is of kvrelay's clusters alone
-        url = endpoints(url, address).api_url
-        require_loopback(url, allow_remote=allow_remote)
         _check_outputs(json_file, plot_file)
         seed = secrets.randbelow(1 << 31) if seed is None else seed
         low, high = _token_range(token_range)
@@ -237,12 +234,16 @@ def command(
             )
         elif rate is None and concurrency is None:
             concurrency = 4
+        extra = _json_object(extra_body)
+        api_key = api_key or (None if url else environment_api_key())  # the key is of kvrelay's clusters alone
+        url = endpoints(url, address).api_url
+        require_loopback(url, allow_remote=allow_remote)
         target = LoadTarget(
             url=url,
             model=model or served_model(url, api_key=api_key),
             endpoint="chat" if endpoint == "chat" else "completions",
             api_key=api_key,
-            extra_body=_json_object(extra_body),
+            extra_body=extra,
             temperature=temperature,
             timeout_s=timeout,
         )

@@ -317,7 +317,7 @@ def endpoint(front: Front, handler: Endpoint, *, needs_key: bool = True) -> Call
                 check_api_key(request, front.settings.serve.api_key)
             return await handler(front, request)
         except ClientLeft:
-            logger.debug("request %s: the client left", _id_of(request.scope))
+            logger.debug("request %s: the client left %s", _id_of(request.scope), request.url.path)
             return Response(status_code=CLIENT_LEFT_STATUS)
         except Exception as error:
             return error_response(error, None, _id_of(request.scope))

@@ -91,6 +91,7 @@ TO_WORKER = [
     wire.EndPins(session="/chat#1"),
     wire.Audit(query_id=6, hashes=[b"a" * 16]),
     wire.Assigned(tokens=700, prompts=2, sequences=3, blocks=44),
+    wire.SetRole(query_id=7, role="decode", drain_s=1.5),
 ]
 FROM_WORKER = [
     wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=INFO),
@@ -109,6 +110,7 @@ FROM_WORKER = [
     Audited(query_id=6, seq=4, tiers=[IN_POOL, CHANGING]),
     Paired(report=PAIR),
     PairsSeen(reports=[PAIR]),
+    wire.RoleNow(role="both"),
     wire.Prefetched(query_id=5, pool_tokens=16, host_tokens=32, coming_tokens=48, problem="full", message="m"),
 ]
 

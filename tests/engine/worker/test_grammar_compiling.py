@@ -76,7 +76,7 @@ class Worker:
         service = SimpleNamespace(
             thread=self.thread, requests=self.requests, options=SimpleNamespace(secret=b"s"), tls=None
         )
-        self.server = WorkerServer(service, self, self)
+        self.server = WorkerServer(service, self, self, self)
         self.links: list[Link] = []
 
     # ---- as both ends of the KV plane and the reports
