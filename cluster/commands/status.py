@@ -234,7 +234,7 @@ def scale(
 
         config = scaled(cluster.dashboard.details(), counts)
         if wait and (prefill or decode):
-            scale_down(cluster.dashboard, gather(cluster, key)["workers"], counts, retire, console.print)
+            scale_down(cluster.dashboard, lambda: gather(cluster, key)["workers"], counts, retire, console.print)
             config = scaled(cluster.dashboard.details(), counts)
         cluster.dashboard.deploy(config)
         if wait:

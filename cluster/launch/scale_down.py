@@ -46,7 +46,7 @@ def leaving_workers(
 
 def scale_down(
     dashboard: RayDashboard,
-    workers: Iterable[Mapping[str, Any]],
+    workers: Callable[[], Iterable[Mapping[str, Any]]],
     counts: Mapping[str, int],
     retire: Retire,
     show: Callable[[str], None],
@@ -55,11 +55,14 @@ def scale_down(
 
     One that has not gone a while after its drain time no longer counts: then Serve stops one by its own choice. Raises
     ClusterError.
+
+    workers: asks for them, as `kvrelay status --json` lists them; called where there are too many.
     """
-    known, details = {worker["worker_id"]: worker for worker in workers}, dashboard.details()
-    leaving = leaving_workers(details, known, counts)
-    if not leaving:
+    details = dashboard.details()
+    if all(len(running_workers(details, name)) <= counts[name] for name in WORKERS if name in counts):
         return
+    known = {worker["worker_id"]: worker for worker in workers()}
+    leaving = leaving_workers(details, known, counts)
     for name in leaving:
         show(candidate_of(known.get(name, {"worker_id": name})).line())
     dashboard.deploy(scaled(details, counts_with(counts, leaving)))  # the planner decides nothing meanwhile

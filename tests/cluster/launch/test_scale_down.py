@@ -84,7 +84,7 @@ def test_counts_follow_the_workers_that_leave_and_serve_stops_none_of_its_own_ch
             serve.running.remove("warm")
         return 60.0
 
-    scale_down(serve, [BUSY, IDLE, WARM], {"decode": 1}, retire, said.append)
+    scale_down(serve, lambda: [BUSY, IDLE, WARM], {"decode": 1}, retire, said.append)
     assert asked == [["decode-idle", "decode-warm"]] * 2 + [["decode-warm"]]
     assert serve.targets == [3, 3, 2, 1] and serve.running == ["busy"] and not serve.num_chosen
     assert "autoscaling_policy" not in serve.entry  # from the first change on
@@ -94,12 +94,12 @@ def test_counts_follow_the_workers_that_leave_and_serve_stops_none_of_its_own_ch
 
 def test_a_worker_that_does_not_leave_is_left_to_serve(no_waiting):
     serve, said = MadeUpServe(["busy", "idle"]), []
-    scale_down(serve, [BUSY, IDLE], {"decode": 1}, lambda names: 5.0, said.append)
+    scale_down(serve, lambda: [BUSY, IDLE], {"decode": 1}, lambda names: 5.0, said.append)
     assert said[-1] == "decode-idle has not left in time: Ray Serve stops a worker"
     assert no_waiting[0] == pytest.approx(65.0, abs=1.0)
 
 
 def test_more_workers_are_no_affair_of_the_workers(no_waiting):
     serve = MadeUpServe(["busy"])
-    scale_down(serve, [BUSY], {"decode": 3}, lambda names: pytest.fail("nobody retires"), print)
+    scale_down(serve, lambda: [BUSY], {"decode": 3}, lambda names: pytest.fail("nobody retires"), print)
     assert serve.targets == [1]

@@ -252,7 +252,7 @@ def test_scaling_up_and_down_leaves_the_others_running(served: Served):
     until(lambda: len(served.workers("decode")) == 2, 30, "two decode workers")
     assert pids < {worker["pid"] for worker in served.status()["workers"]}
     assert served.answer()
-    kvrelay("scale", "--decode", "1", "--address", served.dashboard)
+    kvrelay("scale", "--decode", "1", "--address", served.dashboard, "--api-key", API_KEY)
     until(lambda: len(served.workers("decode")) == 1, 30, "one decode worker")
     assert served.answer()
 
