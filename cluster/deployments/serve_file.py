@@ -21,7 +21,7 @@ from kvrelay.settings.section import first_problem
 
 ROLES = ("ingress", "prefill", "decode")
 _FOREIGN_FILES = {  # a top-level key that only such a file has -> what it is, and the command that takes it
-    "available_node_types": "a Ray cluster file: ray up",
+    **dict.fromkeys(("available_node_types", "head_start_ray_commands"), "a Ray cluster file: ray up"),
     "services": "a compose file: docker compose up",
     **dict.fromkeys(Settings.model_fields, "a file of settings: kvrelay serve --config"),
 }
