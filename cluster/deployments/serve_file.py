@@ -181,13 +181,18 @@ def _counts(deployments: list[dict[str, Any]], settings: Settings) -> dict[str, 
 
 
 def with_other_applications(config: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """The configuration and, as Serve removes what it does not list, the other applications of Serve's details."""
+    """The configuration and, as Serve removes what it does not list, the other applications of Serve's details.
+
+    Raises ConfigError when one of those is kvrelay's, too: both would share the registry, and each other's workers.
+    """
     named = {app.get("name", "default") for app in config["applications"]}
     others = [
         app["deployed_app_config"]
         for name, app in details.get("applications", {}).items()
         if name not in named and app.get("deployed_app_config")
     ]
+    if ours := [app.get("name", "default") for app in others if app.get("import_path") == IMPORT_PATH]:
+        raise ConfigError(f"the cluster already runs kvrelay as application {ours[0]!r}: give this one the same name")
     return {**config, "applications": [*config["applications"], *others]}
 
 

@@ -141,3 +141,6 @@ def test_other_applications_of_the_cluster_stay():
     merged = with_other_applications(BASE, details)
     assert merged["applications"] == [*BASE["applications"], chat]
     assert with_other_applications(BASE, {}) == BASE
+    second = {"name": "next", "import_path": IMPORT_PATH}
+    with pytest.raises(ConfigError, match="application 'next'"):
+        with_other_applications(BASE, {"applications": {"next": {"deployed_app_config": second}}})
