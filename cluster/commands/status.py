@@ -19,6 +19,7 @@ from kvrelay.cluster.launch.endpoints import Endpoints, addressed, other_cluster
 from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.environment import environment_api_key
 from kvrelay.errors import ConfigError
+from kvrelay.settings.cluster import NEVER_NONE
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -193,13 +194,6 @@ def _stores_table(stores: list[dict[str, Any]]) -> Table:
     return _table("KV store|pid|blocks|used/all|hits|to/from disk", rows)
 
 
-_NEVER_NONE = {
-    "decode": "without a decode worker no request can be answered; keep at least 1",
-    "prefill": "requests that are on their way to a prefill worker would fail; keep at least 1, or start the cluster "
-    "with --prefill 0, where decode workers compute prompts",
-}
-
-
 def scale(
     prefill: Annotated[int | None, typer.Option(min=0, help="prefill workers, at least 1")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="decode workers, at least 1")] = None,
@@ -218,7 +212,7 @@ def scale(
 
     given = {"prefill": prefill, "decode": decode, "ingress": ingress}
     counts = {name: count for name, count in given.items() if count is not None}
-    for role, why in _NEVER_NONE.items():
+    for role, why in NEVER_NONE.items():
         if counts.get(role) == 0:
             raise ConfigError(f"--{role} 0: {why}")
     if not counts:

@@ -17,6 +17,7 @@ from kvrelay.cluster.deployments.serve_config import IMPORT_PATH, PLANNER_POLICY
 from kvrelay.config import Settings, in_one_line, planner_settings_from, settings_from
 from kvrelay.engine.checkpoints.checkpoint import source_problem
 from kvrelay.errors import ConfigError
+from kvrelay.settings.cluster import NEVER_NONE
 from kvrelay.settings.section import first_problem
 
 ROLES = ("ingress", "prefill", "decode")
@@ -129,7 +130,7 @@ def _check_schema(data: dict[str, Any]) -> None:
             where = f"{place}deployments.{name}."
             _check_keys(deployment, DeploymentSchema.model_fields, where)
             if name in ROLES and app.get("import_path") == IMPORT_PATH and deployment.get("num_replicas") == 0:
-                raise ConfigError(f"{where}num_replicas: {_why_not_zero(name)}")
+                raise ConfigError(f"{where}num_replicas: cannot be 0: {NEVER_NONE[name]}")
             _check_keys(
                 deployment.get("autoscaling_config"), AutoscalingConfig.model_fields, f"{where}autoscaling_config."
             )
@@ -152,12 +153,6 @@ def _check_keys(values: Any, known: Collection[str], place: str) -> None:
             raise ConfigError(f"unknown key {place}{key}" + (f"; did you mean {place}{near[0]}?" if near else ""))
 
 
-def _why_not_zero(name: str) -> str:
-    if name == "prefill":
-        return "0 prefill workers are cluster.prefill: 0 in args, and no deployment prefill here (aggregated)"
-    return f"{name} cannot be 0: every request needs one" + (" decode worker" if name == "decode" else "")
-
-
 def _counts(deployments: list[dict[str, Any]], settings: Settings) -> dict[str, tuple[int, int]]:
     """Fewest and most replicas of each deployment: as listed, else by the settings. Raises ConfigError."""
     cluster = settings.cluster
@@ -173,7 +168,9 @@ def _counts(deployments: list[dict[str, Any]], settings: Settings) -> dict[str, 
         if bounds := deployment.get("autoscaling_config"):
             low = bounds.get("min_replicas", 1)
             if low < 1:
-                raise ConfigError(f"deployments.{name}.autoscaling_config.min_replicas: {_why_not_zero(name)}")
+                raise ConfigError(
+                    f"deployments.{name}.autoscaling_config.min_replicas: cannot be 0: {NEVER_NONE[name]}"
+                )
             counts[name] = (low, bounds.get("max_replicas", max(low, 1)))
         elif isinstance(number, int):
             counts[name] = (number, number)

@@ -3,12 +3,25 @@
 import re
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from kvrelay.settings.choices import PlannerMode, UnknownFields
 from kvrelay.settings.section import Section, setting
 
+NEVER_NONE = {  # deployment -> why it always has one
+    "decode": "without a decode worker no request can be answered; keep at least 1",
+    "prefill": "requests that are on their way to a prefill worker would fail; keep at least 1, or start the cluster "
+    "with --prefill 0 (cluster.prefill: 0), where decode workers compute prompts",
+    "ingress": "without an ingress no request can arrive; keep at least 1",
+}
 LEAST_PORTS = 6  # of a worker: requests, KV in and out, its host tier in the cluster's store, UCX
+
+
+def _not_none(count: object, field: ValidationInfo) -> object:
+    """Raises ValueError with the reason for a count of 0."""
+    if count in (0, "0"):
+        raise ValueError(f"cannot be 0: {NEVER_NONE[str(field.field_name).rpartition('_')[2]]}")
+    return count
 
 
 class ServeSettings(Section):
@@ -90,6 +103,11 @@ class ClusterSettings(Section):
         first, _, last = self.worker_ports.partition("-")
         return range(int(first), int(last) + 1)
 
+    @field_validator("decode", "ingress", mode="before")
+    @classmethod
+    def _check_not_none(cls, count: object, field: ValidationInfo) -> object:
+        return _not_none(count, field)
+
     @model_validator(mode="after")
     def _check_ports(self) -> Self:
         if self.worker_ports is None:
@@ -140,6 +158,11 @@ class PlannerSettings(Section):
         ge=10,
         le=86400,
     )
+
+    @field_validator("min_prefill", "max_prefill", "min_decode", "max_decode", mode="before")
+    @classmethod
+    def _check_not_none(cls, count: object, field: ValidationInfo) -> object:
+        return _not_none(count, field)
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

@@ -433,7 +433,7 @@ class World:
         self.told: list[str] = []
         self.alone: dict[str, float] = {}
         self.take(policy)
-        self.fresh = 100
+        self.fresh, self.fewest = 100, 1
 
     def take(self, policy: PlannerPolicy) -> None:
         """Serve's controller has begun anew, with this policy."""
@@ -459,7 +459,8 @@ class World:
         report = feed.ingress_report(stats(self.served), self.alone)
         contexts = [Context("ingress", 1, {"i": report}, self.now_s)]
         for role, names in self.workers.items():
-            contexts.append(Context(role, len(names), {name: self.report(name) for name in names}, self.now_s))
+            reports = {name: self.report(name) for name in names}
+            contexts.append(Context(role, len(names), reports, self.now_s, self.fewest))
         decided, _ = self.policy({each.deployment_id: each for each in contexts})
         for role, names in self.workers.items():
             for name in list(names):  # who is told to retire is gone by the next tick
@@ -506,6 +507,14 @@ def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not
     blind = World(PlannerPolicy(), prefill=2, decode=3)
     blind.report = lambda name: {}  # type: ignore[method-assign]
     assert blind.tick(5.0) == blind.tick(5.0) == {"prefill": 2, "decode": 3}
+
+
+def test_bounds_of_zero_that_reached_serve_unchecked_keep_one_worker_of_each_role():
+    """`serve deploy` of a file with min_replicas: 0, which Serve itself allows."""
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), prefill=2, decode=2)
+    world.fewest = 0
+    rates = [5.0] * 3 + [0.0] * 60
+    assert [world.tick(rate) for rate in rates][-1] == {"prefill": 1, "decode": 1}
 
 
 def test_between_looks_the_policy_repeats_itself():
@@ -684,6 +693,22 @@ def test_scaling_by_hand_ends_planning_for_both_roles():
 def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ConfigError, match="planner"):
         settings_from({"planner": wrong})
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    {
+        "planner.min_decode": "without a decode worker no request can be answered",
+        "planner.max_decode": "without a decode worker",
+        "planner.min_prefill": "requests that are on their way to a prefill worker would fail",
+        "cluster.decode": "without a decode worker",
+    }.items(),
+)
+@pytest.mark.parametrize("zero", [0, "0"])
+def test_no_role_may_go_to_zero_and_the_reason_is_named(key: str, why: str, zero: object):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=f"^{key}: cannot be 0: {why}"):
+        settings_from({section: {name: zero}})
 
 
 def test_off_needs_no_quotes():

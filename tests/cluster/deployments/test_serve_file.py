@@ -78,15 +78,25 @@ APP = "applications.0"
         (f"{APP}.args.model.chat_template", "chat.jinja", "write an absolute path"),
         (f"{APP}.deployments.1.name", "prefil", "unknown deployment prefil; did you mean prefill?"),
         (f"{APP}.deployments.1.num_replica", 2, "did you mean applications.0.deployments.prefill.num_replicas?"),
-        (f"{APP}.deployments.2.num_replicas", 0, "decode cannot be 0: every request needs one decode worker"),
-        (f"{APP}.deployments.1.num_replicas", 0, "0 prefill workers are cluster.prefill: 0 in args"),
+        (f"{APP}.deployments.2.num_replicas", 0, "decode.num_replicas: cannot be 0: without a decode worker"),
+        (f"{APP}.deployments.1.num_replicas", 0, "prefill.num_replicas: cannot be 0: requests that are on their way"),
+        (f"{APP}.deployments.0.num_replicas", 0, "ingress.num_replicas: cannot be 0: without an ingress no request"),
         (f"{APP}.deployments.1.num_replicas", "two", "num_replicas"),
         (f"{APP}.deployments.1.ray_actor_options", {"num_gpu": 1}, "ray_actor_options.num_gpus?"),
         (f"{APP}.deployments.2", {"name": "decode", "autoscaling_config": {"max_replica": 3}}, ".max_replicas?"),
-        (
-            f"{APP}.deployments.2",
-            {"name": "decode", "autoscaling_config": {"min_replicas": 0, "max_replicas": 3}},
-            "decode cannot be 0",
+        *(
+            (
+                f"{APP}.deployments.{number}",
+                {"name": name, "autoscaling_config": {"min_replicas": 0, "max_replicas": 3}},
+                f"{name}.autoscaling_config.min_replicas: cannot be 0: {why}",
+            )
+            for number, (name, why) in enumerate(
+                {
+                    "ingress": "without an ingress",
+                    "prefill": "requests that are on their way",
+                    "decode": "without a decode",
+                }.items()
+            )
         ),
         (
             f"{APP}.autoscaling_policy",

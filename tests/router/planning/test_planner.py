@@ -14,7 +14,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.planning import capacity, split
 from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
 from kvrelay.router.planning.damping import Damper
-from kvrelay.router.planning.demand import Demand
+from kvrelay.router.planning.demand import Demand, RequestShape
 from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
 from kvrelay.router.planning.types import (
     CountLimits,
@@ -352,6 +352,40 @@ def test_prompts_in_line_do_not_make_hits_look_rarer():
     assert load is not None and load.cached_share == pytest.approx(0.75)
 
 
+def requests(number: int, count: int, prompt: int, output: int) -> Interval:
+    start_s, tokens = number * LOOK_S, prompt * count
+    return Interval(start_s, start_s + LOOK_S, count, tokens, prompt * tokens, 0, count, output * count)
+
+
+def test_other_requests_make_the_lengths_of_the_last_ones_forgotten_at_once():
+    shape = RequestShape()
+    for number in range(60):
+        shape.observe(requests(number, 60, 600, 2))
+    shape.observe(requests(60, 40, 16, 150))
+    load = shape.workload(4.0)
+    assert load is not None and (load.input_tokens, load.output_tokens) == (16.0, 150.0)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(16, 2), (600, 150)])
+def test_other_prompts_or_other_answers_alone_are_enough(prompt, output):
+    shape = RequestShape()
+    for number in range(6):
+        shape.observe(requests(number, 60, 600, 2))
+    shape.observe(requests(6, 60, prompt, output))
+    load = shape.workload(4.0)
+    assert load is not None and (load.input_tokens, load.output_tokens) == (prompt, output)
+
+
+def test_a_few_odd_requests_or_a_mean_within_noise_make_nothing_forgotten():
+    for odd in (requests(20, 9, 16, 150), requests(20, 40, 1300, 240)):
+        shape = RequestShape()
+        for number in range(20):
+            shape.observe(requests(number, 60, 1000, 200))
+        shape.observe(odd)
+        load = shape.workload(4.0)
+        assert load is not None and 900 < load.input_tokens < 1050 and 195 < load.output_tokens < 205
+
+
 # ---- bursts
 
 
@@ -461,6 +495,17 @@ def test_downs_follow_one_another_sooner_than_an_up():
     assert counts[-1] == 1 and at == [100.0, 125.0, 150.0]
     assert damper.step(8, 8, 200.0, most=20) == 8
     assert [damper.step(1, 1, 200.0 + 5.0 * number, most=20) for number in range(1, 20)] == [8] * 19
+
+
+@pytest.mark.parametrize("hold_s", [10.0, 20.0, 39.0])
+def test_a_count_follows_needs_of_every_ten_seconds_however_short_the_hold_is(hold_s):
+    """A quarter of such a hold is shorter than the time between two needs, which are no gap all the same."""
+    damper = Damper(1, hold_s, rise_s=15.0)
+    needs = [1] + [3] * 6 + [1] * 12
+    counts = [damper.step(need, need, LOOK_S * number, most=5) for number, need in enumerate(needs)]
+    up = math.ceil(15.0 / LOOK_S)  # the first need is out of the window of rise_s
+    assert counts[up:7] == [3] * (7 - up) and counts[1:up] == [1] * (up - 1)
+    assert counts[-1] == 1 and counts[7 + math.floor(hold_s / LOOK_S) - 1] == 3
 
 
 def test_silence_is_no_reason_to_go_down():
