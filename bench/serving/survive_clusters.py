@@ -5,7 +5,6 @@ Their processes are found by a mark in the environment, which every one of them 
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.served import start_serve
 from bench.serving import processes
 from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.errors import ClusterError
@@ -150,44 +150,16 @@ class ServeCluster(Cluster):
     def start(self) -> None:
         flags = [part for role, count in self._counts.items() for part in (f"--{role}", str(count))]
         flags += [part for key, value in self._settings.items() for part in ("--set", f"{key}={value}")]
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "kvrelay.cluster.commands.cli",
-            "serve",
-            "--model",
-            self.source,
-            "--dtype",
-            "float32",
-            "--port",
-            str(self.port),
-            "--dashboard-port",
-            str(free_port(LOOPBACK)),
-            *flags,
-        ]
-        log = self.folder / "serve.log"
-        with log.open("w") as output:
-            self._process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
-            )
-        deadline_s = time.monotonic() + START_S
-        while "Ctrl-C stops everything" not in (text := log.read_text()):
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                raise SystemExit(text)
-            time.sleep(0.2)
-        dashboard = re.search(r"dashboard +(http://\S+)", text)
-        assert dashboard is not None, text
-        self.dashboard_url = dashboard[1]
+        model = ("--model", self.source, "--dtype", "float32")
+        self._serve = start_serve(self.folder, *model, *flags, environment=self.environment)
+        self.url = self._serve.url
+        self._serve.wait_until_started(START_S)
+        self.dashboard_url = self._serve.dashboard
         self.wait_until_whole()
 
     def stop(self) -> list[int]:
-        if hasattr(self, "_process") and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        if hasattr(self, "_serve"):
+            self._serve.stop()
         return super().stop()
 
 

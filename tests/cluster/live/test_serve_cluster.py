@@ -1,11 +1,9 @@
 """`kvrelay serve` as a user runs it: real model, real Ray, real processes; then scaling, a killed worker, Ctrl-C."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.served import ServeProcess, start_serve
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
@@ -44,12 +43,6 @@ def until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
             return value
         time.sleep(0.1)
     raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def kvrelay(*arguments: str) -> str:
@@ -98,31 +91,11 @@ class Served:
             return reply.choices[0].text
 
 
-def start(temp: Path, *flags: str) -> tuple[subprocess.Popen[str], Path, int]:
+def start(temp: Path, *flags: str) -> ServeProcess:
     """The command with a temporary folder of its own, so that what it leaves behind can be seen."""
-    port, log = free_port(), temp / "serve.log"
     scratch = temp / "t"
     scratch.mkdir()
-    command = [sys.executable, "-u", "-m", "kvrelay.cluster.commands.cli", "serve", "--port", str(port),
-               "--dashboard-port", str(free_port()), *flags]  # fmt: skip
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200", "RAY_metrics_report_interval_ms": "5000"},
-            # tests in the background were told to ignore it
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    return process, log, port
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return start_serve(temp, *flags, environment={"TMPDIR": str(scratch), "RAY_metrics_report_interval_ms": "5000"})
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +107,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     temp = Path(f"/tmp/kv{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
     temp.mkdir()
     shared = frozenset(Path("/dev/shm").iterdir())
-    process, log, port = start(temp, "--dtype", "float32", "--api-key", API_KEY, "--set", f"cluster.secret={SECRET}")
+    started = start(temp, "--dtype", "float32", "--api-key", API_KEY, "--set", f"cluster.secret={SECRET}")
     try:
-        until(lambda: "Ctrl-C stops everything" in log.read_text() or process.poll() is not None, START_S, "start")
-        text = log.read_text()
-        assert process.poll() is None, text
-        dashboard = re.search(r"dashboard +(http://\S+)", text)
-        assert dashboard is not None, text
-        yield Served(process, f"http://127.0.0.1:{port}", dashboard[1], log, temp, shared)
+        started.wait_until_started(START_S)
+        yield Served(started.process, started.url, started.dashboard, started.log, temp, shared)
     finally:
-        end(process)
+        started.kill()
         subprocess.run(["rm", "-rf", str(temp)], check=True)
 
 
@@ -309,18 +278,16 @@ def starting() -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
     """A cluster that has just started its raylet; its log, and the raylet."""
     temp = Path(f"/tmp/ke{os.getpid()}")
     temp.mkdir()
-    process, log, _ = start(temp)
+    started = start(temp)
     try:
-        family = psutil.Process(process.pid)
-        yield (
-            process,
-            log,
-            until(
-                lambda: [one for one in family.children(recursive=True) if "raylet" in one.name()], START_S, "raylet"
-            )[0],
-        )
+        family = psutil.Process(started.process.pid)
+
+        def raylets() -> list[psutil.Process]:
+            return [one for one in family.children(recursive=True) if "raylet" in one.name()]
+
+        yield started.process, started.log, until(raylets, START_S, "raylet")[0]
     finally:
-        end(process)
+        started.kill()
         subprocess.run(["rm", "-rf", str(temp)], check=True)
 
 
