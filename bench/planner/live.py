@@ -1,77 +1,75 @@
-"""Autoscaling live: a prefill-heavy load, a pause, a decode-heavy load and a pause, on a cluster of our own.
+"""Autoscaling live: a prefill-heavy load, a decode-heavy one and next to none, on a cluster of our own.
 
-    python -m bench.planner.live [--model smollm2-135m-instruct] [--most 2] [--hold-s 20] [--load-s 60]
+    python -m bench.planner.live [--hold-s 10] [--load-s 60]
 
-Starts `kvrelay serve` with planner.mode=auto. Without --model a tiny checkpoint with random weights is served, and the
-planner goes by a profile of a worker far slower than it (`SLOW`), so that two cores carry every load and the counts
-depend on the load alone. With --model it goes by what the workers report. Prints each role's lowest and highest target
-and running workers in each phase, when a second worker of the role was wanted and served, the requests and the failed
-ones, and how often each count changed its direction, with the bound of docs/scaling.md. Exits with 1 when a request
-failed, the wrong role grew, or a bound was exceeded.
+Starts `kvrelay serve` with planner.mode=auto, at most two workers of a role, and a tiny checkpoint with random weights.
+The planner goes by a profile of a worker far slower than it (`SLOW`), so that two cores carry every load and the counts
+depend on the load alone. Each phase lasts at least --load-s, and until its counts are there. Prints each role's lowest
+and highest target and running workers in each phase, how often the targets changed, when the phase's counts ran, the
+requests and the failed ones. Exits with 1 when a request failed or lacks a token, a phase did not reach its counts, a
+count changed more often than from one to the other, or it left its bounds.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
-import os
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.figures import show
+from bench.served import running_serve
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
-from kvrelay.cluster.launch.ray_session import free_port
 from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, run_load
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
-from kvrelay.cluster.loadgen.stats import OK
+from kvrelay.cluster.loadgen.stats import OK, LoadRecord
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 ROLES = ("prefill", "decode")
-START_S, STOP_S, POLL_S = 240.0, 60.0, 0.5
+MOST = 2  # workers of a role
+PHASE_S, POLL_S = 120.0, 0.5
 _CURVE = {"overhead_s": 0.0, "weights_s": 0.01, "token_s": 0.002, "pair_s": 0.0, "context_s": 0.0}
 SLOW = {
-    "name": "slow", "prefill": _CURVE, "decode": {**_CURVE, "sequence_s": 0.008}, "block_size": 16, "num_blocks": 1024,
-    "token_budget": 512, "max_running": 8, "max_model_len": 2048, "kv_bytes_per_token": 1024,
+    "name": "slow", "prefill": _CURVE, "decode": {**_CURVE, "sequence_s": 0.008}, "block_size": 16, "num_blocks": 4096,
+    "token_budget": 512, "max_running": 64, "max_model_len": 2048, "kv_bytes_per_token": 1024,
     "link_bytes_per_s": 1e9, "local_bytes_per_s": 1e9,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Requests per second of so many prompt and output tokens, for `seconds`. `grows`: the role that is to grow."""
+    """`rate` requests per second of so many prompt and output tokens, until as many workers as `wanted` run, in the
+    order of ROLES.
+    """
 
     name: str
-    seconds: float
-    rate: float = 0.0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    grows: str | None = None
+    rate: float
+    input_tokens: int
+    output_tokens: int
+    wanted: tuple[int, int]
 
-    def requests(self, first: int, vocab: tuple[int, int]) -> Iterator[LoadRequest]:
-        """Evenly spaced; `first` is the first one's index, from which its prompt follows."""
-        spec = PromptSpec(self.input_tokens, low=vocab[0], high=vocab[1])
-        for index in range(math.floor(self.rate * self.seconds)):
-            prompt = synthetic_prompt(spec, first + index)
-            yield LoadRequest(first + index, prompt, self.output_tokens, index / self.rate)
+    def requests(self, first: int) -> Iterator[LoadRequest]:
+        """Evenly spaced, without end; `first` is the first one's index, from which its prompt follows."""
+        spec = PromptSpec(self.input_tokens, low=10, high=300)
+        for index in itertools.count():
+            yield LoadRequest(
+                first + index, synthetic_prompt(spec, first + index), self.output_tokens, index / self.rate
+            )
 
 
-def phases(load_s: float, pause_s: float) -> tuple[Phase, ...]:
-    return (
-        Phase("prefill-heavy", load_s, 6.0, 600, 2, "prefill"),
-        Phase("pause", pause_s),
-        Phase("decode-heavy", load_s, 4.0, 16, 150, "decode"),
-        Phase("second pause", pause_s),
-    )
+PHASES = (
+    Phase("prefill-heavy", 6.0, 600, 2, (MOST, 1)),
+    Phase("decode-heavy", 4.0, 16, 150, (1, MOST)),
+    Phase("next to none", 1.0, 16, 8, (1, 1)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,98 +94,49 @@ class Run:
         end_s = self.begins[index + 1][0] if index + 1 < len(self.begins) else math.inf
         return [sample for sample in self.samples if start_s <= sample.at_s < end_s]
 
+    def has_reached(self, wanted: tuple[int, int]) -> bool:
+        last = self.samples[-1] if self.samples else None
+        return last is not None and last.target == last.running == wanted
+
     @property
-    def failed(self) -> int:
-        """An answer of a random model may be no text (`empty answer`); all others must be whole."""
-        return sum(record.outcome not in (OK, "empty answer") for record in self.load.records)
+    def failed(self) -> list[LoadRecord]:
+        return [record for record in self.load.records if not is_whole(record)]
 
-    def turns(self, role: str) -> int:
-        """How often the target of a role changed its direction."""
-        return turns([sample.target[ROLES.index(role)] for sample in self.samples])
+    def changes(self, index: int, role: int) -> int:
+        """How often the target of a role changed in a phase, its beginning included."""
+        before = [sample for sample in self.samples if sample.at_s < self.begins[index][0]][-1:]
+        return sum(a.target[role] != b.target[role] for a, b in pairwise([*before, *self.of_phase(index)]))
 
-    def problems(self, hold_s: float) -> list[str]:
+    def problems(self) -> list[str]:
         """What does not hold; empty: all of it does."""
-        found = [f"{self.failed} requests failed: {self.load.first_failure}"] if self.failed else []
-        for role in ROLES:
-            if self.turns(role) > (most := most_turns(self.samples[-1].at_s, hold_s)):
-                found.append(f"{role} changed its direction {self.turns(role)} times, bound {most}")
-            if self.samples[-1].target[ROLES.index(role)] != 1:
-                found.append(f"{role} did not return to one worker")
+        failed = self.failed
+        found = [f"{len(failed)} requests failed: {self.load.first_failure or failed[0]}"] if failed else []
+        before = (1, 1)
         for index, (_, phase) in enumerate(self.begins):
-            for number, role in enumerate(ROLES if phase.grows else ()):
-                most = max(sample.running[number] for sample in self.of_phase(index))
-                if (most > 1) != (role == phase.grows):
-                    found.append(f"{phase.name}: up to {most} {role} workers served")
+            seen = self.of_phase(index)
+            if not seen or (seen[-1].target, seen[-1].running) != (phase.wanted, phase.wanted):
+                found.append(f"{phase.name}: not at {phase.wanted}: {seen[-1:]}")
+            for number, role in enumerate(ROLES):
+                most = abs(phase.wanted[number] - before[number])
+                if (changes := self.changes(index, number)) > most:
+                    found.append(f"{phase.name}: {role} changed {changes} times, not {most}")
+            before = phase.wanted
+        counts = {count for sample in self.samples for count in (*sample.target, *sample.running)}
+        if not counts <= set(range(1, MOST + 1)):
+            found.append(f"counts from {min(counts)} to {max(counts)}, not from 1 to {MOST}")
         return found
 
 
-def turns(counts: Iterable[int]) -> int:
-    """Changes of direction in a series of counts."""
-    found, last, direction = 0, None, 0
-    for count in counts:
-        if last is not None and count != last:
-            now = 1 if count > last else -1
-            found += direction not in (0, now)
-            direction = now
-        last = count
-    return found
+def is_whole(record: LoadRecord) -> bool:
+    """Whether the answer ended well and has every token by the server's own account: a random model's tokens may be no
+    text, which the load generator calls an empty answer.
+    """
+    has_all = record.num_output_tokens == record.wanted_tokens and not record.is_estimated
+    return has_all and record.outcome in (OK, "empty answer")
 
 
-def most_turns(seconds: float, hold_s: float) -> int:
-    """The bound of docs/scaling.md."""
-    return 2 * math.floor(seconds / hold_s) + 3
-
-
-# ---- the cluster
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A running `kvrelay serve`."""
-
-    process: subprocess.Popen[str]
-    url: str
-    dashboard: str
-    log: Path
-
-
-@contextlib.contextmanager
-def cluster(folder: Path, flags: Sequence[str], *, limit_s: float = START_S) -> Iterator[Cluster]:
-    """`kvrelay serve` with these flags, ended with Ctrl-C. Raises RuntimeError with its last lines."""
-    log, port, dashboard = folder / "serve.log", free_port("127.0.0.1"), free_port("127.0.0.1")
-    ports = ("--port", str(port), "--dashboard-port", str(dashboard))
-    command = [sys.executable, "-u", "-m", "kvrelay.cluster.commands.cli", "serve", *ports, *flags]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "COLUMNS": "200"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for background jobs
-        )
-    try:
-        deadline_s = time.monotonic() + limit_s
-        while "Ctrl-C stops everything" not in (text := log.read_text(errors="replace")):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"kvrelay serve did not start:\n{text[-3000:]}")
-            time.sleep(POLL_S)
-        found = re.search(r"dashboard +(http://\S+)", text)
-        assert found is not None, text
-        yield Cluster(process, f"http://127.0.0.1:{port}", found[1], log)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def planner_flags(hold_s: float, most: int, profile: Path | None) -> list[str]:
-    bounds = {"max_prefill": most, "max_decode": most, "scale_down_delay_s": hold_s}
-    values = {"mode": "auto", **bounds, **({"profile": str(profile)} if profile else {})}
+def planner_flags(hold_s: float, profile: Path) -> list[str]:
+    values = {"mode": "auto", "max_prefill": MOST, "max_decode": MOST, "scale_down_delay_s": hold_s, "profile": profile}
     return [part for name, value in values.items() for part in ("--set", f"planner.{name}={value}")]
 
 
@@ -197,9 +146,6 @@ def counts(dashboard: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     states = {name: [replica["state"] for replica in deployments[name]["replicas"]] for name in ROLES}
     targets = tuple(int(deployments[name]["target_num_replicas"]) for name in ROLES)
     return targets, tuple(states[name].count("RUNNING") for name in ROLES)
-
-
-# ---- the load
 
 
 async def _watch(dashboard: str, run: Run, start_s: float) -> None:
@@ -222,28 +168,22 @@ async def _watched(dashboard: str, run: Run) -> AsyncIterator[float]:
             await watching
 
 
-async def drive(target: LoadTarget, dashboard: str, plan: Sequence[Phase], vocab: tuple[int, int]) -> Run:
-    """Run the phases, one after the other. A phase with a load ends early once the role's second worker serves and
-    half of its time has passed; a pause once both targets are 1.
+async def drive(target: LoadTarget, dashboard: str, plan: Sequence[Phase], least_s: float) -> Run:
+    """Run the phases one after the other, each for `least_s` at least, and PHASE_S more at most until its counts are
+    there.
     """
-    run, first = Run(), 0
+    run = Run()
     async with _watched(dashboard, run) as start_s:
-        for phase in plan:
-            run.begins.append((time.monotonic() - start_s, phase))
-            if phase.rate:
-                await run_load(target, phase.requests(first, vocab), result=run.load)
-                first += 1 << 20
-            else:
-                await _until_small(run, phase.seconds)
+        for number, phase in enumerate(plan):
+            begun_s = time.monotonic()
+            run.begins.append((begun_s - start_s, phase))
+
+            def goes_on(_: object, begun_s: float = begun_s, phase: Phase = phase) -> bool:
+                passed_s = time.monotonic() - begun_s
+                return passed_s < least_s or (passed_s < least_s + PHASE_S and not run.has_reached(phase.wanted))
+
+            await run_load(target, itertools.takewhile(goes_on, phase.requests(number << 20)), result=run.load)
     return run
-
-
-async def _until_small(run: Run, seconds: float) -> None:
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        await asyncio.sleep(POLL_S)
-        if run.samples and max(run.samples[-1].target) == 1 and max(run.samples[-1].running) == 1:
-            return
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
@@ -256,48 +196,36 @@ def rows(run: Run) -> list[dict[str, Any]]:
             served = [sample.running[number] for sample in seen]
             row[f"{role} wanted"] = f"{min(wanted)}-{max(wanted)}"
             row[f"{role} running"] = f"{min(served)}-{max(served)}"
-        if phase.grows:
-            number = ROLES.index(phase.grows)
-            wanted_s = [sample.at_s - start_s for sample in seen if sample.target[number] > 1]
-            served_s = [sample.at_s - start_s for sample in seen if sample.running[number] > 1]
-            row["2 wanted after s"] = min(wanted_s, default=None)
-            row["2 serve after s"] = min(served_s, default=None)
+            row[f"{role} changes"] = run.changes(index, number)
+        for key, has in (("counts wanted after s", "target"), ("they run after s", "running")):
+            times = [sample.at_s - start_s for sample in seen if getattr(sample, has) == phase.wanted]
+            row[key] = min(times, default=None)
         found.append(row)
     return found
 
 
+def autoscaled(folder: Path, *, hold_s: float, least_s: float) -> Run:
+    """All phases on a cluster of its own, whose files lie in `folder`. Raises RuntimeError: it did not start."""
+    profile = folder / "slow.json"
+    profile.write_text(json.dumps(SLOW))
+    model = tiny_checkpoint("llama", folder / "tiny")
+    flags = ["--model", str(model), "--served-name", "model", *planner_flags(hold_s, profile)]
+    with running_serve(folder, *flags, environment={"TMPDIR": str(folder)}) as served:
+        return asyncio.run(drive(LoadTarget(served.url, "model"), served.dashboard, PHASES, least_s))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a prepared model; default: a tiny one, and a profile")
-    parser.add_argument("--most", type=int, default=2, help="workers of each role")
-    parser.add_argument("--hold-s", type=float, default=20.0, help="planner.scale_down_delay_s")
-    parser.add_argument("--load-s", type=float, default=60.0)
-    parser.add_argument("--pause-s", type=float, default=120.0, help="at most")
+    parser.add_argument("--hold-s", type=float, default=10.0, help="planner.scale_down_delay_s")
+    parser.add_argument("--load-s", type=float, default=60.0, help="a phase lasts at least so long")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:
-        folder, profile = Path(name), None
-        vocab = (1000, 30_000)
-        model = options.model
-        if model is None:
-            model, profile, vocab = str(tiny(folder)), folder / "slow.json", (10, 300)
-            profile.write_text(json.dumps(SLOW))
-        flags = ["--model", model, "--served-name", "model", *planner_flags(options.hold_s, options.most, profile)]
-        with cluster(folder, flags) as served:
-            plan = phases(options.load_s, options.pause_s)
-            target = LoadTarget(served.url, "model")
-            run = asyncio.run(drive(target, served.dashboard, plan, vocab))
+        run = autoscaled(Path(name), hold_s=options.hold_s, least_s=options.load_s)
     show("workers by load", rows(run), options.json)
-    print(f"{len(run.load.records)} requests, {run.failed} failed")
-    bound = most_turns(run.samples[-1].at_s, options.hold_s)
-    print("; ".join(f"{role} changed its direction {run.turns(role)} times" for role in ROLES), f"(bound {bound})")
-    if problems := run.problems(options.hold_s):
+    print(f"{len(run.load.records)} requests, {len(run.failed)} failed")
+    if problems := run.problems():
         raise SystemExit("\n".join(problems))
-
-
-def tiny(folder: Path) -> Path:
-    """A tiny checkpoint."""
-    return tiny_checkpoint("llama", folder / "tiny")
 
 
 if __name__ == "__main__":

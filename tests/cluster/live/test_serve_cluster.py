@@ -283,6 +283,7 @@ def starting() -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
         family = psutil.Process(started.process.pid)
 
         def raylets() -> list[psutil.Process]:
+            assert started.process.poll() is None, started.log.read_text()
             return [one for one in family.children(recursive=True) if "raylet" in one.name()]
 
         yield started.process, started.log, until(raylets, START_S, "raylet")[0]
