@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import uvicorn
 
 from kvrelay.cluster.launch.local import HOST, make_worker
 from kvrelay.config import settings_from
+from kvrelay.engine.worker.service import WorkerService
 from kvrelay.grammar.gate import GrammarGate
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
@@ -30,6 +31,24 @@ CHAT_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @contextlib.asynccontextmanager
+async def connected(dispatcher: Dispatcher, workers: Sequence[WorkerService]) -> AsyncIterator[None]:
+    """The workers run, and the dispatcher has all of them as live, settled pairs; every one is closed at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(dispatcher.aclose)
+        infos = []
+        for worker in workers:
+            infos.append(await worker.start())
+            stack.push_async_callback(worker.aclose)
+        await dispatcher.start()
+        dispatcher.workers.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
+        async with asyncio.timeout(60):
+            await dispatcher.workers.wait_for(
+                lambda d: len(d.live_workers()) == len(infos) and d.pairs.book.is_settled()
+            )
+        yield
+
+
+@contextlib.asynccontextmanager
 async def small_cluster(folder: Path, settings: Mapping[str, Any] = CHAT_SETTINGS) -> AsyncIterator[Any]:
     """The app of an ingress whose two workers are connected and paired; every part is closed at the end."""
     checked, secret = settings_from(dict(settings)), secrets.token_bytes(32)
@@ -39,17 +58,7 @@ async def small_cluster(folder: Path, settings: Mapping[str, Any] = CHAT_SETTING
     codec = Tokenizer(folder)
     gate = GrammarGate(folder, codec.vocab_size, codec.eos_ids)
     app = create_app(dispatcher, codec, checked, card, OwnSessions(dispatcher.clock), gate.check)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(gate.aclose)
-        stack.push_async_callback(dispatcher.aclose)
-        infos = []
-        for worker in workers:
-            infos.append(await worker.start())
-            stack.push_async_callback(worker.aclose)
-        await dispatcher.start()
-        dispatcher.workers.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
-        async with asyncio.timeout(60):
-            await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
+    async with contextlib.aclosing(gate), connected(dispatcher, workers):
         yield app
 
 

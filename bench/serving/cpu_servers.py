@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.serving import processes
+from kvrelay.cluster.launch.ray_session import free_port
 
 MARK = "KVRELAY_BENCH_MARK"
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -109,12 +109,6 @@ def missing(peer: Peer, files: Mapping[str, str]) -> str:
     return f"{', '.join(absent)} not found" if absent else ""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def last_words(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -194,7 +188,7 @@ def _answers(url: str) -> bool:
 @contextlib.contextmanager
 def running(peer: Peer, values: Mapping[str, str], log: Path, *, limit_s: float) -> Iterator[Server]:
     """A ready server, gone at the end whatever happened: no process of it is left. Raises ServerFailed."""
-    server = Server(peer, {**values, "port": str(free_port())}, log)
+    server = Server(peer, {**values, "port": str(free_port("127.0.0.1"))}, log)
     try:
         server.wait_ready(limit_s)
         yield server

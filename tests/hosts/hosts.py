@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 PREFIX = "10.77.1"
 _ROOT = Path("/var/tmp")  # not /tmp: each host mounts one of its own over it
@@ -200,17 +200,9 @@ class Hosts:
 
     def run(self, host: int, *command: str, timeout_s: float = 120.0) -> str:
         """What the command prints. Raises HostError with its output when it fails or takes longer."""
-        done = subprocess.run(
-            [*self.ssh(host), self._line(command)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
+        return printed(
+            [*self.ssh(host), self._line(command)], f"`{shlex.join(command)}` on host {host}", timeout_s=timeout_s
         )
-        if done.returncode:
-            raise HostError(f"`{shlex.join(command)}` on host {host}: status {done.returncode}\n{done.stdout}")
-        return done.stdout
 
     def _line(self, command: Sequence[str]) -> str:
         assigned = [f"{name}={value}" for name, value in self.environment.items()]
@@ -262,6 +254,22 @@ class Hosts:
         if Path(f"/sys/class/net/{self.tag}a{host}").exists():
             _call("ip", "link", "del", f"{self.tag}a{host}")  # the forwarder ends with its device
             _call("ip", "link", "set", link, "master", self.tag, "promisc", "off")
+
+
+def printed(command: Sequence[str], what: str, *, timeout_s: float, **options: Any) -> str:
+    """What a command prints, stderr too. Raises HostError, which begins with `what`, when it fails."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        **options,
+    )
+    if done.returncode:
+        raise HostError(f"{what}: status {done.returncode}\n{done.stdout[-6000:]}")
+    return done.stdout
 
 
 def _call(*command: str) -> str:

@@ -7,7 +7,6 @@ this checkout's environment in place of pip).
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 import urllib.error
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.hosts.hosts import HostError, Hosts
+from tests.hosts.hosts import HostError, Hosts, printed
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -107,19 +106,7 @@ class RayHosts:
 
     def local(self, *command: str, timeout_s: float = 120.0) -> str:
         """What a command on the laptop prints. Raises HostError when it fails."""
-        done = subprocess.run(
-            command,
-            env=self.environment,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
-        if done.returncode:
-            raise HostError(f"`{' '.join(command)}`: status {done.returncode}\n{done.stdout[-6000:]}")
-        return done.stdout
+        return printed(command, f"`{' '.join(command)}`", timeout_s=timeout_s, env=self.environment, cwd=ROOT)
 
     def num_nodes(self) -> int:
         """How many of Ray's nodes are alive."""

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kvrelay.cluster.launch.ray_session import free_port
+
 WINDOW = "1m"  # of rates: all that the test has scraped
 
 
@@ -24,12 +25,6 @@ def need(*programs: str) -> None:
     for program in programs:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed (Debian package prometheus)")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Prometheus:
@@ -91,7 +86,7 @@ def running(config: Path, scratch: Path, *, every_s: float = 1.0) -> Iterator[Pr
             discovery["refresh_interval"] = "1s"
     quick = config.with_name("quick.yml")
     quick.write_text(yaml.safe_dump(settings))
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     command = ["prometheus", f"--config.file={quick}", f"--storage.tsdb.path={scratch / 'tsdb'}"]
     with (scratch / "prometheus.log").open("w") as log:
         process = subprocess.Popen(

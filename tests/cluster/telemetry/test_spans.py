@@ -1,18 +1,12 @@
 """The workers' spans, with real engines: prefill, the transfer and decode join the request's trace, however it ends."""
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvrelay import tracing
-from kvrelay.cluster.launch.local import HOST, make_worker
+from kvrelay.cluster.launch.local import make_worker
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError
@@ -21,9 +15,9 @@ from kvrelay.kvtransfer.mover.verification import ArrivingRead
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
-from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 from tests.kvtransfer.damage import damaged
+from tests.small_cluster import connected
 
 pytestmark = pytest.mark.alone
 
@@ -35,16 +29,6 @@ PARENT = f"00-{TRACE:032x}-b7ad6b7169203331-01"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@pytest.fixture
-def exporter(monkeypatch):
-    provider, exporter = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    yield exporter
-    provider.shutdown()
 
 
 class Cluster:
@@ -79,16 +63,7 @@ async def cluster(folder):
     workers = [make_worker(role, settings, folder, secret, f"{role}-0", None) for role in Role]
     router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash)
     dispatcher = Dispatcher(router, secret, settings, retry_budget=0)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(dispatcher.aclose)
-        infos = []
-        for worker in workers:
-            infos.append(await worker.start())
-            stack.push_async_callback(worker.aclose)
-        await dispatcher.start()
-        dispatcher.workers.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
-        async with asyncio.timeout(60):
-            await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
+    async with connected(dispatcher, workers):
         yield Cluster(dispatcher, *workers)
 
 

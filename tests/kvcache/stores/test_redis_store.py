@@ -2,13 +2,13 @@
 
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from kvrelay.cluster.launch.ray_session import free_port
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.redis import RedisStore
@@ -22,15 +22,9 @@ BLOCK, NAMESPACE = 4096, b"n" * 16
 META = BlockMeta(None, 16)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Server:
     def __init__(self, folder):
-        self.folder, self.port, self.process = folder, free_port(), None
+        self.folder, self.port, self.process = folder, free_port("127.0.0.1"), None
         self.url = f"redis://127.0.0.1:{self.port}/0"
 
     def start(self):
@@ -198,7 +192,7 @@ def test_a_dead_or_frozen_server_is_a_miss_once_and_then_left_alone_until_it_is_
 
 
 def test_no_server_is_told_at_the_start_without_the_password():
-    store = RedisStore(f"redis://:hidden@127.0.0.1:{free_port()}", BLOCK, NAMESPACE, timeout_s=0.3)
+    store = RedisStore(f"redis://:hidden@127.0.0.1:{free_port('127.0.0.1')}", BLOCK, NAMESPACE, timeout_s=0.3)
     with pytest.raises(StoreError, match=r"127\.0\.0\.1.*cache\.remote") as caught:
         store.start()
     assert "hidden" not in str(caught.value)

@@ -1,28 +1,11 @@
 """One trace from the client's header to the workers: the ingress's spans, and what the workers are told."""
 
-import pytest
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-from kvrelay import tracing
 from kvrelay.plane import messages as wire
 from tests.fakes import FakeWorker
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CLIENT_TRACE = 0x0AF7651916CD43DD8448EB211C80319C
 BODY = {"model": "fake-model", "prompt": "hello world", "max_tokens": 4}
-
-
-@pytest.fixture
-def exporter(monkeypatch):
-    provider, exporter = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    yield exporter
-    provider.shutdown()
 
 
 def requests_of(worker):
