@@ -103,7 +103,7 @@ def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
 
 
 def _ends(p: Sampling, eos_ids: tuple[int, ...]) -> np.ndarray:
-    return np.unique(np.array([*p.stop_token_ids, *eos_ids], dtype=np.int64))
+    return np.array(sorted({*p.stop_token_ids, *eos_ids}), dtype=np.int64)
 
 
 class Sampler:

@@ -17,17 +17,18 @@ from kvrelay.plane.messages import Sampling, SequenceRequest
 
 logger = logging.getLogger(__name__)
 
+PROMPT_TOKENS = 64  # a whole step of prompts takes 1 s of CPU more, and its next run is no faster
 OUTPUT_TOKENS = 4
 _PROMPTS = (1, 3)  # sequences that decode together: alone, and as a batch
 
 
 def warm_up(model: DecoderModel, backend: Backend, config: EngineConfig) -> None:
-    """Run a whole step of prompts, and decode steps of one and of several sequences, in an engine that is dropped
-    afterwards: the worker's own has measured nothing and cached nothing.
+    """Run steps of prompts, and decode steps of one and of several sequences, in an engine that is dropped afterwards:
+    the worker's own has measured nothing and cached nothing.
     """
     start_s, layout = time.monotonic(), kv_layout(model)
     most = min(model.spec.max_position, config.max_model_len or 1 << 62) - OUTPUT_TOKENS
-    length = max(min(config.token_budget, most), 1)
+    length = max(min(PROMPT_TOKENS, config.token_budget, most), 1)
     blocks = 2 * (-(-(length + OUTPUT_TOKENS * len(_PROMPTS)) // config.block_size) + sum(_PROMPTS))
     own = replace(config, kv_memory_bytes=blocks * layout.block_bytes, prefix_caching=False)
     engine = make_engine(model, backend, own)

@@ -163,7 +163,10 @@ def stacked(parts: Sequence[AnyWeight], dtype: torch.dtype) -> AnyWeight:
         return replace(integers[0], integers=whole, scales=scales, offsets=offsets)
     if len(mxfp4) == len(parts):
         return Mxfp4Weight(torch.cat([part.codes for part in mxfp4]), torch.cat([part.scales for part in mxfp4]))
-    return torch.cat([plain_weight(part, dtype) for part in parts])
+    plain = [plain_weight(part, dtype) for part in parts]
+    if plain[0].is_meta:  # only a shape: torch.cat would find it in Python, and import torch's compiler for that
+        return plain[0].new_empty(sum(map(len, plain)), *plain[0].shape[1:])
+    return torch.cat(plain)
 
 
 def _stacked_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight:

@@ -116,6 +116,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._tape = tape
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler at the first call otherwise: 1 s and 100 MiB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             self._tape.foreign = str(func)
