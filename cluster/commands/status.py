@@ -1,7 +1,6 @@
 """`kvrelay status`, `scale` and `role`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
 
 import json
-import time
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -12,45 +11,62 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.commands.doctor import Address, ApiKey, Url, chosen
+from kvrelay.cluster.commands.progress import StartProgress, show_progress
 from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.errors import ClusterError, RequestRefused
 from kvrelay.cluster.launch.dashboard import RayDashboard, dashboard_token_hint
 from kvrelay.cluster.launch.endpoints import Endpoints, addressed, other_clusters
 from kvrelay.cluster.launch.http_json import auth_headers, request_json
+from kvrelay.cluster.launch.rollout import latest_lines, progress, wait_until_running
 from kvrelay.environment import environment_api_key
 from kvrelay.errors import ConfigError
 from kvrelay.settings.cluster import NEVER_NONE
 
 TIMEOUT_S = 10.0
-POLL_S = 0.5
-SETTLE_S = 300.0
 ANSWER_S = 30.0  # for a change of role, beyond its drain
 LONGEST_DRAIN_S = 3600.0  # where the cluster's own setting applies
-UNHEALTHY_S = 60.0  # Serve replaces a lost worker well within this
 
 
 def gather(cluster: Endpoints, api_key: str | None) -> dict[str, Any]:
-    """The whole status, as plain data. Raises ClusterError when the ingress does not answer."""
-    url = f"{cluster.api_url}/kvrelay/status"
-    status = request_json("GET", url, headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
-    status["api_url"], status["dashboard_url"] = f"{cluster.api_url}/v1", cluster.dashboard.url
-    status["dashboard_token"] = dashboard_token_hint(cluster.dashboard.url)
+    """The whole status, as plain data. While no ingress answers and Serve says that the application does not run yet,
+    or no more, Serve's part of it, with the `error`.
+
+    Raises ClusterError when the ingress does not answer otherwise.
+    """
+    serve = _serve_status(cluster.dashboard)
+    found: dict[str, Any] = {"serve": serve, "dashboard_url": cluster.dashboard.url}
+    found["dashboard_token"] = dashboard_token_hint(cluster.dashboard.url)
     try:
-        app = cluster.dashboard.application()
-        status["serve"] = {
-            "status": app.get("status"),
-            "deployments": {
-                name: {
-                    "status": deployment["status"],
-                    "target": deployment.get("target_num_replicas"),
-                    "replicas": [replica["state"] for replica in deployment.get("replicas", [])],
-                }
-                for name, deployment in app.get("deployments", {}).items()
-            },
-        }
+        url = f"{cluster.api_url}/kvrelay/status"
+        found |= request_json("GET", url, headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
     except ClusterError as error:
-        status["serve"] = {"error": str(error)}
-    return status
+        if serve.get("status") in (None, "RUNNING"):
+            raise
+        return found | {"error": str(error), "workers": []}
+    return found | {"api_url": f"{cluster.api_url}/v1"}
+
+
+def _serve_status(dashboard: RayDashboard) -> dict[str, Any]:
+    """Serve's account of kvrelay: of each deployment its replicas' states, and in `progress` what they lack, and what
+    those that start logged last, such as a download's share.
+    """
+    try:
+        app = dashboard.application()
+        lines = latest_lines(dashboard, app)
+    except ClusterError as error:
+        return {"error": str(error)}
+    return {
+        "status": app.get("status"),
+        "deployments": {
+            name: {
+                "status": one["status"],
+                "target": one.get("target_num_replicas"),
+                "replicas": [replica["state"] for replica in one.get("replicas", [])],
+                "progress": progress(one, lines.get(name, ())),
+            }
+            for name, one in app.get("deployments", {}).items()
+        },
+    }
 
 
 def status(
@@ -62,12 +78,14 @@ def status(
     """Show the workers, their load and KV pools, and how KV travels between them."""
     with addressed(url, address) as cluster:
         found = gather(cluster, api_key or environment_api_key())
+    console = Console()
     if as_json:
         print(json.dumps(found, indent=2))
-        return
-    console = Console()
-    console.print(render(found))
-    if line := other_clusters(cluster.api_url):
+    else:
+        console.print(render(found))
+    if "error" in found:
+        raise typer.Exit(1)
+    if not as_json and (line := other_clusters(cluster.api_url)):
         console.print(f"[dim]{line}[/dim]", highlight=False)
 
 
@@ -75,16 +93,20 @@ def render(status: dict[str, Any]) -> RenderableType:
     """The tables."""
     serve = status.get("serve", {})
     head = Table.grid(padding=(0, 2))
-    head.add_row("model", f"{status.get('model')} (up to {status.get('max_model_len')} tokens)")
-    head.add_row("API", str(status.get("api_url")))
+    if "error" in status:
+        head.add_row("API", Text(status["error"], "yellow"))
+    else:
+        head.add_row("model", f"{status.get('model')} (up to {status.get('max_model_len')} tokens)")
+        head.add_row("API", str(status.get("api_url")))
     head.add_row("dashboard", str(status.get("dashboard_url")))
     if status.get("dashboard_token"):
         head.add_row("", Text(status["dashboard_token"], "dim"))
     for name, deployment in sorted(serve.get("deployments", {}).items()):
-        running = deployment["replicas"].count("RUNNING")
-        head.add_row(name, f"{running} of {deployment['target']} running, {deployment['status']}")
+        head.add_row(name, Text(f"{deployment['status']}, {deployment['progress']}"))
     if "error" in serve:
         head.add_row("Serve", Text(serve["error"], "red"))
+    if "error" in status:
+        return head
     workers = status.get("workers", [])
     down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
     workers = sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True)
@@ -232,31 +254,9 @@ def scale(
             config = scaled(cluster.dashboard.details(), counts)
         cluster.dashboard.deploy(config)
         if wait:
-            _wait_until_settled(cluster.dashboard, counts, target)
+            with show_progress(console) as bars:
+                wait_until_running(cluster.dashboard, StartProgress(bars).report, counts=counts)
     console.print(f"now at {target}" if wait else f"scaling to {target}")
-
-
-def _wait_until_settled(dashboard: RayDashboard, counts: dict[str, int], target: str) -> None:
-    """Raises ClusterError when the application has failed, stays unhealthy, or takes too long."""
-    started_s = healthy_s = time.monotonic()
-    while not has_settled(app := dashboard.application(), counts):
-        now_s, status = time.monotonic(), app.get("status")
-        if status != "UNHEALTHY":
-            healthy_s = now_s
-        if status == "DEPLOY_FAILED" or now_s - healthy_s > UNHEALTHY_S:
-            raise ClusterError(f"the application is {status}: {app.get('message', '')}")
-        if now_s - started_s > SETTLE_S:
-            raise ClusterError(f"not yet at {target}; see kvrelay status")
-        time.sleep(POLL_S)
-
-
-def has_settled(app: dict[str, Any], counts: dict[str, int]) -> bool:
-    """Whether these counts run and the application is healthy."""
-    for name, count in counts.items():
-        states = [replica["state"] for replica in app.get("deployments", {}).get(name, {}).get("replicas", [])]
-        if states != ["RUNNING"] * count:
-            return False
-    return bool(app.get("status") == "RUNNING")
 
 
 def role(

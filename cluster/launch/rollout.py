@@ -1,12 +1,12 @@
 """How far a deployment is, by Serve's details, and why one has failed. Waits until every replica runs.
 
-`kvrelay serve`, `kvrelay deploy` and `kvrelay scale` share it.
+`kvrelay serve`, `kvrelay deploy`, `kvrelay scale` and `kvrelay status` share it.
 """
 
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvrelay.cluster.deployments.serve_config import APP_NAME
@@ -28,17 +28,20 @@ def wait_until_running(
     report: Report,
     *,
     app_name: str = APP_NAME,
+    counts: Mapping[str, int] | None = None,
     place_s: float | None = None,
     unhealthy_s: float = UNHEALTHY_S,
 ) -> None:
     """Wait until every replica runs; report the counts, and what starting replicas log, meanwhile.
 
     Args:
+        counts: the deployments that must have so many running replicas and no others.
         place_s: how long a replica may lack resources; None: for ever, as a cluster may grow.
         unhealthy_s: how long the application may be unhealthy.
 
     Raises ClusterError with a replica's own error, with the resources that one has lacked, or after START_S.
     """
+    counts = counts or {}
     started_s = placed_s = healthy_s = time.monotonic()
     looked_s, lines = started_s, dict[str, list[str]]()
     while True:
@@ -46,11 +49,12 @@ def wait_until_running(
         if now_s - looked_s >= LOGS_S:
             looked_s, lines = now_s, latest_lines(dashboard, app)
         deployments = app.get("deployments", {})
-        states = {name: progress(one) for name, one in deployments.items()}
-        for name, state in states.items():
-            report(name, "; ".join([state, *(lines.get(name, []) if _starting(deployments[name]) else [])]))
-        status, summary = app.get("status"), ", ".join(f"{name} {state}" for name, state in states.items())
-        if status == "RUNNING":
+        for name, one in deployments.items():
+            report(name, progress(one, lines.get(name, [])))
+        status, summary = app.get("status"), ", ".join(f"{name} {progress(one)}" for name, one in deployments.items())
+        if status == "RUNNING" and all(
+            _states(deployments.get(name, {})) == ["RUNNING"] * counts[name] for name in counts
+        ):
             return
         if status != "UNHEALTHY":
             healthy_s = now_s
@@ -79,13 +83,20 @@ def _starting(deployment: dict[str, Any]) -> list[str]:
     return [one["replica_id"] for one in deployment["replicas"] if one["state"] == "STARTING"]
 
 
-def progress(deployment: dict[str, Any]) -> str:
-    """A deployment's running replicas, missing resources and last error, from Serve's details of it."""
-    states = [replica["state"] for replica in deployment.get("replicas", [])]
+def _states(deployment: dict[str, Any]) -> list[str]:
+    return [replica["state"] for replica in deployment.get("replicas", [])]
+
+
+def progress(deployment: dict[str, Any], lines: Iterable[str] = ()) -> str:
+    """A deployment's running replicas, missing resources and last error, from Serve's details of it; then `lines`,
+    where replicas start.
+    """
+    states = _states(deployment)
     wanted, message = deployment.get("target_num_replicas") or len(states), deployment.get("message", "")
     text = f"{states.count('RUNNING')} of {wanted} running"
     trouble = missing(message) or own_error(message)
-    return f"{text}, {trouble}" if trouble else text
+    first = f"{text}, {trouble}" if trouble else text
+    return "; ".join([first, *(lines if "STARTING" in states else ())])
 
 
 def missing(message: str) -> str | None:

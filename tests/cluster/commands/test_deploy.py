@@ -26,6 +26,7 @@ class Cluster(ThreadingHTTPServer):
         self.deployed: dict[str, Any] | None = None
         self.statuses, self.message, self.token = ["DEPLOYING", "DEPLOYING", "RUNNING"], "", ""
         self.on_status = lambda: None
+        self.has_ingress = True
         self.requests: list[str] = []
 
     def details(self) -> dict[str, Any]:
@@ -97,6 +98,8 @@ class Handler(BaseHTTPRequestHandler):
         given = self.headers.get("authorization", "")
         if self.server.token and path.startswith("/api/") and given != f"Bearer {self.server.token}":
             status, body = (403 if given else 401), "Unauthorized"
+        elif path.startswith("/kvrelay/") and not self.server.has_ingress:
+            status, body = 503, "no ingress"
         elif self.command == "PUT":
             self.server.deployed = json.loads(text)
         else:
@@ -176,6 +179,37 @@ def test_without_waiting_it_returns_at_once(capsys, cluster):
     cluster.statuses = ["DEPLOYING"]
     code, out, _ = deploy(capsys, cluster, "--no-wait")
     assert code == 0 and cluster.deployed and f"kvrelay status --address http://{cluster.address}" in out
+
+
+def shown_status(capsys, cluster, *flags):
+    code = run(["status", "--address", cluster.address, *flags])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_status_shows_how_far_a_download_is_while_there_is_no_ingress_and_when_there_is_one(capsys, cluster):
+    cluster.statuses, cluster.has_ingress = ["DEPLOYING"], False
+    deploy(capsys, cluster, "--no-wait")
+    code, out, _ = shown_status(capsys, cluster)
+    assert code == 1 and "no ingress" in out
+    assert "HEALTHY, 0 of 1 running; downloading the model 40 % (10.0.0.3)" in " ".join(out.split())
+    code, out, _ = shown_status(capsys, cluster, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["workers"] == [] and "no ingress" in found["error"]
+    assert found["serve"]["deployments"]["decode"]["progress"].endswith("downloading the model 40 % (10.0.0.3)")
+    cluster.has_ingress = True
+    code, out, _ = shown_status(capsys, cluster)
+    assert code == 0 and "model tiny" in " ".join(out.split()) and "downloading the model 40 %" in out
+
+
+def test_status_names_why_a_deployment_has_failed_and_asks_no_replica_that_runs_for_its_log(capsys, cluster):
+    cluster.statuses, cluster.message, cluster.has_ingress = ["DEPLOY_FAILED"], TRACEBACK, False
+    deploy(capsys, cluster, "--no-wait")
+    code, out, _ = shown_status(capsys, cluster)
+    assert code == 1 and "ModelNotFound: model 'a/b': the hub did not return it" in " ".join(out.split())
+    cluster.statuses, cluster.message, cluster.requests = ["RUNNING"], "", []
+    code, _, err = shown_status(capsys, cluster)
+    assert code == 1 and "no ingress" in err and not any("/logs/" in one for one in cluster.requests)
 
 
 @pytest.mark.parametrize("file", ["laptop", "gpu-1p1d"])

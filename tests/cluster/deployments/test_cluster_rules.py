@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvrelay.cluster.commands import doctor
-from kvrelay.cluster.commands import status as status_command
 from kvrelay.cluster.commands.settings_flags import settings_from_flags
 from kvrelay.cluster.commands.status import render
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
@@ -299,47 +297,6 @@ def test_the_doctors_table_names_path_speed_the_others_problems_and_the_remedy()
     assert "→ decode-00000001" in other and "connecting timed out" in other and "▸" not in other
     assert "incompatible" in text and "fingerprint: dtype: [a] != [b]" in " ".join(text.split())
     assert doctor.incompatible(view) == ["l", "d3 is rejected"] and doctor.summary(view) == "1 ok, 1 incompatible"
-
-
-class Serve:
-    """Serve's accounts of the application, one after the other, and a clock that passes between them."""
-
-    def __init__(self, *statuses: str, count: int = 1) -> None:
-        self.statuses, self.count, self.now_s = iter(statuses), count, 0.0
-
-    def application(self) -> dict[str, object]:
-        replicas = [{"state": "RUNNING"}] * self.count
-        return {
-            "status": next(self.statuses),
-            "message": "a worker died",
-            "deployments": {"decode": {"replicas": replicas}},
-        }
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, duration_s: float) -> None:
-        self.now_s += 10.0
-
-
-def settle(monkeypatch: pytest.MonkeyPatch, serve: Any) -> None:
-    monkeypatch.setattr(status_command, "time", serve)
-    status_command._wait_until_settled(serve, {"decode": 1}, "decode 1")
-
-
-def test_scaling_waits_while_a_lost_worker_is_being_replaced(monkeypatch: pytest.MonkeyPatch):
-    settle(monkeypatch, Serve(*["UNHEALTHY"] * 6, "DEPLOYING", "UNHEALTHY", "RUNNING"))
-
-
-@pytest.mark.parametrize("statuses", [["UNHEALTHY"] * 99, ["DEPLOYING", "DEPLOY_FAILED"]])
-def test_scaling_gives_up_what_stays_unhealthy_or_has_failed(monkeypatch: pytest.MonkeyPatch, statuses: list[str]):
-    with pytest.raises(ClusterError, match="a worker died"):
-        settle(monkeypatch, Serve(*statuses))
-
-
-def test_scaling_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ClusterError, match="not yet at decode 1"):
-        settle(monkeypatch, Serve(*["DEPLOYING"] * 99))
 
 
 UNPLACED = (

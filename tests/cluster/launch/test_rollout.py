@@ -80,6 +80,14 @@ def test_an_unhealthy_application_has_a_minute_to_recover(monkeypatch: pytest.Mo
         waited(monkeypatch, [app("UNHEALTHY")] * 10, 20.0)
 
 
+def test_with_counts_it_waits_for_these_and_no_others(monkeypatch: pytest.MonkeyPatch):
+    running = [app("RUNNING", "", *["RUNNING"] * count) for count in (1, 3, 2, 2)]
+    running[2]["deployments"]["decode"]["replicas"].append({"replica_id": "r9", "state": "STOPPING"})
+    assert len(waited(monkeypatch, running, 1.0, counts={"decode": 2})) == 4
+    with pytest.raises(ClusterError, match="not running after 1800 s: decode 1 of 1 running"):
+        waited(monkeypatch, [app("RUNNING", "", "RUNNING")] * 100, 100.0, counts={"decode": 2})
+
+
 def test_a_failure_is_the_one_line_of_ours_in_serves_traceback(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ClusterError, match=r"^ModelNotFound: model 'org/nam': the hub did not return it$"):
         waited(monkeypatch, [app("DEPLOYING", TRACEBACK), app("DEPLOY_FAILED", TRACEBACK)], 1.0)
