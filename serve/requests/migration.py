@@ -208,7 +208,7 @@ class Migrations:
             record.ended(outcome)
         if outcome == "moved" and record is not None:
             self.move_s += _SMOOTHING * (record.facts["seconds"] - self.move_s)
-            one.observer.moved(one.attempt.decision.decode if one.attempt is not None else None, **record.facts)
+            one.observer.moved(record.target, **record.facts)
         elif outcome == "failed":
             self._not_before_s[one] = self._clock() + RETRY_S
 

@@ -26,10 +26,12 @@ class MoveRecord:
         """num_tokens: of the sequence, prompt and output."""
         self._stats, self._num_tokens, self.now_s = stats, num_tokens, clock
         self.started_s = clock()
+        self.target = ""  # the worker that was asked last
         self.facts: dict[str, Any] = {}  # of the stage in the request's log
 
     def reserving(self, worker_id: str) -> None:
         """The worker that it moves to is asked for blocks."""
+        self.target = worker_id
 
     def reserved(self, message: wire.Reserved) -> None:
         self.facts["held_tokens"] = message.held_tokens

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from kvrelay.errors import KvrelayError
@@ -61,11 +62,7 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[float, int]]:
         """(upper bound, observations at or below it), the last bound infinite."""
-        running, pairs = 0, []
-        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
-            running += count
-            pairs.append((bound, running))
-        return pairs
+        return list(zip((*self.bounds, math.inf), accumulate(self.counts), strict=True))
 
 
 @dataclass(slots=True)
@@ -376,9 +373,11 @@ class RequestObserver:
         """Another attempt follows; is_fault: after a worker's fault."""
         self._stats.retries += is_fault
 
-    def moved(self, decode: str | None, **facts: object) -> None:
+    def moved(self, decode: str, **facts: Any) -> None:
         """The sequence and its KV are on another decode worker."""
-        self._record.decode = decode
+        source, self._record.decode = self._record.decode or "", decode
+        if "bytes" in facts:
+            self._stats.kv_flows[source, decode, facts["over"]] += facts["bytes"]
         self._record.note("moved", self.now_s(), **facts)
 
     def failed(self, error: KvrelayError) -> None:

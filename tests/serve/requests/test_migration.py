@@ -96,6 +96,11 @@ async def test_a_sequence_goes_on_elsewhere_with_its_kv(make_cluster, at):
     assert prefill.request.token_ids == request.token_ids + tokens[:at]
     assert moving.outcomes == {"moved": 1}
     assert moving.cluster.prefill[0].count(wire.Prefill) == 1  # nothing was computed again
+    flows = moving.cluster.dispatcher.stats.kv_flows  # what /ui draws
+    prompt, whole = ("p0", moving.source.worker_id, "fake"), (moving.source.worker_id, moving.target.worker_id, "fake")
+    assert set(flows) == {prompt, whole} and flows[whole] > 0
+    (record,) = moving.cluster.dispatcher.requests.newest(1)
+    assert record.decode == moving.target.worker_id
     await moving.ends_as_if_nothing_had_happened(request)
 
 
