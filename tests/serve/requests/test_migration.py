@@ -9,8 +9,8 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Beams, Group
 from kvrelay.plane.reports import LoadReport
 from kvrelay.serve.requests.migration import Running, is_crowded, move_order
-from tests.fakes import alphabet, expected_tokens, until
-from tests.serve.conftest import collect, sequence
+from tests.fakes import alphabet, expected_tokens, scripted, until
+from tests.serve.conftest import MODEL, collect, sequence
 
 pytestmark = pytest.mark.pure
 
@@ -65,12 +65,16 @@ class Moving:
 
 
 async def stopped(make_cluster, request, at=3, **options):
+    return await stopped_at(at, make_cluster, lambda cluster: collect(cluster.dispatcher.generate(request)), **options)
+
+
+async def stopped_at(at, make_cluster, read, **options):
     cluster = await make_cluster(decode=2, **options)
     cluster.dispatcher.migrations.move_s = 0.0  # fakes are faster than any move
     for worker in cluster.decode:
         worker.pause_at = at
         worker.peers = {peer.worker_id: peer for peer in cluster.decode}
-    reading = asyncio.create_task(collect(cluster.dispatcher.generate(request)))
+    reading = asyncio.create_task(read(cluster))
     paused = [asyncio.create_task(worker.paused.wait()) for worker in cluster.decode]
     await asyncio.wait(paused, return_when=asyncio.FIRST_COMPLETED)
     for task in paused:
@@ -102,6 +106,24 @@ async def test_a_sequence_goes_on_elsewhere_with_its_kv(make_cluster, at):
     (record,) = moving.cluster.dispatcher.requests.newest(1)
     assert record.decode == moving.target.worker_id
     await moving.ends_as_if_nothing_had_happened(request)
+
+
+@pytest.mark.parametrize("at", [11, 13, 14])  # within the stop string; before its last character
+async def test_a_stop_string_may_begin_before_a_move_and_end_after_it(make_cluster, at):
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 25, "stop": ["quiet", "brown"]}
+    moving = await stopped_at(
+        at,
+        make_cluster,
+        lambda cluster: cluster.client.post("/v1/completions", json=asked),
+        script=scripted("the quick brown fox jumps"),
+    )
+    moving.source.pause_at = None
+    moving.drain()
+    (choice,) = (await moving.reading).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("the quick ", "stop")
+    assert moving.outcomes == {"moved": 1}
+    moving.source.resume.set()
+    await moving.cluster.all_released()
 
 
 async def test_a_former_member_is_emptied_and_then_dropped(make_cluster):
