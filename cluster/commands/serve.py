@@ -14,6 +14,7 @@ from rich.panel import Panel
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands.progress import StartProgress, show_progress
 from kvrelay.cluster.dashboards.files import provision, ray_folders
+from kvrelay.cluster.deployments.serve_config import CLOSE_S
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch.dashboard import dashboard_token_hint
@@ -53,7 +54,8 @@ def serve(settings: Settings, console: Console) -> int:
     finally:
         signals.stopping()
         report("stopping" if signals.is_requested else "failing")
-        _clear_up(session, note, console, is_fine=signals.is_requested)
+        finish_s = settings.cluster.drain_timeout_s if signals.is_requested and note is not None else 0.0
+        _clear_up(session, note, console, finish_s, is_fine=signals.is_requested)
         signals.close()
 
 
@@ -62,12 +64,17 @@ def _show_log(console: Console, line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fine: bool) -> None:
+def _clear_up(session: RaySession, note: Path | None, console: Console, finish_s: float, *, is_fine: bool) -> None:
+    """finish_s: for open requests to end; 0: none has begun."""
     if session.has_ray:
-        with contextlib.suppress(OSError):  # the terminal may have closed
-            console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
+        what = f"open requests end, within {finish_s:g} s" if finish_s else "stopping"
+        _show_log(console, f"{what} (Ctrl-C again to kill)")
     if note is not None:
         note.unlink(missing_ok=True)
+    if finish_s:
+        report(f"finishing {finish_s + CLOSE_S}")
+        session.finish_requests(finish_s + CLOSE_S)
+        report("stopping")
     logs = session.stop(keep_logs=not is_fine)
     if logs:
         console.print(f"[dim]logs: {logs}[/dim]", highlight=False)

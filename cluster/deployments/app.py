@@ -11,6 +11,7 @@ from ray.serve import Application
 
 from kvrelay import __version__
 from kvrelay.cluster.deployments.ingress import IngressReplica
+from kvrelay.cluster.deployments.serve_config import CLOSE_S
 from kvrelay.cluster.deployments.worker import DecodeReplica, PrefillReplica
 from kvrelay.cluster.registry.actor import connect_registry, note_deployment
 from kvrelay.config import Settings, settings_from, with_secrets
@@ -19,7 +20,6 @@ from kvrelay.environment import environment_api_key
 DEFAULT_CPUS = 0.1  # what Ray accounts for; cores.py pins the real cores
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
 SURGE_PERCENT = 1  # of the replicas, rounded up: one more than wanted may run while a change replaces them
-CLOSE_S = 15.0  # after the drain: for closing connections, transfers and the engine; then Serve kills the replica
 
 
 def build(args: dict[str, Any] | Settings | None = None) -> Application:
@@ -61,8 +61,7 @@ def worker_options(settings: Settings) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": DEFAULT_CPUS}
     if settings.cluster.num_gpus_per_worker:
         actor["num_gpus"] = settings.cluster.num_gpus_per_worker
-    own = {"ray_actor_options": actor, "max_ongoing_requests": 16, "graceful_shutdown_wait_loop_s": 0.5}
-    return own | _watched(settings)
+    return {"ray_actor_options": actor, "max_ongoing_requests": 16, **_watched(settings)}
 
 
 def _watched(settings: Settings) -> dict[str, Any]:
@@ -70,11 +69,11 @@ def _watched(settings: Settings) -> dict[str, Any]:
     their arguments or the code change: the new one runs before the old one stops, so that there is always one. Where
     the cluster has no room for one more, `max_surge_percent: 0` in the Serve file has the old one stop first.
     """
-    stop_s = settings.cluster.drain_timeout_s + CLOSE_S
     return {
         "health_check_period_s": 5.0,
         "health_check_timeout_s": 30.0,
-        "graceful_shutdown_timeout_s": stop_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": settings.cluster.drain_timeout_s + CLOSE_S,
         "max_surge_percent": SURGE_PERCENT,
     }
 

@@ -7,10 +7,10 @@ import torch: of the model it needs only the tokenizer.
 import asyncio
 import json
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
+from kvrelay.cluster.deployments.http_server import finish_before_stop, listen_with_reuseaddr
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.worker import log_as_replica, own_replica
@@ -40,6 +41,7 @@ from kvrelay.serve.api.endpoint import INGRESS, check_api_key, error_response, r
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
+from kvrelay.serve.requests.stopping import finish
 from kvrelay.serve.telemetry.history import PERIOD_S, History
 from kvrelay.serve.telemetry.metrics import ingress_metrics
 from kvrelay.serve.text.tokenizer import Tokenizer
@@ -47,30 +49,6 @@ from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
 
 logger = logging.getLogger(__name__)
-
-
-def listen_with_reuseaddr() -> None:
-    """Have Serve's direct ingress listen with SO_REUSEADDR.
-
-    Without it (Ray 2.60) the connections of an ended ingress block its port for a minute, and a restarted or replaced
-    ingress cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
-    """
-    from ray.serve._private import http_util, replica
-
-    if not hasattr(replica, "start_asgi_http_server") or not hasattr(http_util, "set_socket_reuse_port"):
-        logger.warning("this version of Ray is unknown; after a restart the port may be refused for a minute")
-        return
-    start = replica.start_asgi_http_server
-
-    def reuse_address(sock: socket.socket) -> bool:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return True
-
-    async def start_reusing(*args: Any, enable_so_reuseport: bool = False, **kwargs: Any) -> Any:
-        return await start(*args, enable_so_reuseport=True, **kwargs)
-
-    http_util.set_socket_reuse_port = reuse_address
-    replica.start_asgi_http_server = start_reusing
 
 
 STATUS_TIMEOUT_S = 3.0
@@ -151,6 +129,7 @@ class IngressReplica:
         self._secret = joined.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
+        finish_before_stop(partial(finish, self._dispatcher, self._settings.cluster.drain_timeout_s))
         self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")
         self._history = History()
         self._recording = asyncio.create_task(self._record_history(), name="history")

@@ -14,6 +14,7 @@ from kvrelay.config import Settings
 APP_NAME = "kvrelay"
 APPLICATIONS = "/api/serve/applications/"  # path of Ray's dashboard
 DEPLOY_S = 120.0
+CLOSE_S = 15.0  # after the drain: for closing connections, transfers and the engine; then Serve kills the replica
 IMPORT_PATH = "kvrelay.cluster.deployments.app:build"
 PLANNER_POLICY_PATH = "kvrelay.cluster.autoscaling.policies:PlannerPolicy"
 METRICS_S = 2.0

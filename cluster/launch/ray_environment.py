@@ -61,6 +61,8 @@ SHARED_ADDRESS = {  # several ingresses behind HAProxy, which Ray ships; also fo
     # a request that an ingress dies with goes to another one, unless some of its answer has been sent
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "3",
+    # each change of the ingresses starts another HAProxy; the one before keeps its streams, of up to an hour
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead HAProxy is replaced after three: 5 s, not 26 s
 }
 

@@ -158,6 +158,16 @@ class RaySession:
 
     # ---- stop
 
+    def finish_requests(self, timeout_s: float) -> None:
+        """Have the ingresses take nothing new; returns when they have finished what they had begun, or then."""
+        import ray
+
+        with contextlib.suppress(Exception):  # a Ray that is half dead has nothing to finish
+            ingress = RayDashboard(self.dashboard_url).application()["deployments"]["ingress"]["replicas"]
+            actors = [ray.get_actor(one["actor_name"], "serve") for one in ingress if one["state"] == "RUNNING"]
+            stopping = [actor.perform_graceful_shutdown.remote() for actor in actors]  # as Serve's controller does
+            ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+
     def stop(self, *, keep_logs: bool = False) -> str | None:
         """End everything that was started; returns the folder of Ray's logs if they are kept.
 

@@ -183,7 +183,8 @@ def supervise(say: Say) -> None:
 
 def report(line: str) -> None:
     """Send the supervisor a line: `folder <path>` (to remove after a forced end; sent before it is created), `stopping`
-    (because of a signal) or `failing` (because of an error).
+    (because of a signal), `finishing <seconds>` (stopping begins after so many at most) or `failing` (because of an
+    error).
     """
     if _Pipe.sender is not None:
         with contextlib.suppress(OSError):
@@ -236,6 +237,8 @@ class Supervisor:
             word, _, rest = line.decode().partition(" ")
             if word == "folder":
                 self._folder = rest
+            elif word == "finishing":
+                self._stopping_s = time.monotonic() + float(rest)
             else:
                 self._stopping_s = time.monotonic()
                 self._is_failing = word == "failing"

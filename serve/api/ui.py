@@ -173,15 +173,15 @@ class LiveFeed:
 
     async def stream(self, front: Front, request: Request) -> Response:
         """One viewer too many gets 429."""
-        return _PatientStream(self.watch(), {})
+        return _PatientStream(self.watch(lambda: front.dispatcher.is_stopping), {})
 
-    async def watch(self) -> AsyncGenerator[bytes, None]:
+    async def watch(self, is_over: Callable[[], bool] = lambda: False) -> AsyncGenerator[bytes, None]:
         """A snapshot per tick, as server-sent events; a slow viewer misses ticks. Raises Overloaded."""
         if self.num_viewers >= self._max_viewers:
             raise Overloaded(f"{self._max_viewers} viewers have this page open already", 10.0)
         self.num_viewers += 1
         try:
-            while True:
+            while not is_over():
                 yield self._snapshot()
                 await asyncio.sleep(self._tick_s)
         finally:

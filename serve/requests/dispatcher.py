@@ -70,7 +70,8 @@ class RequestDriver:
         self.move: asyncio.Task[None] | None = None  # to another decode worker, while the attempt goes on
         self._num_attempts = 0
         self._time_limit: asyncio.TimerHandle | None = None
-        self._is_time_up = self._is_over = False
+        self._stopped_by: RequestError | None = None
+        self._is_over = False
 
     async def tokens(self) -> AsyncGenerator[wire.TokenOutput, None]:
         """Every token once, in order, all that are ready in one output. Closing the generator aborts the sequence.
@@ -148,8 +149,8 @@ class RequestDriver:
 
     async def _place(self) -> SequenceAttempt:
         """Choose workers and count the sequence as theirs; may wait. Raises the error that ends it."""
-        if self._is_time_up:
-            raise self._time_limit_error()
+        if self._stopped_by is not None:
+            raise self._stopped_by
         self._num_attempts += 1
         request = self._request if self._num_attempts == 1 else self._continuation()
         observer = self.observer
@@ -292,10 +293,14 @@ class RequestDriver:
 
     # ---- time
 
-    def _on_time_limit(self) -> None:
-        self._is_time_up = True
+    def stop(self, error: RequestError) -> None:
+        """End the sequence with this error."""
+        self._stopped_by = error
         if self.attempt is not None:
-            self.attempt.interrupt(self._time_limit_error())
+            self.attempt.interrupt(error)
+
+    def _on_time_limit(self) -> None:
+        self.stop(self._time_limit_error())
 
     def _time_limit_error(self) -> RequestError:
         limit_s = self._settings.serve.request_timeout_s
@@ -307,7 +312,7 @@ class RequestDriver:
 
 
 class Dispatcher:
-    """The parts of one ingress below HTTP, put together: 14 attributes. Lives on one event loop."""
+    """The parts of one ingress below HTTP, put together: 15 attributes. Lives on one event loop."""
 
     def __init__(
         self,
@@ -326,6 +331,7 @@ class Dispatcher:
         self.stats, self.requests = ServeStats(), RequestLog()
         self.links = Links()
         self.running: set[RequestDriver] = set()
+        self.is_stopping = False  # see stopping.py
         self.queries = Queries(self.links, max_open=settings.router.max_inflight)
         self.placer = Placer(router, self.links, clock)
         self.migrations = Migrations(self.placer, self.links, self.running, self.stats.moves, clock)
@@ -379,15 +385,8 @@ class Dispatcher:
         """
         self.queries.check_room()
         max_tokens = request.sampling.max_tokens
-        query = RouteRequest(
-            request.request_id,
-            tuple(request.block_hashes),
-            len(request.token_ids),
-            max_tokens,
-            max_tokens > 1,
-            force=force,
-            session=request.hints.session,
-        )
+        size, hashes, session = len(request.token_ids), tuple(request.block_hashes), request.hints.session
+        query = RouteRequest(request.request_id, hashes, size, max_tokens, max_tokens > 1, force=force, session=session)
         choice = self.placer.place(query)
         self.router.on_end(request.request_id)  # nothing is computed: it counts as no worker's load
         if isinstance(choice, RoutingRefusal):

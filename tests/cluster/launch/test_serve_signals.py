@@ -7,7 +7,16 @@ import signal
 
 import pytest
 
-from kvrelay.cluster.launch.supervisor import AGAIN, END_S, REACH_S, STOPS, StopRequested, StopSignals, next_step
+from kvrelay.cluster.launch.supervisor import (
+    AGAIN,
+    END_S,
+    REACH_S,
+    STOPS,
+    StopRequested,
+    StopSignals,
+    Supervisor,
+    next_step,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -94,3 +103,37 @@ def test_who_was_asked_is_asked_again_and_then_ended():
 def test_who_stops_is_left_alone_and_then_ended():
     assert next_step(9.0 + END_S, 7.0, 9.0) == "wait"
     assert next_step(9.1 + END_S, 7.0, 9.0) == "end"
+
+
+@pytest.fixture
+def supervisor():
+    """(one without processes, what its driver writes to)"""
+    receiver, sender = os.pipe()
+    yield Supervisor(0, receiver, lambda line: None), sender
+    os.close(receiver)
+    os.close(sender)
+
+
+def test_a_driver_that_finishes_requests_has_that_long_in_addition(supervisor, monkeypatch):
+    one, sender = supervisor
+    monkeypatch.setattr("kvrelay.cluster.launch.supervisor.time.monotonic", lambda: 100.0)
+    os.write(sender, b"stopping\nfinishing 75.0\n")
+    one._read_pipe()
+    assert next_step(174.0 + END_S, 100.0, one._stopping_s) == "wait"
+    assert next_step(176.0 + END_S, 100.0, one._stopping_s) == "end"
+    monkeypatch.setattr("kvrelay.cluster.launch.supervisor.time.monotonic", lambda: 103.0)
+    os.write(sender, b"stopping\n")  # they have ended: Ray is stopped
+    one._read_pipe()
+    assert next_step(104.0 + END_S, 100.0, one._stopping_s) == "end"
+
+
+def test_a_second_press_ends_it_while_requests_finish(supervisor, monkeypatch):
+    one, sender = supervisor
+    now_s = 100.0
+    monkeypatch.setattr("kvrelay.cluster.launch.supervisor.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("kvrelay.cluster.launch.supervisor.os.kill", lambda pid, number: None)
+    assert not one._is_second_press()
+    os.write(sender, b"finishing 75.0\n")
+    one._read_pipe()
+    now_s += 2.0
+    assert one._is_second_press()
