@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.planning.capacity import prompts_of
 from kvrelay.router.planning.types import Interval, PlanningTarget, WorkerModel, Workload
+from kvrelay.types import Role, sides
 
 if TYPE_CHECKING:  # `kvrelay plan --help` is to import no numpy
     from kvrelay.serve.telemetry.observer import Histogram, ServeStats
@@ -24,11 +25,14 @@ CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
 TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": cumulative counts of a histogram
 ALONE = "kvrelay_alone"  # "<name>/<worker id>": share of its blocks that no other worker has
 RUNNING, QUEUED, CACHED = "kvrelay_running", "kvrelay_queued", "kvrelay_cached_blocks"
+ROLES = "kvrelay_roles"  # of a worker: the sum of the values in ROLE_BITS; 0: it is changing its role
 DECODING = "kvrelay_decoding"  # sequences of a worker without queued prompt tokens, else 0
 HIT_SHARE = "kvrelay_hit_share"
 PREFILL_SPEED, STEP_S, CONTEXT = "kvrelay_prefill_tokens_per_s", "kvrelay_decode_step_s", "kvrelay_context_tokens"
 POOL_TOKENS, BLOCK_SIZE, MAX_RUNNING = "kvrelay_pool_tokens", "kvrelay_block_size", "kvrelay_max_running"
 KV_BYTES_PER_TOKEN = "kvrelay_kv_bytes_per_token"
+
+ROLE_BITS = {Role.PREFILL: 1.0, Role.DECODE: 2.0}
 
 Values = Mapping[str, float]
 
@@ -53,10 +57,11 @@ def _bounds(name: str, histogram: "Histogram") -> dict[str, float]:
     return {f"{name}/{bound:g}": float(count) for bound, count in histogram.cumulative()}
 
 
-def worker_report(load: LoadReport, info: WorkerInfo) -> dict[str, float]:
-    """One worker's report: its load, speed and sizes."""
+def worker_report(load: LoadReport, info: WorkerInfo, role: str) -> dict[str, float]:
+    """One worker's report: its load, speed and sizes, and its role now."""
     queried = load.prefix_query_tokens
     return {
+        ROLES: sum(ROLE_BITS[side] for side in sides(role)),
         RUNNING: float(load.running + load.receiving + load.held),
         DECODING: float(load.running if load.queued_tokens == 0 else 0),
         QUEUED: float(load.waiting),
@@ -72,15 +77,23 @@ def worker_report(load: LoadReport, info: WorkerInfo) -> dict[str, float]:
     }
 
 
+def role_in(values: Values, home: Role) -> Role | None:
+    """A reported worker's role; None while it changes, its deployment's where it reports none. One of both roles counts
+    as decode.
+    """
+    value = values.get(ROLES, ROLE_BITS[home])
+    return None if value == 0 else Role.PREFILL if value == ROLE_BITS[Role.PREFILL] else Role.DECODE
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The latest values of every replica that has reported, by replica."""
+    """The latest values of every replica that has reported, by replica. Workers are listed by their role now."""
 
     at_s: float
     ingresses: Mapping[str, Values]
     prefills: Mapping[str, Values]
     decodes: Mapping[str, Values]
-    is_changing: bool  # workers start or drain
+    is_changing: bool  # workers start, drain or change their roles
 
 
 @dataclass(slots=True)

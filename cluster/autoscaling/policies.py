@@ -26,8 +26,10 @@ from kvrelay.cluster.autoscaling.worker_model import (
 from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
+from kvrelay.router.planning.roles import PlacedWorker, counts_now, role_plan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
 from kvrelay.settings.cluster import ClusterSettings
+from kvrelay.types import Role
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
@@ -42,7 +44,7 @@ class PlannerPolicy:
     `router.planning.planner.Planner`.
 
     The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the
-    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s. It has 13
+    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s. It has 14
     attributes, because Serve allows one object for feed, learned speeds, retirements, planner and saved state.
     """
 
@@ -56,7 +58,8 @@ class PlannerPolicy:
         self._settings = planner_settings_from(settings)
         self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
         self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
-        self._retiring = {role: Retiring(drain_timeout_s) for role in (PREFILL, DECODE)}
+        self._retiring = {str(role): Retiring(drain_timeout_s) for role in Role}
+        self._ordered: dict[str, Role] = {}  # the role that each worker is to take
         self.store = RegistryStateStore()
         self._loading_s: float | None = None  # when loading the saved state began
         self.is_loaded = False
@@ -80,27 +83,62 @@ class PlannerPolicy:
         if is_due := now_s - self._observed_s >= INTERVAL_S:
             self._observed_s = now_s
             self._observe(by_name, now_s)
-        decided = {}
-        before = self.retiring
-        for role in (PREFILL, DECODE):
-            context = by_name[role]
-            running = _candidates(by_name, role)
-            wanted = self._planned(role) or self._staying(context, running)
-            decided[context.deployment_id] = self._retiring[role].replicas(wanted, running, now_s)
+        before, running = self.retiring, {role: _candidates(by_name, role) for role in Role}
+        deployed, workers = self._placed(by_name, running)
+        wanted = self.planner.counts if self.planner is not None else counts_now(deployed, workers)
+        may_switch = self._settings.switch_roles
+        plan = role_plan(wanted, deployed, workers, self._limits(by_name), self._ordered, may_switch=may_switch)
+        has_new = self._order(plan.switches, by_name)
+        decided = {
+            by_name[role].deployment_id: self._retiring[role].replicas(
+                plan.replicas[role], running[role], now_s, plan.leaving & running[role].keys()
+            )
+            for role in Role
+        }
         if (names := self.retiring) != before:
             logger.info("kvrelay planner: retiring workers: %s", ", ".join(names) or "none")
         if names:
             self._retire(names)
-        if is_due or names != before:
+        if is_due or has_new or names != before:
             self._save()
         return decided, {}
 
-    def _planned(self, role: str) -> int | None:
-        """The planner's count; None before its first decision."""
-        if self.planner is None:
-            return None
-        counts = self.planner.counts
-        return counts.prefill if role == PREFILL else counts.decode
+    def _placed(
+        self, by_name: Mapping[str, Any], running: Mapping[Role, Mapping[str, RetirementCandidate]]
+    ) -> tuple[WorkerCounts, list[PlacedWorker]]:
+        """Replicas by deployment without those that retire, and the running ones of them."""
+        found = []
+        for home in Role:
+            gone, roles = self._retiring[home], self._roles(by_name[home])
+            for name, one in running[home].items():
+                if name not in gone.until_s and name not in gone.overdue:
+                    role = roles.get(name) or self._ordered.get(name, home)
+                    found.append(PlacedWorker(name, home, role, (one.cost_bytes, one.sequences)))
+        staying = (self._staying(by_name[home], running[home]) for home in Role)
+        there = (sum(one.home is home for one in found) for home in Role)
+        return WorkerCounts(*map(max, staying, there)), found
+
+    def _roles(self, context: Any) -> dict[str, Role | None]:
+        """The roles of a deployment's workers now; None: it is changing."""
+        home = Role(context.deployment_name)
+        return {
+            worker_name(home, replica): feed.role_in(values, home) if self._settings.switch_roles else home
+            for replica, values in latest(context).items()
+        }
+
+    def _order(self, switches: Mapping[str, Role], by_name: Mapping[str, Any]) -> bool:
+        """Order these switches; returns whether there are new ones.
+
+        Repeated at every tick, since a restarted registry has no orders. An order holds until its worker has changed.
+        """
+        changing = {name for home in Role for name, role in self._roles(by_name[home]).items() if role is None}
+        new = {name: role for name, role in switches.items() if self._ordered.get(name) != role}
+        if new:
+            logger.info("kvrelay planner: new roles: %s", ", ".join(f"{name} {role}" for name, role in new.items()))
+        self._ordered = {name: role for name, role in self._ordered.items() if name in changing} | dict(switches)
+        if self._ordered:
+            self._change_roles(self._ordered)
+        return bool(new)
 
     @property
     def retiring(self) -> list[str]:
@@ -123,7 +161,7 @@ class PlannerPolicy:
         self.is_loaded = True
         if (memory := decoded(found or b"")) is not None:
             self._feed = replace(memory.feed, target=self._feed.target)
-            self._learned, self.resumed = memory.learned, memory.planner
+            self._learned, self.resumed, self._ordered = memory.learned, memory.planner, memory.ordered
             drain_s = self._retiring[DECODE].drain_s
             self._retiring |= {role: replace(state, drain_s=drain_s) for role, state in memory.retiring.items()}
             logger.info("kvrelay planner: resumes from its saved state")
@@ -131,12 +169,17 @@ class PlannerPolicy:
 
     def _save(self) -> None:
         planner = self.planner.state if self.planner is not None else self.resumed
-        self.store.save(encoded(PlannerMemory(planner, self._feed, self._learned, self._retiring)))
+        self.store.save(encoded(PlannerMemory(planner, self._feed, self._learned, self._retiring, self._ordered)))
 
     def _observe(self, by_name: Mapping[str, Any], now_s: float) -> None:
-        prefill, decode = by_name[PREFILL], by_name[DECODE]
         ingresses = latest(by_name[INGRESS]) if INGRESS in by_name else {}
-        seen = feed.Observation(now_s, ingresses, latest(prefill), latest(decode), self._is_changing(prefill, decode))
+        reports: dict[Role | None, dict[str, dict[str, float]]] = {role: {} for role in (*Role, None)}
+        for home in Role:
+            roles = self._roles(by_name[home])
+            for replica, values in latest(by_name[home]).items():
+                reports[roles[worker_name(home, replica)]][replica] = values
+        is_changing = self._is_changing(by_name[PREFILL], by_name[DECODE])
+        seen = feed.Observation(now_s, ingresses, reports[Role.PREFILL], reports[Role.DECODE], is_changing)
         workers = [*seen.prefills.values(), *seen.decodes.values()]
         self._learned.observe(workers, now_s)
         model = self._profile or self._learned.model(workers, now_s)
@@ -151,29 +194,29 @@ class PlannerPolicy:
 
     def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any]) -> Planner:
         """The planner; a new one, with the state of the last, when the bounds have changed."""
+        limits = self._limits(by_name)
+        if self.planner is None or self.planner.limits != limits:
+            learned = self.planner.state if self.planner is not None else self.resumed
+            running = {role: _candidates(by_name, role) for role in Role}
+            counts = self.planner.counts if self.planner is not None else counts_now(*self._placed(by_name, running))
+            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts, learned)
+        self.planner.model = model
+        return self.planner
+
+    def _limits(self, by_name: Mapping[str, Any]) -> CountLimits:
         prefill, decode = by_name[PREFILL], by_name[DECODE]
-        limits = CountLimits(
+        return CountLimits(
             max(prefill.capacity_adjusted_min_replicas, 1),
             max(prefill.capacity_adjusted_max_replicas, 1),
             max(decode.capacity_adjusted_min_replicas, 1),
             max(decode.capacity_adjusted_max_replicas, 1),
             self._settings.max_workers or 1 << 20,
         )
-        if self.planner is None or self.planner.limits != limits:
-            learned = self.planner.state if self.planner is not None else self.resumed
-            counts = WorkerCounts(
-                *(
-                    self._planned(role) or self._staying(by_name[role], _candidates(by_name, role))
-                    for role in (PREFILL, DECODE)
-                )
-            )
-            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts, learned)
-        self.planner.model = model
-        return self.planner
 
     def _is_changing(self, *contexts: Any) -> bool:
-        retires = any(retiring.names for retiring in self._retiring.values())
-        return retires or any(one.current_num_replicas != one.target_num_replicas for one in contexts)
+        return bool(self.retiring or self._ordered) or any(
+            one.current_num_replicas != one.target_num_replicas for one in contexts
+        )
 
     def _retire(self, names: list[str]) -> None:
         """Have workers retire. Repeated at every tick, since a restarted registry has no requests."""
@@ -181,6 +224,10 @@ class PlannerPolicy:
             logger.warning("kvrelay planner: there is no registry to take the retirements")
         else:
             found.retire.remote(names, self._retiring[DECODE].drain_s)
+
+    def _change_roles(self, roles: Mapping[str, Role]) -> None:
+        if (found := registry()) is not None:
+            found.change_roles.remote(dict(roles), self._retiring[DECODE].drain_s)
 
 
 def latest(context: Any) -> dict[str, dict[str, float]]:

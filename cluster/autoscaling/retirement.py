@@ -5,7 +5,7 @@ left it closes and ends its actor; Serve's next health check removes the replica
 moment. Serve alone would stop the newest replica of the emptiest node, whatever it holds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,19 +77,22 @@ class Retiring:
     def names(self) -> tuple[str, ...]:
         return tuple(self.until_s)
 
-    def replicas(self, wanted: int, running: dict[str, RetirementCandidate], now_s: float) -> int:
+    def replicas(
+        self, wanted: int, running: Mapping[str, RetirementCandidate], now_s: float, leaving: Collection[str]
+    ) -> int:
         """How many replicas Serve should have now, for `wanted` that accept requests.
 
-        `running`: by id, retiring ones included. Replicas that are still starting go at once: they hold nothing, and
-        Serve stops them first. Of the running ones the victims retire, and count until they are gone. An overdue worker
-        no longer counts, so that Serve stops one by its own choice.
+        Replicas that are still starting go at once: they hold nothing, and Serve stops them first. A running one that
+        retires counts until it is gone. An overdue worker no longer counts, so that Serve stops one by its own choice.
+
+        Args:
+            running: by id, retiring ones included. leaving: of those, which retire from now on.
         """
         self.overdue = {name for name in self.overdue if name in running}
         self.overdue |= {name for name, until_s in self.until_s.items() if name in running and now_s >= until_s}
         self.until_s = {
             name: until_s for name, until_s in self.until_s.items() if name in running and name not in self.overdue
         }
-        staying = [one for name, one in running.items() if name not in self.until_s and name not in self.overdue]
-        for name in victims(staying, len(staying) - wanted):
+        for name in leaving:
             self.until_s[name] = now_s + self.drain_s + GRACE_S
         return wanted + len(self.until_s)

@@ -56,7 +56,7 @@ def target_of(settings: PlannerSettings) -> PlanningTarget:
 
 
 def rules_of(settings: PlannerSettings) -> PlannerRules:
-    return PlannerRules(hold_s=settings.scale_down_delay_s)
+    return PlannerRules(hold_s=settings.scale_down_delay_s, switch_roles=settings.switch_roles)
 
 
 def model_of(profile: SimulatorProfile) -> WorkerModel:
@@ -114,7 +114,7 @@ class LearnedModel:
 
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
-VERSION = 1  # of the saved state
+VERSION = 2  # of the saved state
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,7 @@ class PlannerMemory:
     feed: Feed
     learned: LearnedModel
     retiring: dict[str, Retiring]  # by role
+    ordered: dict[str, Role]  # the role that each worker was ordered to take
     version: int = VERSION
 
 

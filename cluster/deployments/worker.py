@@ -30,12 +30,12 @@ from kvrelay.cluster.registry.actor import (
     listed_as_warming,
     send_heartbeats,
 )
-from kvrelay.cluster.registry.members import WorkerRecord
+from kvrelay.cluster.registry.members import Order, WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.remote_store import ClusterStores
 from kvrelay.config import settings_from
 from kvrelay.environment import cache_dir
-from kvrelay.errors import EngineFailed, StoreError
+from kvrelay.errors import EngineFailed, StoreError, WorkerError
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.logs import configure_logging
 from kvrelay.machine import cpu_quota, own_cores
@@ -85,6 +85,7 @@ class WorkerReplica:
         joined = await join(self._registry, worker_name(self.role, own_replica()), version)
         self._settings = settings_from(settings)
         self._ending: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None  # its role
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
         node_id = str(ray.get_runtime_context().get_node_id())
@@ -109,9 +110,7 @@ class WorkerReplica:
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
         )
         self._watch = StepWatch(self._worker.thread)
-        self._listing = asyncio.create_task(
-            send_heartbeats(self._registry, self._record, self._retire), name="heartbeat"
-        )
+        self._listing = asyncio.create_task(send_heartbeats(self._registry, self._record, self._obey), name="heartbeat")
         self._exporting = asyncio.create_task(export_metrics(self._metrics), name="export metrics")
 
     def _metrics(self) -> Iterable[Metric]:
@@ -181,7 +180,7 @@ class WorkerReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for the policy of cluster/autoscaling/policies.py."""
-        return worker_report(self._worker.load(), self._worker.info)
+        return worker_report(self._worker.load(), self._worker.info, self._worker.requests.role)
 
     async def __del__(self) -> None:
         """Serve stops the replica: accept nothing new, finish what runs, release everything."""
@@ -190,6 +189,19 @@ class WorkerReplica:
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(self._settings.cluster.drain_timeout_s), name="end")
         await self._ending
+
+    def _obey(self, order: Order) -> None:
+        """The planner has it retire, or take another role; repeated orders change nothing."""
+        if not order.role:
+            self._retire(order.drain_s)
+        elif order.role != self._worker.requests.role and (self._changing is None or self._changing.done()):
+            self._changing = asyncio.create_task(self._change_role(order), name=f"become {order.role}")
+
+    async def _change_role(self, order: Order) -> None:
+        try:
+            await self._worker.roles.change(order.role, order.drain_s)
+        except WorkerError as error:
+            logger.warning("%s", error)
 
     def _retire(self, drain_s: float) -> None:
         """The planner retires the worker: the same, before Serve removes the replica."""

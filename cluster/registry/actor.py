@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from kvrelay.cluster.errors import VersionMismatch
 from kvrelay.cluster.registry.draining import leave_drained_node
-from kvrelay.cluster.registry.members import HEARTBEAT_S, Registry, Retirements, Roster, WorkerRecord, merged
+from kvrelay.cluster.registry.members import HEARTBEAT_S, Order, Orders, Registry, Roster, WorkerRecord, merged
 from kvrelay.cluster.registry.versions import Installed, protocol_refusal, refusal
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
 
@@ -54,7 +54,7 @@ class RegistryActor:
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
-        self._retirements = Retirements()
+        self._orders = Orders()
         self._states: dict[str, bytes] = {}
         self._leaving: asyncio.Task[None] | None = None
 
@@ -66,19 +66,23 @@ class RegistryActor:
         self._join_settings = replace(self._join_settings, deployed_from=host)
         return self._join_settings
 
-    async def heartbeat(self, record: WorkerRecord) -> float | None:
-        """The seconds that this worker may take to finish if it is to retire; else None."""
+    async def heartbeat(self, record: WorkerRecord) -> Order | None:
+        """What this worker is to do, if anything."""
         now_s = time.monotonic()
         if self._leaving is None:
             self._leaving = asyncio.create_task(leave_drained_node(restarts=True), name="leave drained node")
-        drain_s = self._retirements.drain_s(record.worker_id, now_s)
-        if drain_s is None:  # a retiring worker is no member, even while it sends heartbeats
+        order = self._orders.of(record.worker_id, now_s)
+        if order is None or order.role:  # a retiring worker is no member, even while it sends heartbeats
             self._notify_if(self._registry.heartbeat(record, now_s))
-        return drain_s
+        return order
 
     async def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Have these workers retire, each at its next heartbeat. The request must be repeated or it expires."""
-        self._retirements.request(worker_ids, drain_s, time.monotonic())
+        self._orders.give(dict.fromkeys(worker_ids, Order(drain_s)), time.monotonic())
+
+    async def change_roles(self, roles: dict[str, str], drain_s: float) -> None:
+        """Have workers take these roles, each at its next heartbeat. The request must be repeated or it expires."""
+        self._orders.give({name: Order(drain_s, role) for name, role in roles.items()}, time.monotonic())
 
     async def save_state(self, name: str, data: bytes) -> None:
         """Save state that outlives its process (cluster/autoscaling/policies.py), over what had this name."""
@@ -159,18 +163,18 @@ def note_deployment(registry: Any) -> None:
 
 
 async def send_heartbeats(
-    registry: Any, record: WorkerRecord, on_retire: Callable[[float], None] = lambda drain_s: None
+    registry: Any, record: WorkerRecord, on_order: Callable[[Order], None] = lambda order: None
 ) -> None:
     """Send heartbeats until cancelled, also while the registry is down.
 
-    `on_retire` is called, perhaps several times, when the worker is to retire, with the seconds that it may take.
+    `on_order` is called with what the planner orders, perhaps several times.
     """
     while True:
         try:
             async with asyncio.timeout(HEARTBEAT_S):
-                drain_s = await registry.heartbeat.remote(record)
-            if drain_s is not None:
-                on_retire(drain_s)
+                order = await registry.heartbeat.remote(record)
+            if order is not None:
+                on_order(order)
         except (RayError, TimeoutError) as error:
             logger.warning("worker %s cannot reach the registry: %s", record.worker_id, error)
         await asyncio.sleep(HEARTBEAT_S)

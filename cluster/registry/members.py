@@ -5,7 +5,7 @@ Pure; actor.py is the Ray actor.
 Times are seconds of the registry's own clock, passed in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 HEARTBEAT_S = 5.0
@@ -87,21 +87,27 @@ class Registry:
             self._changes += 1
 
 
-class Retirements:
-    """Workers that the planner asks to retire. A request that is not repeated expires."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker is to do: retire (""), or take this role; what it has then ends within `drain_s`."""
+
+    drain_s: float
+    role: str = ""
+
+
+class Orders:
+    """The planner's orders to workers, at most one for each. An order that is not repeated expires."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, tuple[float, float]] = {}  # worker -> its drain_s, time of the last request
+        self._orders: dict[str, tuple[Order, float]] = {}  # by worker, with the time when it was given last
 
-    def request(self, worker_ids: Iterable[str], drain_s: float, now_s: float) -> None:
-        """`drain_s`: how long each may take to finish."""
-        self._requests = {name: one for name, one in self._requests.items() if now_s - one[1] < TIMEOUT_S}
-        self._requests.update((name, (drain_s, now_s)) for name in worker_ids)
+    def give(self, orders: Mapping[str, Order], now_s: float) -> None:
+        self._orders = {name: one for name, one in self._orders.items() if now_s - one[1] < TIMEOUT_S}
+        self._orders.update((name, (order, now_s)) for name, order in orders.items())
 
-    def drain_s(self, worker_id: str, now_s: float) -> float | None:
-        """None: the worker is not to retire."""
-        drain_s, requested_s = self._requests.get(worker_id, (0.0, -TIMEOUT_S))
-        return drain_s if now_s - requested_s < TIMEOUT_S else None
+    def of(self, worker_id: str, now_s: float) -> Order | None:
+        order, given_s = self._orders.get(worker_id, (None, now_s))
+        return order if now_s - given_s < TIMEOUT_S else None
 
 
 def merged(known: tuple[WorkerRecord, ...], roster: Roster) -> tuple[WorkerRecord, ...]:

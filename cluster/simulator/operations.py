@@ -175,7 +175,7 @@ class Autoscaler:
 
     def _reports(self, role: Role) -> dict[str, dict[str, float]]:
         return {
-            worker.worker_id: worker_report(worker.reports.last_load, worker.info)
+            worker.worker_id: worker_report(worker.reports.last_load, worker.info, str(worker.role))
             for worker in self._fleet.serving(role)
         }
 

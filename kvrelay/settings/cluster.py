@@ -150,6 +150,11 @@ class PlannerSettings(Section):
     min_decode: int = setting(1, "Fewest decode workers.", ge=1)
     max_decode: int = setting(4, "Most decode workers.", ge=1)
     max_workers: int | None = setting(None, "Most workers of both roles together; default: no limit.", ge=2)
+    switch_roles: bool = setting(
+        True,
+        "A role that needs more workers first takes those that the other role has to spare: they change their roles in "
+        "place, before workers are started. false: roles stay as deployed.",
+    )
     scale_down_delay_s: float = setting(
         300.0,
         "How long fewer workers must have been enough before scaling down, and the shortest time between two such "

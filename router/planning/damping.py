@@ -50,6 +50,19 @@ class Damper:
             self.hold_s, self.changed_s = max(self.base_s, self.hold_s / 2), now_s
         return self.count
 
+    def spare(self, low: int, now_s: float) -> int:
+        """How many it could give to the other role: such workers are switched, not stopped, so fewer must have been
+        enough for `rise_s` only. None within the hold after an up, by which the bound on turns holds as for a down.
+        """
+        if now_s - self.up_s < self.hold_s:
+            return 0
+        recent = next((needed for at_s, needed in self.lows if at_s >= now_s - self.rise_s), low)
+        return max(0, self.count - max(recent, low))
+
+    def give(self, num: int, now_s: float) -> None:
+        """Workers that take the other role."""
+        self.count, self.changed_s, self.down_s = self.count - num, now_s, now_s
+
     def resumed(self, learned: "Damper") -> "Damper":
         """With this one's count and durations, and what the other has learned."""
         hold_s = min(max(learned.hold_s, self.base_s), MOST_HOLDS * self.base_s)

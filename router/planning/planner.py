@@ -34,6 +34,7 @@ class PlannerRules:
     margin: float = 0.15  # share of extra load that fewer workers must still serve; no setting: the delay is the knob
     catch_up_s: float = 30.0  # in which overdue prompts are to be computed
     period_s: float = 86400.0  # of a repeating pattern; 0: none
+    switch_roles: bool = True  # a role takes what the other has to spare before workers are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ class Planner:
         least = load.at(load.rate * (1.0 + self.rules.margin))
         need, low = self._strained(seen, load, least, waiting)
         before = self.counts
-        self._step(need, low, load, seen.end_s)
-        return ScalingPlan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
+        taken = self._step(need, low, load, seen.end_s)
+        return ScalingPlan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low, taken)))
 
     def _correct(self, role: str, ratio: float | None) -> None:
         """Observed step time over the curve's; averaged over logarithms."""
@@ -162,20 +163,35 @@ class Planner:
             damper.step(damper.count, damper.count, now_s, most=damper.count)
         return self.counts
 
-    def _step(self, need: split.Needs, low: split.Needs, load: Workload, now_s: float) -> None:
-        limits = self.limits
+    def _step(self, need: split.Needs, low: split.Needs, load: Workload, now_s: float) -> dict[str, int]:
+        """Change the counts; returns how many workers a role takes from the other."""
+        limits, taken = self.limits, dict[str, int]()
         wanted = split.within_total(need.counts(limits), load, self.corrected, self._reachable(load), limits)
         floor = split.within_total(low.counts(limits), load, self.corrected, self._reachable(load), limits)
         # first the decreases: the other role may use what one role releases
         for role in sorted(self.state.dampers, key=lambda role: getattr(wanted, role) - getattr(self.counts, role)):
-            other = self.state.dampers["decode" if role == "prefill" else "prefill"]
-            most = min(getattr(limits, f"max_{role}"), limits.total - other.count)
-            self.state.dampers[role].step(getattr(wanted, role), getattr(floor, role), now_s, most=most)
+            name = "decode" if role == "prefill" else "prefill"
+            damper, other = self.state.dampers[role], self.state.dampers[name]
+            kept = max(getattr(wanted, name), getattr(floor, name))
+            spare = other.spare(kept, now_s) if self.rules.switch_roles else 0
+            most = min(getattr(limits, f"max_{role}"), limits.total - other.count + spare)
+            before = damper.count
+            rise = damper.step(getattr(wanted, role), getattr(floor, role), now_s, most=most) - before
+            if (num := min(rise, spare)) > 0:
+                other.give(num, now_s)
+                taken[role] = num
+        return taken
 
     # ---- why
 
     def _reasons(
-        self, before: WorkerCounts, load: Workload, waiting: float, need: split.Needs, low: split.Needs
+        self,
+        before: WorkerCounts,
+        load: Workload,
+        waiting: float,
+        need: split.Needs,
+        low: split.Needs,
+        taken: dict[str, int],
     ) -> list[str]:
         reasons = [
             f"{load.rate:.3g} requests/s expected of {load.input_tokens:.0f} + {load.output_tokens:.0f} tokens, "
@@ -194,18 +210,21 @@ class Planner:
         if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
             reasons.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
         for role in ("prefill", "decode"):
-            reasons.append(self._reason(role, getattr(before, role), getattr(need, role), getattr(low, role)))
+            given = sum(taken.values()) - taken.get(role, 0)
+            reasons.append(self._reason(role, getattr(before, role), getattr(need, role), getattr(low, role), given))
         if self.counts.total >= self.limits.total and need.counts(self.limits).total > self.limits.total:
             reasons.append(f"both roles together may have {self.limits.total}")
         return reasons
 
-    def _reason(self, role: str, before: int, need: int | None, low: int | None) -> str:
+    def _reason(self, role: str, before: int, need: int | None, low: int | None, given: int) -> str:
         count, most = getattr(self.counts, role), getattr(self.limits, f"max_{role}")
         if need is None:
             return f"{role} {count}: not even {most} carry it"
         wanted = f"needs {need}, {low if low is not None else f'more than {most}'} with the margin"
         if count > before:
             return f"{role} {before} -> {count}: {wanted}"
+        if given:
+            return f"{role} {before} -> {count}: {wanted}; {given} take the other role"
         if count < before:
             return f"{role} {before} -> {count}: {wanted}, for {self.rules.hold_s:.0f} s or more"
         return f"{role} {count}: {wanted}"

@@ -21,7 +21,7 @@ from kvrelay.cluster.deployments.serve_config import PLANNER_POLICY_PATH, scaled
 from kvrelay.cluster.deployments.worker import DecodeReplica
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.profiles.profile import find_profile
-from kvrelay.cluster.registry.members import TIMEOUT_S, Retirements
+from kvrelay.cluster.registry.members import TIMEOUT_S, Order, Orders
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.reports import LoadReport, WorkerInfo
@@ -171,8 +171,8 @@ def test_a_profiles_neighbours_are_the_models():
 
 def test_a_worker_with_prompts_in_hand_says_nothing_of_its_decode_steps():
     busy, free = (LoadReport(seq=1, running=5, queued_tokens=tokens, decode_step_s=0.1) for tokens in (300, 0))
-    assert feed.worker_report(busy, INFO)[feed.DECODING] == 0.0
-    assert feed.worker_report(free, INFO)[feed.DECODING] == 5.0
+    assert feed.worker_report(busy, INFO, "decode")[feed.DECODING] == 0.0
+    assert feed.worker_report(free, INFO, "decode")[feed.DECODING] == 5.0
 
 
 def test_a_model_is_learnt_from_reports():
@@ -243,43 +243,44 @@ def group(*names: str) -> dict[str, RetirementCandidate]:
 
 def test_a_worker_that_retires_counts_until_it_is_gone():
     it = Retiring(30.0)
-    assert it.replicas(2, group("a", "b", "c"), 0.0) == 3
+    assert it.replicas(2, group("a", "b", "c"), 0.0, ["a"]) == 3
     assert it.names == ("a",)
-    assert it.replicas(2, group("a", "b", "c"), 10.0) == 3
-    assert it.replicas(2, group("b", "c"), 20.0) == 2
+    assert it.replicas(2, group("a", "b", "c"), 10.0, []) == 3
+    assert it.replicas(2, group("b", "c"), 20.0, []) == 2
     assert it.names == ()
 
 
 def test_more_are_wanted_while_one_retires():
     it = Retiring(30.0)
-    it.replicas(1, group("a", "b"), 0.0)
-    assert it.replicas(3, group("a", "b"), 5.0) == 4  # a goes all the same
+    it.replicas(1, group("a", "b"), 0.0, ["a"])
+    assert it.replicas(3, group("a", "b"), 5.0, []) == 4  # a goes all the same
     assert it.names == ("a",)
 
 
 def test_who_does_not_go_in_time_is_left_to_serve():
     it = Retiring(30.0)
-    it.replicas(1, group("a", "b"), 0.0)
-    assert it.replicas(1, group("a", "b"), 30.0 + GRACE_S) == 1
+    it.replicas(1, group("a", "b"), 0.0, ["a"])
+    assert it.replicas(1, group("a", "b"), 30.0 + GRACE_S, []) == 1
     assert it.names == ()
-    assert it.replicas(1, group("a", "b"), 500.0) == 1
-    assert it.replicas(1, group("b"), 501.0) == 1
+    assert it.replicas(1, group("a", "b"), 500.0, []) == 1
+    assert it.replicas(1, group("b"), 501.0, []) == 1
     assert it.names == ()
 
 
 def test_workers_that_only_start_are_given_up_without_a_victim():
     it = Retiring(30.0)
-    assert it.replicas(2, group("a", "b"), 0.0) == 2  # three were wanted, the third has not come up
+    assert it.replicas(2, group("a", "b"), 0.0, []) == 2  # three were wanted, the third has not come up
     assert it.names == ()
 
 
 def test_the_registry_asks_while_it_is_told_to_and_then_forgets():
-    it = Retirements()
-    it.request(["a"], 40.0, 0.0)
-    assert it.drain_s("a", 5.0) == 40.0 and it.drain_s("b", 5.0) is None
-    it.request(["a"], 40.0, 10.0)
-    assert it.drain_s("a", 10.0 + TIMEOUT_S - 1) == 40.0
-    assert it.drain_s("a", 10.0 + TIMEOUT_S) is None
+    it = Orders()
+    it.give({"a": Order(40.0), "c": Order(40.0, "decode")}, 0.0)
+    assert it.of("a", 5.0) == Order(40.0) and it.of("b", 5.0) is None and it.of("c", 5.0) == Order(40.0, "decode")
+    it.give({"a": Order(40.0), "c": Order(40.0, "prefill")}, 10.0)
+    assert it.of("a", 10.0 + TIMEOUT_S - 1) == Order(40.0)
+    assert it.of("a", 10.0 + TIMEOUT_S) is None
+    assert it.of("c", 11.0) == Order(40.0, "prefill")  # the last one alone
 
 
 def test_the_error_of_a_retired_worker_survives_pickle():
@@ -717,7 +718,7 @@ def test_off_needs_no_quotes():
 
 def test_a_worker_reports_what_the_planner_reads():
     load = LoadReport(seq=1, running=3, held=1, waiting=2, used_blocks=5, decode_step_s=0.02)
-    report = feed.worker_report(load, INFO)
+    report = feed.worker_report(load, INFO, "decode")
     assert (report[feed.CONTEXT], report[feed.POOL_TOKENS]) == (80.0, 1600.0)
     assert (report[feed.RUNNING], report[feed.QUEUED], report[feed.STEP_S]) == (4.0, 2.0, 0.02)
     assert all(isinstance(value, float) for value in report.values())

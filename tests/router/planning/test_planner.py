@@ -687,3 +687,53 @@ def test_limits_that_contradict_each_other_are_refused(wrong):
 
 def test_too_many_at_the_start_are_cut_to_the_total():
     assert Planner(MODEL, TARGET, CountLimits(total=5), RULES, WorkerCounts(9, 9)).counts.total <= 5
+
+
+# ---- roles that change
+
+
+def swinging(*, may_switch: bool) -> tuple[Planner, list[WorkerCounts]]:
+    """A load of prompts for 100 s, one of outputs for 100 s, and so on; hold 50 s."""
+    rules = replace(RULES, hold_s=50.0, switch_roles=may_switch)
+    it, course = Planner(MODEL, TARGET, CountLimits(), rules, WorkerCounts(1, 1)), []
+    for number in range(80):
+        facts = {"arrivals": 100, "ended": 100}
+        if number // 10 % 2 == 0:
+            facts |= {"input_tokens": 200_000, "input_squares": 4e8, "output_tokens": 300}
+        else:
+            facts |= {"input_tokens": 10_000, "input_squares": 1e6, "output_tokens": 60_000}
+        it.observe(Interval(number * LOOK_S, (number + 1) * LOOK_S, **facts))
+        course.append(it.counts)
+    return it, course
+
+
+def started(course: list[WorkerCounts]) -> int:
+    return sum(max(0, after.total - before.total) for before, after in pairwise(course))
+
+
+def test_a_load_that_swings_switches_workers_instead_of_starting_and_stopping_them():
+    _, switched = swinging(may_switch=True)
+    _, apart = swinging(may_switch=False)
+    trades = [
+        (before, after)
+        for before, after in pairwise(switched)
+        if (after.prefill - before.prefill) * (after.decode - before.decode) < 0
+    ]
+    assert len(trades) >= 4, switched
+    assert started(switched) <= started(apart) / 2
+    assert sum(one.total for one in switched) < sum(one.total for one in apart)
+    for role in ("prefill", "decode"):
+        times = [index * LOOK_S for index in turns([getattr(one, role) for one in switched])]
+        assert most_in_a_span(times, 200.0) <= most_turns(200.0, 50.0)
+
+
+def test_the_total_is_no_limit_for_a_role_that_takes_what_the_other_has_to_spare():
+    it = planner(total=4)
+    for number in range(10):
+        it.observe(seen(number, 8.0, input_tokens=100_000, input_squares=2e8, output_tokens=300))
+    full = it.counts
+    for number in range(10, 30):
+        plan = it.observe(seen(number, 8.0, input_tokens=8_000, input_squares=1e6, output_tokens=60_000))
+        if it.counts != full:
+            break
+    assert it.counts.total <= 4 and it.counts.decode > full.decode, (full, plan.reasons)
