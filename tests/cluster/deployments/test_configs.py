@@ -1,11 +1,14 @@
 """The ready configurations parse as Ray Serve reads them, and hold settings that kvrelay accepts."""
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
 from kvrelay.config import settings_from
 
 pytestmark = pytest.mark.alone
@@ -63,3 +66,35 @@ def test_arguments_of_replicas_do_not_change_with_the_counts():
     assert replica_arguments(few) == replica_arguments(many)
     assert settings_from(replica_arguments(few)).engine == few.engine
     assert replica_arguments(few) != replica_arguments(settings_from({"engine": {"token_budget": 64}}))
+
+
+def exported(text: str) -> dict[str, str]:
+    """The variables that `export` lines of a shell set, apart from those of other subjects."""
+    lines = re.findall(r"^ *export ((?:[^\n;]|\n(?! *(?:export|ray)))+)", text, re.MULTILINE)
+    pairs = [word.split("=", 1) for line in lines for word in shlex.split(line)]
+    return {name: value for name, value in pairs if name.startswith("RAY_SERVE_")}
+
+
+def test_files_and_docs_that_offer_one_address_set_the_variables_that_kvrelay_serve_sets():
+    cluster = yaml.safe_load((FOLDER / "ray-cluster.yaml").read_text())
+    for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
+        assert exported(commands[-1].partition(";")[0]) == SHARED_ADDRESS
+    for name in ("kuberay", "kuberay-cpu"):
+        spec = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["spec"]["rayClusterConfig"]
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            (container,) = group["template"]["spec"]["containers"]
+            given = {one["name"]: one.get("value") for one in container["env"] if one["name"].startswith("RAY_SERVE_")}
+            assert given == SHARED_ADDRESS
+    docs = (FOLDER.parent / "docs/deploy.md").read_text()
+    (block,) = re.findall(r"## One address for several ingresses\n.*?```bash\n(.*?)```", docs, re.DOTALL)
+    assert exported(block) == SHARED_ADDRESS
+    local = (FOLDER / "ray-up-local.yaml").read_text()
+    assert not any(name in local for name in SHARED_ADDRESS) and "One address for several ingresses" in local
+
+
+@pytest.mark.parametrize("name", ["ray-cluster", "ray-up-local"])
+def test_no_setup_command_quotes_a_tilde_which_a_shell_would_then_not_expand(name: str):
+    data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    commands = [*data["setup_commands"], *data.get("worker_setup_commands", [])]
+    assert commands and not any(re.search(r"['\"]~", one) for one in commands)
+    assert not re.search(r"['\"]~/kvrelay-source", (FOLDER / f"{name}.yaml").read_text())

@@ -200,6 +200,52 @@ def test_ray_reads_the_time_that_it_drains_for_from_this_variable():
     assert f'"{DRAIN}"' in Path(ray_constants.__file__).read_text()
 
 
+def redis_parts() -> dict[str, dict[str, Any]]:
+    """The objects of kuberay-redis.yaml by kind."""
+    text = (ROOT / "configs/kuberay-redis.yaml").read_text()
+    return {one["kind"]: one for one in json.loads(json.dumps(list(yaml.safe_load_all(text))))}
+
+
+def test_the_redis_of_the_gcs_is_one_that_kubernetes_takes_and_the_service_file_finds():
+    parts = redis_parts()
+    for one in parts.values():
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    (port,) = parts["Service"]["spec"]["ports"]
+    options = service("kuberay")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == f"{parts['Service']['metadata']['name']}:{port['port']}"
+    pod = parts["StatefulSet"]["spec"]["template"]
+    (server,) = pod["spec"]["containers"]
+    labels = pod["metadata"]["labels"]
+    assert labels == parts["Service"]["spec"]["selector"] == parts["StatefulSet"]["spec"]["selector"]["matchLabels"]
+    (password,) = server["env"]
+    assert password["valueFrom"] == options["redisPassword"]["valueFrom"]
+    assert server["args"][-2:] == ["--requirepass", f"$({password['name']})"]
+    assert (
+        [one["name"] for one in server["ports"]]
+        == [port["targetPort"]]
+        == [server["livenessProbe"]["tcpSocket"]["port"]]
+    )
+    (mount,), (claim,) = server["volumeMounts"], parts["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    assert mount["name"] == claim["metadata"]["name"] and mount["mountPath"] == server["args"][1]  # --dir
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "StatefulSet/spec/serviceName",
+        "StatefulSet/spec/template/spec/containers/0/startupProbe/tcpSocket",
+        "StatefulSet/spec/volumeClaimTemplates/0/spec/accessModes",
+        "Service/spec/selector",
+    ],
+)
+def test_a_misspelt_field_of_the_redis_is_refused(path):
+    parts = redis_parts()
+    _misspell(parts, path)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(parts[path.split("/")[0]], KUBERNETES, strict=True)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_ray_in_the_image_is_the_version_that_the_file_names(name):
     import ray
