@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from kvrelay.plane import messages as wire
 from kvrelay.serve.requests.stopping import finish
 from tests.fakes import alphabet, expected_tokens
 from tests.serve.conftest import MODEL, collect, sequence
@@ -57,7 +58,7 @@ async def test_a_request_without_its_first_token_ends_too(make_cluster):
     cluster = await make_cluster()
     cluster.prefill[0].hold_first_token.clear()
     reading = asyncio.create_task(collect(cluster.dispatcher.generate(sequence(max_tokens=20))))
-    await cluster.prefill[0].until(lambda worker: worker.received)
+    await cluster.prefill[0].until(lambda worker: worker.count(wire.Prefill))
     await finish(cluster.dispatcher, 0.1)
     with pytest.raises(Exception, match="this ingress stops"):
         await reading
