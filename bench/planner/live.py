@@ -136,7 +136,15 @@ def is_whole(record: LoadRecord) -> bool:
 
 
 def planner_flags(hold_s: float, profile: Path) -> list[str]:
-    values = {"mode": "auto", "max_prefill": MOST, "max_decode": MOST, "scale_down_delay_s": hold_s, "profile": profile}
+    """Without role changes, so that Serve's counts are the roles': bench/serving/roles.py is about those."""
+    values = {
+        "mode": "auto",
+        "switch_roles": "off",
+        "max_prefill": MOST,
+        "max_decode": MOST,
+        "scale_down_delay_s": hold_s,
+        "profile": profile,
+    }
     return [part for name, value in values.items() for part in ("--set", f"planner.{name}={value}")]
 
 

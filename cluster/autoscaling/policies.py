@@ -13,12 +13,13 @@ from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
+from kvrelay.cluster.autoscaling.room import NOTICE, RETRY_S, Room
 from kvrelay.cluster.autoscaling.worker_model import (
-    INTERVAL_S,
     LearnedModel,
     PlannerMemory,
     decoded,
     encoded,
+    interval_of,
     model_of,
     rules_of,
     target_of,
@@ -44,8 +45,9 @@ class PlannerPolicy:
     `router.planning.planner.Planner`.
 
     The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the
-    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s. It has 14
-    attributes, because Serve allows one object for feed, learned speeds, retirements, planner and saved state.
+    incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s, and of the
+    cluster's room. It has 15 attributes, because Serve allows one object for feed, learned speeds, retirements, room,
+    planner and saved state.
     """
 
     def __init__(self, drain_timeout_s: float = DRAIN_S, **settings: Any) -> None:
@@ -60,6 +62,7 @@ class PlannerPolicy:
         self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
         self._retiring = {str(role): Retiring(drain_timeout_s) for role in Role}
         self._ordered: dict[str, Role] = {}  # the role that each worker is to take
+        self._rooms = {str(role): Room() for role in Role}
         self.store = RegistryStateStore()
         self._loading_s: float | None = None  # when loading the saved state began
         self.is_loaded = False
@@ -80,7 +83,7 @@ class PlannerPolicy:
         now_s = float(by_name[DECODE].current_time)
         if not self.is_loaded and not self._load(now_s):
             return {}, {}
-        if is_due := now_s - self._observed_s >= INTERVAL_S:
+        if is_due := now_s - self._observed_s >= interval_of(self._settings):
             self._observed_s = now_s
             self._observe(by_name, now_s)
         before, running = self.retiring, {role: _candidates(by_name, role) for role in Role}
@@ -162,6 +165,7 @@ class PlannerPolicy:
         if (memory := decoded(found or b"")) is not None:
             self._feed = replace(memory.feed, target=self._feed.target)
             self._learned, self.resumed, self._ordered = memory.learned, memory.planner, memory.ordered
+            self._rooms = memory.rooms or self._rooms
             drain_s = self._retiring[DECODE].drain_s
             self._retiring |= {role: replace(state, drain_s=drain_s) for role, state in memory.retiring.items()}
             logger.info("kvrelay planner: resumes from its saved state")
@@ -169,9 +173,11 @@ class PlannerPolicy:
 
     def _save(self) -> None:
         planner = self.planner.state if self.planner is not None else self.resumed
-        self.store.save(encoded(PlannerMemory(planner, self._feed, self._learned, self._retiring, self._ordered)))
+        memory = PlannerMemory(planner, self._feed, self._learned, self._retiring, self._ordered, self._rooms)
+        self.store.save(encoded(memory))
 
     def _observe(self, by_name: Mapping[str, Any], now_s: float) -> None:
+        self._note_room(by_name, now_s)
         ingresses = latest(by_name[INGRESS]) if INGRESS in by_name else {}
         reports: dict[Role | None, dict[str, dict[str, float]]] = {role: {} for role in (*Role, None)}
         for home in Role:
@@ -204,14 +210,34 @@ class PlannerPolicy:
         return self.planner
 
     def _limits(self, by_name: Mapping[str, Any]) -> CountLimits:
-        prefill, decode = by_name[PREFILL], by_name[DECODE]
-        return CountLimits(
-            max(prefill.capacity_adjusted_min_replicas, 1),
-            max(prefill.capacity_adjusted_max_replicas, 1),
-            max(decode.capacity_adjusted_min_replicas, 1),
-            max(decode.capacity_adjusted_max_replicas, 1),
-            self._settings.max_workers or 1 << 20,
-        )
+        bounds = [self._bounds(by_name[role]) for role in (PREFILL, DECODE)]
+        total = max(self._settings.max_workers or 1 << 20, sum(low for low, _ in bounds))
+        return CountLimits(*bounds[0], *bounds[1], total)
+
+    def _bounds(self, context: Any) -> tuple[int, int]:
+        """A role's fewest and most workers: Serve's bounds, never 0, and no more than the cluster has room for."""
+        low = max(context.capacity_adjusted_min_replicas, 1)
+        room = self._rooms[context.deployment_name].most
+        high = context.capacity_adjusted_max_replicas
+        return low, max(low, high if room is None else min(high, room))
+
+    def _note_room(self, by_name: Mapping[str, Any], now_s: float) -> None:
+        """Compare Serve's targets with the workers that have a place: those that run, and the registry's members."""
+        if (members := self.store.members()) is None:
+            return
+        is_tight = any(room.is_tight for room in self._rooms.values())
+        resources = self.store.resources() if is_tight else {}
+        before, notices = [room.most for room in self._rooms.values()], []
+        for role, room in self._rooms.items():
+            running = {worker_name(role, replica.unique_id) for replica in by_name[role].running_replicas}
+            placed = running | {name for name in members if name.startswith(f"{role}-")}
+            retry_s = max(RETRY_S, self._settings.scale_down_delay_s)
+            room.observe(by_name[role].target_num_replicas, len(placed), resources, now_s, retry_s)
+            notices += [line] if (line := room.line(role, now_s)) else []
+        if (after := [room.most for room in self._rooms.values()]) != before:
+            logger.info("kvrelay planner: %s", "; ".join(notices) or "the cluster may have room again")
+        if after != before or notices:
+            self.store.notice(notices)
 
     def _is_changing(self, *contexts: Any) -> bool:
         return bool(self.retiring or self._ordered) or any(
@@ -271,10 +297,39 @@ class RegistryStateStore:
 
     def __init__(self) -> None:
         self._pending: Any = None
+        self._roster: Any = None
 
     def save(self, data: bytes) -> None:
         if (found := registry()) is not None:
             found.save_state.remote(NAME, data)
+
+    def notice(self, lines: list[str]) -> None:
+        """For `kvrelay status`, over the last ones."""
+        if (found := registry()) is not None:
+            found.save_state.remote(NOTICE, "\n".join(lines).encode())
+
+    def members(self) -> frozenset[str] | None:
+        """The ids of the registry's members at the last call, warming ones included; None: no answer to that yet."""
+        import ray
+
+        try:
+            if (asked := self._roster) is None or (ready := ray.wait([asked], timeout=0)[0]):
+                found = registry()
+                self._roster = None if found is None else found.watch.remote("", 0.0)
+                return None if asked is None else frozenset(one.worker_id for one in ray.get(ready[0]).members)
+        except ray.exceptions.RayError as error:
+            self._roster = None
+            logger.warning("kvrelay planner: the registry does not list its members: %s", error)
+        return None
+
+    def resources(self) -> dict[str, float]:
+        """The cluster's, used ones included; empty: unknown."""
+        import ray
+
+        try:
+            return {name: amount for name, amount in ray.cluster_resources().items() if not name.startswith("node:")}
+        except ray.exceptions.RayError:
+            return {}
 
     def load(self) -> bytes | None:
         """What was saved, empty if nothing was; None: the registry has not answered yet, call again."""

@@ -24,6 +24,7 @@ from kvrelay.cluster.autoscaling.feed import (
     Feed,
 )
 from kvrelay.cluster.autoscaling.retirement import Retiring
+from kvrelay.cluster.autoscaling.room import Room
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.router.planning.planner import PlannerRules, PlannerState
@@ -57,6 +58,11 @@ def target_of(settings: PlannerSettings) -> PlanningTarget:
 
 def rules_of(settings: PlannerSettings) -> PlannerRules:
     return PlannerRules(hold_s=settings.scale_down_delay_s, switch_roles=settings.switch_roles)
+
+
+def interval_of(settings: PlannerSettings) -> float:
+    """Seconds between two observations: a count falls after two of them at least."""
+    return min(INTERVAL_S, settings.scale_down_delay_s / 2)
 
 
 def model_of(profile: SimulatorProfile) -> WorkerModel:
@@ -126,6 +132,7 @@ class PlannerMemory:
     learned: LearnedModel
     retiring: dict[str, Retiring]  # by role
     ordered: dict[str, Role]  # the role that each worker was ordered to take
+    rooms: dict[str, Room] = field(default_factory=dict)  # by role
     version: int = VERSION
 
 

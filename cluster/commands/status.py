@@ -57,6 +57,7 @@ def _serve_status(dashboard: RayDashboard) -> dict[str, Any]:
         return {"error": str(error)}
     return {
         "status": app.get("status"),
+        "is_planned": "autoscaling_policy" in (app.get("deployed_app_config") or {}),
         "deployments": {
             name: {
                 "status": one["status"],
@@ -103,6 +104,8 @@ def render(status: dict[str, Any]) -> RenderableType:
         head.add_row("", Text(status["dashboard_token"], "dim"))
     for name, deployment in sorted(serve.get("deployments", {}).items()):
         head.add_row(name, Text(f"{deployment['status']}, {deployment['progress']}"))
+    for line in status.get("planner", []) if serve.get("is_planned", True) else []:
+        head.add_row("planner", Text(line, "yellow"))
     if "error" in serve:
         head.add_row("Serve", Text(serve["error"], "red"))
     if "error" in status:

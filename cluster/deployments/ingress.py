@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
+from kvrelay.cluster.autoscaling.room import NOTICE
 from kvrelay.cluster.deployments.http_server import finish_before_stop, listen_with_reuseaddr
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
@@ -222,6 +223,7 @@ class IngressReplica:
             "is_ready": self._dispatcher.workers.is_ready(),
             "prediction_error_s": router.prediction_error_s,
             "pairs": self._dispatcher.workers.pairs.book.view()["pairs"],
+            "planner": await self._planner_notices(),
             "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
             "warming": [
                 _address(record) | {"seconds": now_s - links.warming[record.worker_id][1]}
@@ -241,6 +243,15 @@ class IngressReplica:
                 *(self._store_status(record) for record in self._members if record.role == STORE_ROLE)
             ),
         }
+
+    async def _planner_notices(self) -> list[str]:
+        """Why there are not more workers; empty also while the registry does not answer."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                notice: bytes = await self._registry.saved_state.remote(NOTICE)
+                return notice.decode().splitlines()
+        except (RayError, TimeoutError):
+            return []
 
     async def _worker_status(self, record: WorkerRecord) -> dict[str, Any]:
         try:

@@ -7,7 +7,7 @@ Pure: plain data in, plain data out.
 import copy
 from typing import Any
 
-from kvrelay.cluster.autoscaling.worker_model import INTERVAL_S, planner_settings
+from kvrelay.cluster.autoscaling.worker_model import interval_of, planner_settings
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
 
@@ -78,7 +78,7 @@ def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
             "max_replicas": high,
             "initial_replicas": min(max(count, low), high),
             "metrics_interval_s": METRICS_S,
-            "look_back_period_s": INTERVAL_S,
+            "look_back_period_s": interval_of(planner),
             "upscale_delay_s": 0,
             "downscale_delay_s": 0,
         }

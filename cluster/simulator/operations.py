@@ -9,10 +9,9 @@ and stop when they have finished, after `drain_s` in any case; what they had the
 from collections import defaultdict
 from dataclasses import replace
 
-from kvrelay.cluster.autoscaling import worker_model
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
-from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
+from kvrelay.cluster.autoscaling.worker_model import interval_of, model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.simulator.clock import Event
 from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.scenario import Fault, World
@@ -141,7 +140,7 @@ def candidate(worker: SimulatedWorker) -> RetirementCandidate:
 
 
 class Autoscaler:
-    """Plans every `INTERVAL_S` and scales the fleet."""
+    """Plans at every interval of the planner's and scales the fleet."""
 
     def __init__(self, fleet: SimulatedFleet) -> None:
         own, scenario = planner_settings(fleet.world.settings), fleet.scenario
@@ -154,6 +153,7 @@ class Autoscaler:
         self._planner = Planner(self._model, target_of(own), limits, rules, counts)
         self._feed = Feed(target_of(own))
         self._plan: ScalingPlan | None = None
+        self._interval_s = interval_of(own)
 
     def plan(self) -> None:
         """Plan now, and again after every interval."""
@@ -171,7 +171,7 @@ class Autoscaler:
             self._plan = self._planner.observe(interval)
             self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
             self._fleet.scale(Role.DECODE, self._planner.counts.decode)
-        clock.after(worker_model.INTERVAL_S, self.plan)
+        clock.after(self._interval_s, self.plan)
 
     def _reports(self, role: Role) -> dict[str, dict[str, float]]:
         return {

@@ -11,8 +11,10 @@ import pytest
 import ray
 
 from kvrelay.cluster.autoscaling.policies import NAME, RegistryStateStore
+from kvrelay.cluster.autoscaling.room import NOTICE
 from kvrelay.cluster.autoscaling.worker_model import decoded
 from kvrelay.cluster.registry.actor import NAMESPACE, connect_registry
+from kvrelay.cluster.registry.members import WorkerRecord
 from tests.cluster.autoscaling.test_planner_policy import PlannerPolicy, World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.alone]
@@ -68,6 +70,19 @@ class Controller:
 
     def has_learnt_before(self) -> bool:
         return self.world.policy.resumed is not None
+
+
+def test_the_planner_sees_workers_that_warm_up_and_the_clusters_resources_and_leaves_its_reasons(registry):
+    store = RegistryStateStore()
+    ray.get(registry.heartbeat.remote(WorkerRecord("prefill-w", "prefill", "", "127.0.0.1", 0, "n", 1)))
+    assert store.members() is None  # asked now
+    deadline_s = time.monotonic() + 30.0
+    while (members := store.members()) is None and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert members == {"prefill-w"}
+    assert store.resources()["CPU"] == 1.0
+    store.notice(["prefill stays at 1", "decode stays at 2"])
+    assert ray.get(registry.saved_state.remote(NOTICE)) == b"prefill stays at 1\ndecode stays at 2"
 
 
 def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_new_as_well(registry):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.policies import LOAD_TIMEOUT_S, PlannerPolicy, worker_name
 from kvrelay.cluster.autoscaling.retirement import GRACE_S, RetirementCandidate, Retiring, victims
+from kvrelay.cluster.autoscaling.room import RETRY_S, WAIT_S, Room
 from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, planner_settings
 from kvrelay.cluster.deployments.app import replica_arguments
 from kvrelay.cluster.deployments.serve_config import PLANNER_POLICY_PATH, scaled, serve_config
@@ -417,12 +418,23 @@ class Shelf:
     def __init__(self) -> None:
         self.data = b""
         self.answers = True
+        self.warming: set[str] = set()
+        self.cluster, self.notices = {"CPU": 8.0}, list[str]()
 
     def save(self, data: bytes) -> None:
         self.data = data
 
     def load(self) -> bytes | None:
         return self.data if self.answers else None
+
+    def members(self) -> frozenset[str]:
+        return frozenset(self.warming)
+
+    def resources(self) -> dict[str, float]:
+        return dict(self.cluster)
+
+    def notice(self, lines: list[str]) -> None:
+        self.notices = lines
 
 
 class World:
@@ -435,6 +447,8 @@ class World:
         self.alone: dict[str, float] = {}
         self.take(policy)
         self.fresh, self.fewest = 100, 1
+        self.places: dict[str, int] = {}  # of a role, where the cluster has not enough for all
+        self.targets: dict[str, int] = {}
 
     def take(self, policy: PlannerPolicy) -> None:
         """Serve's controller has begun anew, with this policy."""
@@ -461,13 +475,15 @@ class World:
         contexts = [Context("ingress", 1, {"i": report}, self.now_s)]
         for role, names in self.workers.items():
             reports = {name: self.report(name) for name in names}
-            contexts.append(Context(role, len(names), reports, self.now_s, self.fewest))
+            target = self.targets.get(role, len(names)) if role in self.places else len(names)
+            contexts.append(Context(role, target, reports, self.now_s, self.fewest))
         decided, _ = self.policy({each.deployment_id: each for each in contexts})
         for role, names in self.workers.items():
             for name in list(names):  # who is told to retire is gone by the next tick
                 if worker_name(role, name) in self.told:
                     names.remove(name)
-            target = decided.get(f"kvrelay_{role}", len(names))
+            self.targets[role] = target = decided.get(f"kvrelay_{role}", len(names))
+            target = min(target, self.places.get(role, target))
             while len(names) < target - sum(name.startswith(role) for name in self.told):
                 names.append(f"{role[0]}{self.fresh}")
                 self.fresh += 1
@@ -614,6 +630,62 @@ def test_other_bounds_make_the_planner_forget_nothing():
     after = world.policy._planner_with(before.model, bounded)
     assert after is not before and after.state == learnt
     assert before.counts.prefill > 3 and after.counts.prefill == 3
+
+
+def crowded(rate: float = 30.0, ticks: int = 30) -> tuple[World, list[int]]:
+    """A cluster with places for two prefill workers, under a load that needs more; the targets, tick by tick."""
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
+    world.places = {"prefill": 2, "decode": 6}
+    return world, [world.tick(rate)["prefill"] for _ in range(ticks)]
+
+
+def test_workers_without_a_place_for_a_minute_are_no_longer_wanted_and_the_reason_is_named():
+    world, targets = crowded()
+    up = next(number for number, target in enumerate(targets) if target > 2)
+    down = next(number for number, target in enumerate(targets) if number > up and target == 2)
+    assert WAIT_S <= 10.0 * (down - up) <= WAIT_S + 20.0
+    assert targets[down:] == [2] * (len(targets) - down) and len(world.workers["prefill"]) == 2
+    (line,) = world.shelf.notices
+    assert line.startswith(f"prefill stays at 2: {max(targets) - 2} more had no place in the cluster for 60 s")
+
+
+def test_more_are_wanted_again_after_a_while_and_at_once_when_the_cluster_has_grown():
+    world, _ = crowded()
+    tight = []
+    while len(tight) < RETRY_S / 10 and world.shelf.notices:
+        tight.append(world.tick(30.0)["prefill"])
+    assert set(tight) == {2} and 0.5 * RETRY_S < 10.0 * len(tight) < RETRY_S
+    assert [world.tick(30.0)["prefill"] for _ in range(3)][-1] > 2
+    world, _ = crowded()
+    world.shelf.cluster = {"CPU": 16.0}
+    world.places = {"prefill": 6, "decode": 6}
+    assert [world.tick(30.0)["prefill"] for _ in range(4)][-1] > 2
+    assert world.shelf.notices == [] and len(world.workers["prefill"]) > 2
+
+
+def test_workers_that_warm_up_have_a_place_however_long_that_takes():
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
+    world.places = {"prefill": 2, "decode": 6}
+    world.shelf.warming = {f"prefill-w{number}" for number in range(4)}  # they load their model for minutes
+    assert [world.tick(30.0)["prefill"] for _ in range(60)][-1] > 2
+    assert world.shelf.notices == []
+
+
+def test_a_restarted_controller_knows_how_much_room_there_is():
+    world, targets = crowded()
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
+    assert [world.tick(30.0)["prefill"] for _ in range(3)] == [targets[-1]] * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=60))
+def test_room_is_never_less_than_what_has_a_place_and_none_is_missed_while_all_have_one(seen: list[tuple[int, int]]):
+    room = Room()
+    for number, (wanted, placed) in enumerate(seen):
+        had = room.most
+        room.observe(wanted, placed, {"CPU": 8.0}, 10.0 * number, RETRY_S)
+        assert room.most is None or room.most >= placed
+        if wanted <= placed:
+            assert room.most in (None, had)
 
 
 def test_the_policy_can_be_sent_as_serve_sends_it():

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands.settings_flags import settings_from_flags
-from kvrelay.cluster.commands.status import render
+from kvrelay.cluster.commands.status import _serve_status, render
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.deployments.serve_config import planned_workers, scaled, serve_config
 from kvrelay.cluster.errors import ClusterError
@@ -256,6 +257,16 @@ def test_a_dead_worker_leaves_the_table_readable_at_80_columns():
     assert all(part in row for part in ("654321", "111/222/7777", "shm", "123.0 MiB"))
     assert "down" in next(line for line in text.splitlines() if "123456" in line)
     assert why in " ".join(text.split()) and "[/red] does not answer" in text
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_status_says_why_the_planner_has_not_more_workers_while_there_is_a_planner(planned: bool):
+    why = "prefill stays at 2: 1 more had no place in the cluster for 60 s"
+    config = {"autoscaling_policy": {}} if planned else {}
+    dashboard: Any = SimpleNamespace(application=lambda: {"status": "RUNNING", "deployed_app_config": config})
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render({"serve": _serve_status(dashboard), "workers": [], "planner": [why]}))
+    assert (why in " ".join(console.export_text().split())) is planned
 
 
 def pair(source: str, target: str, speed: float = 0.0, verdict: str = "ok") -> dict[str, object]:
