@@ -136,7 +136,7 @@ def is_whole(record: LoadRecord) -> bool:
 
 
 def planner_flags(hold_s: float, profile: Path) -> list[str]:
-    """Without role changes, so that Serve's counts are the roles': bench/serving/roles.py is about those."""
+    """Without role changes, so that Serve's counts are those of the roles."""
     values = {
         "mode": "auto",
         "switch_roles": "off",
