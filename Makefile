@@ -43,7 +43,8 @@ else
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) links
 	@status=0; \
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal --durations=10 -m "not alone" tests || status=1; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal --durations=10 -m "not processes and not alone" tests || status=1; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 3 --dist loadfile --durations=10 -m "processes and not alone" tests || status=1; \
 	$(VENV)/bin/pytest --durations=10 -m alone tests || status=1; \
 	exit $$status
 endif

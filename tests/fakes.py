@@ -158,7 +158,7 @@ class FakeWorker:
 
     async def until(self, condition: Callable[["FakeWorker"], bool]) -> None:
         """Wait for something that this worker received or let go of."""
-        async with self.changed, asyncio.timeout(10):
+        async with self.changed, asyncio.timeout(60):
             await self.changed.wait_for(lambda: condition(self))
 
     def count(self, kind: type) -> int:
@@ -408,7 +408,7 @@ class OwnSessions:
         return self._table.delete(key)
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Wait until `condition` holds; TimeoutError when it does not in time."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -43,7 +43,7 @@ async def serving(tls, handler=echo, secret=SECRET):
     server = plane.Server(handler, secret, tls=tls)
     port = await server.start(HOST)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield port
     finally:
         await server.aclose()

@@ -40,7 +40,7 @@ async def serving(own, handler=echo):
     server = plane.Server(handler, SECRET, tls=own)
     port = await server.start(HOST)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield port
     finally:
         await server.aclose()

@@ -13,6 +13,7 @@ import pytest
 
 from kvrelay.kvtransfer.mover.verification import ArrivingRead
 from tests.kvtransfer.damage import damaged
+from tests.stopping import stop
 
 _PATH = Path(__file__).with_name("peer_process.py")
 
@@ -65,7 +66,10 @@ class Peer:
         raise AssertionError(f"the peer ended before it said {op}")
 
     def signal(self, number):
-        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop(self.pid)
+        else:
+            self._process.send_signal(number)
 
     async def aclose(self):
         if self._process.returncode is None:

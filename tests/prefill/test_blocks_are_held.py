@@ -59,7 +59,7 @@ class Prefilling:
         self.role.on_output(wire.TokenOutput(request_id="r", position=0, token_ids=[11], **ends))
 
     async def until_freed(self):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.engine.freed_at:
                 await asyncio.sleep(0)
         return self.engine.freed_at
@@ -116,7 +116,7 @@ async def test_a_confirmation_on_its_way_still_holds_the_blocks(held, monkeypatc
     prefilling.sample()
     await asyncio.wait_for(has_begun.wait(), 20)
     await finish(reads)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not confirmed:
             await asyncio.sleep(0)
     await settled(prefilling.role.plane)

@@ -12,7 +12,7 @@ from bench.serving import clients
 from tests.checkpoints import chat_checkpoint
 from tests.small_cluster import served_cluster
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 QUICK = ("openai parse", "openai stream", "openai tools", "langchain")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoints import chat_checkpoint
 from tests.small_cluster import served_cluster
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 TOOLS = {
     "add": {
         "type": "object",

@@ -11,7 +11,7 @@ from tests.checkpoints import chat_checkpoint
 from tests.docs_examples import ADDRESS, NEED_A_MODEL, blocks, curls, run, run_curl
 from tests.small_cluster import served_cluster
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 MODELS = re.compile(r"""(["'])(smollm2-135m-instruct|Qwen/[\w.-]+|qwen[\w.-]+)\1""", re.IGNORECASE)
 
 

@@ -23,7 +23,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import ConfigError
 from kvrelay.settings.choices import ChecksMode, TransportName
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -26,7 +26,7 @@ from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.types import Role
 from tests.fakes import OwnSessions
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 LONG, SHORT = "a prompt that is worth a prefill worker's while " * 4, "short"
 
 
@@ -135,7 +135,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
         told = await asyncio.to_thread(check_pairs, here.url, "k3y", Console(quiet=True), prefill=1, decode=1)
         assert told == "1 ok"
         assert (await here.get("/kvrelay/pairs")).status_code == 401
-        async with asyncio.timeout(20):  # until a load report has brought it
+        async with asyncio.timeout(60):  # until a load report has brought it
             while not (moved := await here.moved_bytes()):
                 await asyncio.sleep(0.05)
         assert {worker for worker, _ in moved} == {"prefill-0", "decode-1"} and len({path for _, path in moved}) == 1

@@ -12,7 +12,7 @@ from kvrelay.cluster.commands.simulate import command
 from kvrelay.errors import ConfigError
 from tests.cluster.simulator.simulator_cases import profile
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 def child_that(monkeypatch: pytest.MonkeyPatch, program: str, shown: list[str] | None = None) -> Preparation:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 LIMIT_S = 60.0

@@ -85,7 +85,7 @@ async def test_prefetch_and_pins_over_the_wire(folder, tmp_path):
         assert await say(cluster, "r") == (said[0][0], 96)
         before = await pinned(cluster)
         await say(cluster, "s", PROMPT[::-1], pin_s=60.0, session="s")
-        async with asyncio.timeout(20):  # blocks are copied to host memory behind the step
+        async with asyncio.timeout(60):  # blocks are copied to host memory behind the step
             while not all(map(operator.gt, await pinned(cluster), before)):
                 await asyncio.sleep(0.02)
         cluster.dispatcher.links.send_to_all(EndPins(session="s"))

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 async def hears(connection, want):
     """Read on until this is told."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while wire.decode_from_worker(await connection.receive()) != want:
             pass
 

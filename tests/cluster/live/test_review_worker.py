@@ -43,7 +43,7 @@ def request(name: str, length: int = 40, **sampling) -> SequenceRequest:
 
 
 async def hear(connection, *kinds):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             message = wire.decode_from_worker(await connection.receive())
             if isinstance(message, kinds):

@@ -157,7 +157,7 @@ def test_a_chat_answers_and_streams_the_same_text(served: Served):
 
 def test_status_shows_both_roles_with_every_block_free_or_cached(served: Served):
     served.answer()
-    until(lambda: all(worker["load"]["used_blocks"] == 0 for worker in served.status()["workers"]), 10, "idle")
+    until(lambda: all(worker["load"]["used_blocks"] == 0 for worker in served.status()["workers"]), RECOVER_S, "idle")
     status = served.status()
     assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
     assert status["serve"]["status"] == "RUNNING"
@@ -218,11 +218,11 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
 def test_scaling_up_and_down_leaves_the_others_running(served: Served):
     pids = {worker["pid"] for worker in served.status()["workers"]}
     kvrelay("scale", "--decode", "2", "--address", served.dashboard)
-    until(lambda: len(served.workers("decode")) == 2, 30, "two decode workers")
+    until(lambda: len(served.workers("decode")) == 2, RECOVER_S, "two decode workers")
     assert pids < {worker["pid"] for worker in served.status()["workers"]}
     assert served.answer()
     kvrelay("scale", "--decode", "1", "--address", served.dashboard, "--api-key", API_KEY)
-    until(lambda: len(served.workers("decode")) == 1, 30, "one decode worker")
+    until(lambda: len(served.workers("decode")) == 1, RECOVER_S, "one decode worker")
     assert served.answer()
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 async def until(connection, is_wanted):
     """All messages up to this one."""
     messages = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not messages or not is_wanted(messages[-1]):
             messages.append(wire.decode_from_worker(await connection.receive()))
     return messages

@@ -17,7 +17,7 @@ from kvrelay.kvtransfer.protocol.messages import NONCE_BYTES, open_ticket, seal
 from kvrelay.plane import messages as wire
 from tests.cluster.live.test_faults import collect, every_pool_adds_up, nothing_held, oracle, request, settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ async def test_a_ticket_that_expired_on_its_way_is_refused_and_recomputed(folder
         monkeypatch.setattr(cluster.dispatcher.links, "send", late)
         wanted = request("late", 80, max_tokens=8)
         task = asyncio.create_task(collect(cluster, wanted))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not target.stats().expired_leases:
                 await asyncio.sleep(0.02)
         send(*held[0])  # now it comes

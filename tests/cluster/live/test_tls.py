@@ -12,7 +12,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.plane import connection as plane
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 PROMPT = [3 + 7 * index % 200 for index in range(150)]
 

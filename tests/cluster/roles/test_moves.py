@@ -88,7 +88,7 @@ async def used_blocks(worker):
         engine.check()
         return engine.pool.counts().used
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while used := await worker.thread.call(counts):
             await asyncio.sleep(0.01)
     return used

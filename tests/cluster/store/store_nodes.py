@@ -3,6 +3,7 @@ killed.
 """
 
 import asyncio
+import signal
 import threading
 import time
 
@@ -15,6 +16,7 @@ from kvrelay.config import settings_from
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.settings.cache import StoreSettings
 from kvrelay.types import BlockMeta
+from tests.stopping import stop
 
 SECRET = b"a secret of the test cluster"
 BLOCK = 64 << 10
@@ -92,7 +94,11 @@ class Nodes:
             client.set_nodes(nodes)
 
     def kill(self, name, number):
-        self.processes[name].process.send_signal(number)
+        process = self.processes[name].process
+        if number == signal.SIGSTOP:
+            stop(process.pid)
+        else:
+            process.send_signal(number)
 
     def client(self, block_bytes=BLOCK, namespace=b"n" * 16, **options):
         own = {name: options.pop(name) for name in ("codec", "memory") if name in options}

@@ -21,7 +21,7 @@ from tests.cluster.store.store_nodes import BLOCK, META, SECRET, Nodes, block, u
 from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, content, fetch, keep
 from tests.kvtransfer.damage import damaged
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

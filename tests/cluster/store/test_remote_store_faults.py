@@ -13,7 +13,7 @@ from kvrelay.kvcache.stores.store import BackOff
 from kvrelay.kvtransfer.slabs.slabs import SlabReader, StuckRead
 from tests.cluster.store.store_nodes import BLOCK, META, Nodes, block, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvrelay.kvtransfer.slabs.server import SlabServer
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.serve.workers.worker_link import Member
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 LENGTH = 200
 

@@ -25,7 +25,7 @@ from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.text.tokenizer import Tokenizer
 from tests.fakes import OwnSessions
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 CLIENTS_SPAN = "b7ad6b7169203331"
 UNDISTURBED, ABORTED, CRASHED = (f"{digit}af7651916cd43dd8448eb211c80319c" for digit in "123")  # trace ids

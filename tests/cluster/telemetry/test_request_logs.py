@@ -10,7 +10,7 @@ import pytest
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from tests.small_cluster import small_cluster
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = {

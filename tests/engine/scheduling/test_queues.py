@@ -99,7 +99,7 @@ async def test_a_stuck_engine_wakes_for_a_deadline_and_refuses(folder):
             lambda engine: engine.take_probe_blocks(10**6)
         )  # nothing can be admitted, nothing will happen
         await thread.call(lambda engine: engine.add(request(0, deadline_s=0.05)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             request_id, reason, message = await refused.get()
         assert (request_id, reason) == ("r0", "deadline") and "0.05 s" in message
         await thread.call(lambda engine: engine.scheduler.blocks.return_probe_blocks(blocks))

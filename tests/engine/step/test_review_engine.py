@@ -169,7 +169,7 @@ def test_every_running_sequence_gets_a_token_in_every_step(make):
 
 async def until(condition):
     """Wait until `condition()`, which may be a coroutine function, is true: at most ten seconds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await found if inspect.isawaitable(found := condition()) else found):
             await asyncio.sleep(0.01)
 

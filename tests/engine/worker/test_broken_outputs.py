@@ -44,7 +44,7 @@ def breaks(monkeypatch):
 
 
 async def no_blocks_used(client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             lines = (await client.get("/metrics")).text.splitlines()
             used = [line for line in lines if line.startswith("kvrelay_kv_blocks") and 'state="used"' in line]

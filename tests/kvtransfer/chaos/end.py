@@ -244,7 +244,7 @@ class TargetEnd(End):
         super().__init__(config, out)
         self._forgets = config.get("forgets", False)  # one release, to see that it is missed
         self._granted: dict[str, Granted] = {}
-        self._to_flip: set[int] = set()  # blocks in which to flip a bit when they arrive
+        self._to_flip: set[int] = set()  # blocks in which to flip a bit whenever they arrive: a slow read is repeated
 
     async def start(self) -> None:
         self._engines: dict[str, KvTarget] = {}
@@ -295,7 +295,6 @@ class TargetEnd(End):
     def _tamper(self, memory: KvMemory, offset: int, num_bytes: int) -> None:
         block = offset // LAYOUT.region_bytes % LAYOUT.num_blocks
         if block in self._to_flip and memory.view is not None:
-            self._to_flip.discard(block)
             memory.view[offset + num_bytes // 3] ^= 0x10
 
     def _on_commit(self, request_id: str, payload: bytes, result: TransferResult) -> None:

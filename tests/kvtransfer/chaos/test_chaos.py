@@ -13,7 +13,7 @@ import pytest
 from tests.kvtransfer.chaos.content import LAYOUT, content, digests
 from tests.kvtransfer.chaos.end import Blocks
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 ROOT = Path(__file__).resolve().parents[3]

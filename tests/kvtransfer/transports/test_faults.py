@@ -14,7 +14,7 @@ from kvrelay.prefill.source_link import WINDOW_BYTES
 from tests.fakes import until
 from tests.kvtransfer.held_reader import has_room
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 TRANSPORTS = ["shm", "tcp"]
 FAULTS = {signal.SIGKILL: PeerLost, signal.SIGSTOP: LeaseExpired}

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.decode.read_queue import ReadQueue
 from kvrelay.errors import LeaseExpired, PeerLost, TransferTimeout
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 TRANSPORTS = ["shm", "tcp", "tcp x3", "tcp+tls", "nixl"]
 BLOCKS = [5, 2, 9, 63, 0, 31, 30, 29]
@@ -196,6 +196,7 @@ async def test_a_nixl_read_of_a_frozen_source_stays_in_quarantine_until_it_lands
     assert not np.array_equal(before, after)  # the late write did land: only the quarantine kept it harmless
 
 
+@pytest.mark.alone
 async def test_idle_sides_use_almost_no_cpu(kv):
     """Both ends of a NIXL pair with nothing in flight: the stock agent would use a whole core here."""
     peer = await kv.process("source", transport="nixl")

@@ -22,6 +22,7 @@ from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.transports.nixl.agent import agent_for
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from tests.kvtransfer.copies import plan_copies
+from tests.stopping import stop
 
 HERE = Path(__file__)
 _spec = importlib.util.spec_from_file_location("kvrelay_nixl_sides", HERE.parents[2] / "peer_process.py")
@@ -66,7 +67,10 @@ class Process:
         return await self.hear()
 
     def signal(self, number):
-        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop(self.pid)
+        else:
+            self._process.send_signal(number)
 
     async def ended(self):
         """(exit status, what was left on stdout, stderr)."""
@@ -144,10 +148,16 @@ async def connected(config):
     return memory, reader
 
 
+def thread_state(process, thread):
+    return Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 async def leave_with_a_read_in_flight(config):
     """Begins a read of an owner that has been stopped, and leaves by the interpreter's ordinary end."""
     _memory, reader = await connected(config)
     os.kill(config["owner"], signal.SIGSTOP)
+    while {thread_state(config["owner"], thread) for thread in os.listdir(f"/proc/{config['owner']}/task")} != {"T"}:
+        await asyncio.sleep(0)  # it may run on for a moment, long enough to answer
     read = reader.read(copies_of(ALL_BLOCKS))
     done, _ = await asyncio.wait({read}, timeout=0.3)
     say(in_flight=not done)

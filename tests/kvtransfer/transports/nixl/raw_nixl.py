@@ -104,6 +104,7 @@ class Reader:
     def begin_from_frozen(self):
         """(handle, state) of a READ whose owner is stopped; it has been sent."""
         self.owner.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.owner.pid, os.WSTOPPED)  # it may run on for a moment, long enough to answer
         handle, _ = self.begin()
         progress(self.agent, 0.2)
         return handle, self.agent.check_xfer_state(handle)

@@ -15,7 +15,7 @@ from kvrelay.kvtransfer.mover.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.nixl import reader as nixl
 from kvrelay.kvtransfer.transports.nixl.reads import NixlRead
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 _spec = importlib.util.spec_from_file_location("kvrelay_nixl_reader_peer", Path(__file__).with_name("nixl_peer.py"))

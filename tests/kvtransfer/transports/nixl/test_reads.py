@@ -10,7 +10,7 @@ import pytest
 from kvrelay.errors import TransportError
 from kvrelay.kvtransfer.transports.nixl.reads import FENCE_S, NixlRead, Reads
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 PIECE = 100  # bytes
