@@ -18,8 +18,8 @@ pytest.register_assert_rewrite("tests.kvcache.stores.store_contract")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m pure…`, `-m processes…` or `-m alone…`, a file that never names the mark is skipped unread: importing torch takes
-    seconds.
+    """With `-m pure…`, `-m processes…` or `-m alone…`, a file that never names the mark is skipped unread: importing
+    torch takes seconds.
     """
     wanted = re.match(r"(pure|processes|alone)\b", config.option.markexpr)
     if wanted is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":

@@ -51,8 +51,8 @@ class Controller:
 
     def begin(self) -> None:
         """Tick until the registry has answered, which takes real time."""
-        for _ in range(90):  # of 0.1 s each, less than the policy waits for it
-            self.world.tick(0.0, seconds=0.1)
+        for _ in range(900):  # 9 s of the policy's clock, less than it waits for the registry; 90 s of real time
+            self.world.tick(0.0, seconds=0.01)
             if self.world.policy.is_loaded:
                 return
             time.sleep(0.1)

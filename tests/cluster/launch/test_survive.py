@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.serving.survive import FAULTS, measure
+from bench.serving.survive import FAULTS, PROMPTS, measure
 from bench.serving.survive_clusters import ServeCluster
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
@@ -16,7 +16,8 @@ CLIENTS = 4
 KILLED = ("registry", "Serve controller", "first ingress", "decode worker")
 
 
-def test_clients_go_on_while_parts_are_killed():
+def test_clients_go_on_while_parts_are_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.serving.survive.PROMPTS", PROMPTS[:CLIENTS])
     try:
         prepare_checkpoint(ModelSettings())
     except ModelNotFound as error:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -32,7 +31,7 @@ reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
 assert global_worker.gcs_client.drain_node(drained.node_id, reason, "test", deadline_ms)[0]
 begun_s = time.monotonic()
 while any(node["NodeID"] == drained.node_id and node["Alive"] for node in ray.nodes()):
-    assert time.monotonic() - begun_s < 60, "the node is still there"
+    assert time.monotonic() - begun_s < 60, "the node is still there"  # its deadline alone is 120 s
     time.sleep(0.5)
 while True:
     try:
@@ -50,7 +49,5 @@ cluster.shutdown()
 
 def test_the_registry_moves_off_a_drained_node_with_the_clusters_secret():
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    begun_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, env=environment)
     assert "moved" in done.stdout, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert time.monotonic() - begun_s < 100  # the deadline alone is 120 s
