@@ -157,7 +157,7 @@ def test_a_child_that_takes_too_long_is_ended_and_without_time_none_begins(tmp_p
 
 
 def command(tmp_path, *words):
-    words = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "out"), *words]
+    words = ["--device", "cpu", "--tiny", "--patience", "10", "--out", str(tmp_path / "out"), *words]
     return [sys.executable, "-m", "bench.gpu.gpu", *words]
 
 
