@@ -66,15 +66,25 @@ class Load:
 
     def __init__(self, url: str, model: str, num_clients: int) -> None:
         self._url, self._model, self._num_clients = f"{url}/v1/completions", model, num_clients
-        self._right: dict[str, str] = {}
+        self._right: dict[tuple[str, str], str] = {}  # by the model that answered, and the prompt
+        self._unjudged: list[tuple[str, str, str]] = []  # that model, the prompt and its answer
         self._tasks: list[asyncio.Task[None]] = []
         self.outcome = Outcome()
 
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Ask for each right answer, then begin. Raises when the unharmed cluster fails."""
-        for prompt in PROMPTS:
-            self._right[prompt] = await self._send(session, prompt, stream=True, has_begun=[False])
+        await self._learn(session)
         self._tasks = [asyncio.create_task(self._run(session, client)) for client in range(self._num_clients)]
+
+    async def _learn(self, session: aiohttp.ClientSession) -> None:
+        for prompt in PROMPTS:
+            model, text = await self._send(session, prompt, stream=True, has_begun=[False])
+            self._right[model, prompt] = text
+
+    async def judge(self, session: aiohttp.ClientSession) -> None:
+        """Ask for the right answers of a model that has come since, and count wrong ones among those that it gave."""
+        await self._learn(session)
+        self.outcome.wrong += sum(self._right.get((model, prompt)) != text for model, prompt, text in self._unjudged)
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -92,9 +102,12 @@ class Load:
             prompt, has_begun = PROMPTS[index % len(PROMPTS)], [False]
             index += 1
             try:
-                text = await self._send(session, prompt, stream=client % 2 == 0, has_begun=has_begun)
+                model, text = await self._send(session, prompt, stream=client % 2 == 0, has_begun=has_begun)
                 self.outcome.requests += 1
-                self.outcome.wrong += text != self._right[prompt]
+                if (model, prompt) in self._right:
+                    self.outcome.wrong += text != self._right[model, prompt]
+                else:
+                    self._unjudged.append((model, prompt, text))
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 outcome = self.outcome  # of now: the request may have begun before the fault
                 outcome.requests += 1
@@ -103,8 +116,12 @@ class Load:
                 outcome.first_failure = outcome.first_failure or f"{type(error).__name__}: {error}"[:200]
                 await asyncio.sleep(0.1)
 
-    async def _send(self, session: aiohttp.ClientSession, prompt: str, *, stream: bool, has_begun: list[bool]) -> str:
-        """The answer's text. `has_begun` is set once a token has arrived. Raises whatever goes wrong."""
+    async def _send(
+        self, session: aiohttp.ClientSession, prompt: str, *, stream: bool, has_begun: list[bool]
+    ) -> tuple[str, str]:
+        """The model that answered, and the answer's text. `has_begun` is set once a token has arrived. Raises whatever
+        goes wrong.
+        """
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -118,10 +135,10 @@ class Load:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status}: {(await answer.text())[:150]}")
             if not stream:
-                text = str((await answer.json())["choices"][0]["text"])
+                reply = await answer.json()
                 self.outcome.token()
-                return text
-            parts, is_done, read_s = [], False, begun_s
+                return str(reply["model"]), str(reply["choices"][0]["text"])
+            parts, models, is_done, read_s = list[str](), set[str](), False, begun_s
             async for line in answer.content:
                 if not line.startswith(b"data: "):
                     continue
@@ -131,14 +148,15 @@ class Load:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise ValueError(f"error event: {event['error']}")
+                models.add(event["model"])
                 parts += [choice.get("text", "") for choice in event["choices"]]
                 self.outcome.token()
                 times = self.outcome.itl_s if has_begun[0] else self.outcome.ttft_s
                 times.append(self.outcome.last_token_s - read_s)
                 read_s, has_begun[0] = self.outcome.last_token_s, True
-            if not is_done:
-                raise ValueError("the stream ended early")
-            return "".join(parts)
+            if not is_done or len(models) != 1:
+                raise ValueError(f"the stream ended early, or is of several models: {sorted(models)}")
+            return models.pop(), "".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,9 @@ class RayCluster(Cluster):
             "--object-store-memory=80000000",
             "--disable-usage-stats",
         ]
-        done = subprocess.run(ray, env=self.environment, capture_output=True, text=True, timeout=START_S)
+        done = subprocess.run(
+            ray, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=START_S
+        )
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         self.dashboard_url = f"http://127.0.0.1:{dashboard}"

@@ -25,6 +25,7 @@ from kvrelay.cluster.autoscaling.worker_model import (
     target_of,
 )
 from kvrelay.cluster.profiles.profile import find_profile
+from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
 from kvrelay.router.planning.roles import PlacedWorker, counts_now, role_plan
@@ -80,6 +81,7 @@ class PlannerPolicy:
         by_name = {context.deployment_name: context for context in contexts.values()}
         if DECODE not in by_name or PREFILL not in by_name:
             return {}, {}
+        self.store.app_name = by_name[DECODE].app_name or APP_NAME
         now_s = float(by_name[DECODE].current_time)
         if not self.is_loaded and not self._load(now_s):
             return {}, {}
@@ -246,13 +248,13 @@ class PlannerPolicy:
 
     def _retire(self, names: list[str]) -> None:
         """Have workers retire. Repeated at every tick, since a restarted registry has no requests."""
-        if (found := registry()) is None:
+        if (found := registry(self.store.app_name)) is None:
             logger.warning("kvrelay planner: there is no registry to take the retirements")
         else:
             found.retire.remote(names, self._retiring[DECODE].drain_s)
 
     def _change_roles(self, roles: Mapping[str, Role]) -> None:
-        if (found := registry()) is not None:
+        if (found := registry(self.store.app_name)) is not None:
             found.change_roles.remote(dict(roles), self._retiring[DECODE].drain_s)
 
 
@@ -298,14 +300,15 @@ class RegistryStateStore:
     def __init__(self) -> None:
         self._pending: Any = None
         self._roster: Any = None
+        self.app_name = APP_NAME  # Serve names it when it asks for a decision
 
     def save(self, data: bytes) -> None:
-        if (found := registry()) is not None:
+        if (found := registry(self.app_name)) is not None:
             found.save_state.remote(NAME, data)
 
     def notice(self, lines: list[str]) -> None:
         """For `kvrelay status`, over the last ones."""
-        if (found := registry()) is not None:
+        if (found := registry(self.app_name)) is not None:
             found.save_state.remote(NOTICE, "\n".join(lines).encode())
 
     def members(self) -> frozenset[str] | None:
@@ -314,7 +317,7 @@ class RegistryStateStore:
 
         try:
             if (asked := self._roster) is None or (ready := ray.wait([asked], timeout=0)[0]):
-                found = registry()
+                found = registry(self.app_name)
                 self._roster = None if found is None else found.watch.remote("", 0.0)
                 return None if asked is None else frozenset(one.worker_id for one in ray.get(ready[0]).members)
         except ray.exceptions.RayError as error:
@@ -337,7 +340,7 @@ class RegistryStateStore:
 
         try:
             if self._pending is None:
-                found = registry()
+                found = registry(self.app_name)
                 if found is None:
                     return b""
                 self._pending = found.saved_state.remote(NAME)
@@ -348,13 +351,11 @@ class RegistryStateStore:
             return b""
 
 
-def registry() -> Any:
-    """The registry's handle; None: there is none."""
+def registry(app_name: str) -> Any:
+    """The handle of the application's registry; None: there is none."""
     import ray
 
-    from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
-
     try:
-        return ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE)
+        return ray.get_actor(registry_name(app_name), namespace=NAMESPACE)
     except (ValueError, ray.exceptions.RayError):
         return None

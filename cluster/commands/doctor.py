@@ -30,6 +30,7 @@ Address = Annotated[
         "cluster"
     ),
 ]
+App = Annotated[str | None, typer.Option("--app", help="the application, where several of kvrelay's run")]
 ApiKey = Annotated[str | None, typer.Option(help="the cluster's API key, if it has one; default: $KVRELAY_API_KEY")]
 
 TIMEOUT_S = 10.0
@@ -131,6 +132,7 @@ def versions(status: dict[str, Any]) -> tuple[list[str], list[str]]:
 def doctor(
     url: Url = None,
     address: Address = None,
+    app: App = None,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="measure every path again")] = False,
@@ -140,7 +142,7 @@ def doctor(
     The exit code is 1 when a pair is incompatible, or no decode worker is connected.
     """
     console = Console()
-    with addressed(url, address) as cluster:
+    with addressed(url, address, app) as cluster:
         key = api_key or environment_api_key()
         view = settled(cluster.api_url, key, is_probe=probe)
         hosts, differing = list[str](), list[str]()

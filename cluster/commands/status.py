@@ -10,11 +10,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cluster.commands.doctor import Address, ApiKey, Url, chosen
+from kvrelay.cluster.commands.doctor import Address, ApiKey, App, Url, chosen
 from kvrelay.cluster.commands.progress import StartProgress, show_progress
 from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.errors import ClusterError, RequestRefused
-from kvrelay.cluster.launch.dashboard import RayDashboard, dashboard_token_hint
+from kvrelay.cluster.launch.dashboard import dashboard_token_hint
 from kvrelay.cluster.launch.endpoints import Endpoints, addressed, other_clusters
 from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.cluster.launch.rollout import latest_lines, progress, wait_until_running
@@ -33,7 +33,7 @@ def gather(cluster: Endpoints, api_key: str | None) -> dict[str, Any]:
 
     Raises ClusterError when the ingress does not answer otherwise.
     """
-    serve = _serve_status(cluster.dashboard)
+    serve = _serve_status(cluster)
     found: dict[str, Any] = {"serve": serve, "dashboard_url": cluster.dashboard.url}
     found["dashboard_token"] = dashboard_token_hint(cluster.dashboard.url)
     try:
@@ -46,13 +46,13 @@ def gather(cluster: Endpoints, api_key: str | None) -> dict[str, Any]:
     return found | {"api_url": f"{cluster.api_url}/v1"}
 
 
-def _serve_status(dashboard: RayDashboard) -> dict[str, Any]:
+def _serve_status(cluster: Endpoints) -> dict[str, Any]:
     """Serve's account of kvrelay: of each deployment its replicas' states, and in `progress` what they lack, and what
     those that start logged last, such as a download's share.
     """
     try:
-        app = dashboard.application()
-        lines = latest_lines(dashboard, app)
+        app = cluster.dashboard.application(cluster.app_name)
+        lines = latest_lines(cluster.dashboard, app)
     except ClusterError as error:
         return {"error": str(error)}
     return {
@@ -73,11 +73,12 @@ def _serve_status(dashboard: RayDashboard) -> dict[str, Any]:
 def status(
     url: Url = None,
     address: Address = None,
+    app: App = None,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show the workers, their load and KV pools, and how KV travels between them."""
-    with addressed(url, address) as cluster:
+    with addressed(url, address, app) as cluster:
         found = gather(cluster, api_key or environment_api_key())
     console = Console()
     if as_json:
@@ -225,6 +226,7 @@ def scale(
     ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
     url: Url = None,
     address: Address = None,
+    app: App = None,
     api_key: ApiKey = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the new count runs")] = True,
 ) -> None:
@@ -244,21 +246,22 @@ def scale(
         raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
     target = ", ".join(f"{name} {count}" for name, count in counts.items())
     key, console = api_key or environment_api_key(), Console(highlight=False)
-    with addressed(url, address) as cluster:
+    with addressed(url, address, app) as cluster:
 
         def retire(names: list[str]) -> float:
             at, body = f"{cluster.api_url}/kvrelay/retire", {"workers": names}
             answer = request_json("POST", at, body, headers=auth_headers(key), timeout_s=TIMEOUT_S)
             return float(answer["drain_timeout_s"])
 
-        config = scaled(cluster.dashboard.details(), counts)
+        name = cluster.app_name
+        config = scaled(cluster.dashboard.details(), counts, name)
         if wait and (prefill or decode):
-            scale_down(cluster.dashboard, lambda: gather(cluster, key)["workers"], counts, retire, console.print)
-            config = scaled(cluster.dashboard.details(), counts)
+            scale_down(cluster.dashboard, lambda: gather(cluster, key)["workers"], counts, retire, console.print, name)
+            config = scaled(cluster.dashboard.details(), counts, name)
         cluster.dashboard.deploy(config)
         if wait:
             with show_progress(console) as bars:
-                wait_until_running(cluster.dashboard, StartProgress(bars).report, counts=counts)
+                wait_until_running(cluster.dashboard, StartProgress(bars).report, app_name=name, counts=counts)
     console.print(f"now at {target}" if wait else f"scaling to {target}")
 
 
@@ -270,11 +273,12 @@ def role(
     ] = None,
     url: Url = None,
     address: Address = None,
+    app: App = None,
     api_key: ApiKey = None,
 ) -> None:
     """Change a worker's role in place: drain, switch, announce."""
     body = {"worker": worker, "role": new_role, "drain_s": drain}
-    with addressed(url, address) as cluster:
+    with addressed(url, address, app) as cluster:
         try:
             answer = request_json(
                 "POST",

@@ -13,7 +13,7 @@ from kvrelay import __version__
 from kvrelay.cluster.deployments.ingress import IngressReplica
 from kvrelay.cluster.deployments.serve_config import CLOSE_S
 from kvrelay.cluster.deployments.worker import DecodeReplica, PrefillReplica
-from kvrelay.cluster.registry.actor import connect_registry, note_deployment
+from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.config import Settings, settings_from, with_secrets
 from kvrelay.environment import environment_api_key
 
@@ -23,25 +23,27 @@ SURGE_PERCENT = 1  # of the replicas, rounded up: one more than wanted may run w
 
 
 def build(args: dict[str, Any] | Settings | None = None) -> Application:
-    """The application for these settings. Raises ConfigError naming the key, VersionMismatch.
+    """The application for these settings. Raises ConfigError naming the key.
 
     Args:
         args: kvrelay's settings as nested plain data (sections model, engine, transfer, router,
             serve, cluster). Replica counts may also be set per deployment in a Serve config file.
     """
     settings = args if isinstance(args, Settings) else settings_from(args or {})
-    if ray.is_initialized():
-        secret = with_secrets(settings).cluster.secret
-        note_deployment(connect_registry(secret, api_key=environment_api_key()))
     return application(settings)
 
 
 def application(settings: Settings) -> Application:
     """The deployments, bound. The replicas' arguments hold no counts, so that scaling restarts no replica."""
     cluster, plain = settings.cluster, replica_arguments(settings)
-    version = __version__  # of every replica: another deployed version restarts them all
+    deployed = Deployed(
+        version=__version__,
+        host=ray.util.get_node_ip_address() if ray.is_initialized() else "localhost",
+        secret=with_secrets(settings).cluster.secret,
+        api_key=environment_api_key(),
+    )
     workers = [
-        serve.deployment(kind, name=kind.role, num_replicas=count, **worker_options(settings)).bind(plain, version)
+        serve.deployment(kind, name=kind.role, num_replicas=count, **worker_options(settings)).bind(plain, deployed)
         for kind, count in ((PrefillReplica, cluster.prefill), (DecodeReplica, cluster.decode))
         if count
     ]
@@ -53,7 +55,7 @@ def application(settings: Settings) -> Application:
         ray_actor_options={"num_cpus": DEFAULT_CPUS},
         **_watched(settings),
     )
-    return ingress.bind(plain, version, *workers)
+    return ingress.bind(plain, deployed, *workers)
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
@@ -81,8 +83,7 @@ def _watched(settings: Settings) -> dict[str, Any]:
 def replica_arguments(settings: Settings) -> dict[str, Any]:
     """The settings as plain data, without what may change while replicas run and without the secret.
 
-    Serve restarts replicas whose arguments change. Replicas get the secret from the registry and the number of workers
-    from Serve.
+    Replicas get the secret from the registry and the number of workers from Serve.
     """
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):

@@ -7,6 +7,7 @@ import torch.
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -35,10 +36,32 @@ class Gate:
 
 
 GATE = Gate()  # of this process's replica
+_OWN_PATH = re.compile(r"/(v1|kvrelay|ui|health|metrics)(/.*)?$")
+
+
+def at_route(path: str, route: str) -> str:
+    """The path of a request below the application's route: one that came below another route came to this one's."""
+    route = route.rstrip("/")
+    own = _OWN_PATH.search(path)
+    return path if own is None or (route and path.startswith(f"{route}/")) else route + own[0]
+
+
+def under_any_route(direct_ingress: Any) -> ASGIApp:
+    """Serve's direct ingress of a replica, which also answers below the application's former or next route: while the
+    route changes, HAProxy and the replica know of it at different times, and Serve would answer 404.
+    """
+    replica = direct_ingress.__self__
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope.get("root_path"):
+            scope = {**scope, "path": at_route(scope.get("path", ""), replica._route_prefix or "/")}
+        await direct_ingress(scope, receive, send)
+
+    return answer
 
 
 def listen_with_reuseaddr() -> None:
-    """Have Serve's direct ingress listen with SO_REUSEADDR, behind the gate.
+    """Have Serve's direct ingress listen with SO_REUSEADDR, behind the gate, and answer under any route.
 
     Without it the connections of an ended ingress block its port for a minute, and a restarted or replaced ingress
     cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
@@ -55,7 +78,7 @@ def listen_with_reuseaddr() -> None:
         return True
 
     async def start_reusing(app: ASGIApp, *args: Any, enable_so_reuseport: bool = False, **kwargs: Any) -> Any:
-        return await start(GATE.before(app), *args, enable_so_reuseport=True, **kwargs)
+        return await start(GATE.before(under_any_route(app)), *args, enable_so_reuseport=True, **kwargs)
 
     http_util.set_socket_reuse_port = reuse_address
     replica.start_asgi_http_server = start_reusing

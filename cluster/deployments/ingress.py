@@ -28,9 +28,10 @@ from kvrelay.cluster.autoscaling.room import NOTICE
 from kvrelay.cluster.deployments.http_server import finish_before_stop, listen_with_reuseaddr
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
-from kvrelay.cluster.deployments.worker import log_as_replica, own_replica
-from kvrelay.cluster.registry.actor import connect_registry, follow_members, join
+from kvrelay.cluster.deployments.worker import join_application, log_as_replica, own_replica
+from kvrelay.cluster.registry.actor import follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
+from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import InvalidRequest, KvrelayError, PeerLost
 from kvrelay.grammar.gate import GrammarGate
@@ -108,19 +109,15 @@ class SharedSessions:
 
 
 class IngressReplica:
-    """One ingress. `workers` are the application's other deployments; requests do not pass their handles.
-
-    `version`: of kvrelay, as deployed.
-    """
+    """One ingress. `workers` are the application's other deployments; requests do not pass their handles."""
 
     docs_path = "/ui"  # Serve's status and its page in the dashboard name it
 
-    async def __init__(self, settings: dict[str, Any], version: str, *workers: object) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: dict[str, Any], deployed: Deployed, *workers: object) -> None:  # type: ignore[misc]
         log_as_replica("ingress")
         listen_with_reuseaddr()
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
-        self._registry = registry = connect_registry()
-        joined = await join(registry, f"ingress-{own_replica()}", version)
+        self._registry, joined = await join_application(f"ingress-{own_replica()}", deployed)
         self._settings = with_api_key(settings_from(settings), joined.api_key)
         model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
@@ -131,7 +128,7 @@ class IngressReplica:
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
         finish_before_stop(partial(finish, self._dispatcher, self._settings.cluster.drain_timeout_s))
-        self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")
+        self._following = asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry")
         self._history = History()
         self._recording = asyncio.create_task(self._record_history(), name="history")
         self._exporting = asyncio.create_task(
@@ -317,11 +314,12 @@ def _address(record: WorkerRecord) -> dict[str, Any]:
 
 
 def model_card(settings: Settings, model_dir: Path) -> ModelCard:
-    """Name, longest sequence in tokens and creation time of the one model."""
+    """Names, longest sequence in tokens and creation time of the one model."""
     from kvrelay.engine.checkpoints.checkpoint import model_name
 
     config = json.loads((model_dir / "config.json").read_text())
     text = config.get("text_config") or config
     longest = int(text.get("max_position_embeddings") or 2048)
     created = int((model_dir / "config.json").stat().st_mtime)
-    return ModelCard(model_name(settings.model), min(longest, settings.model.max_model_len or longest), created)
+    longest = min(longest, settings.model.max_model_len or longest)
+    return ModelCard(model_name(settings.model), longest, created, settings.model.served_names[1:])

@@ -11,7 +11,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvrelay.cluster.deployments.model_sharing import ModelOffer, ModelServer, fetch, log_progress
-from kvrelay.cluster.registry.actor import NAMESPACE, JoinSettings
+from kvrelay.cluster.registry.actor import JoinSettings
+from kvrelay.cluster.registry.names import NAMESPACE
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.checkpoints.checkpoint import Progress, cached, model_name, prepare_checkpoint
 from kvrelay.errors import ModelError, ModelNotFound, PlaneError

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvrelay.cluster.autoscaling.worker_model import interval_of, planner_settings
 from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.registry.names import APP_NAME
 from kvrelay.config import Settings
 
-APP_NAME = "kvrelay"
 APPLICATIONS = "/api/serve/applications/"  # path of Ray's dashboard
 DEPLOY_S = 120.0
 CLOSE_S = 15.0  # after the drain: for closing connections, transfers and the engine; then Serve kills the replica
@@ -100,22 +100,43 @@ def _planned(deployment: dict[str, Any]) -> int:
     return max(int(deployment.get("target_num_replicas") or 0), int(autoscaling.get("max_replicas") or 0))
 
 
-def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+def applications(details: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The deployed configs of kvrelay's applications, by name.
+
+    Args:
+        details: as for `scaled`.
+    """
+    configs = {name: app.get("deployed_app_config") or {} for name, app in details.get("applications", {}).items()}
+    return {name: config for name, config in configs.items() if config.get("import_path") == IMPORT_PATH}
+
+
+def chosen_application(details: dict[str, Any], app_name: str | None) -> str:
+    """The application that a command means: the named one, else the only one. Raises ClusterError listing them."""
+    names = sorted(applications(details))
+    if not names:
+        raise ClusterError("kvrelay is not deployed there")
+    if app_name is None and len(names) > 1:
+        raise ClusterError(f"{len(names)} kvrelay applications run there: choose with --app {' or '.join(names)}")
+    if app_name not in (None, *names):
+        raise ClusterError(f"no kvrelay application {app_name!r} runs there, but {', '.join(names)}")
+    return app_name or names[0]
+
+
+def scaled(details: dict[str, Any], counts: dict[str, int], app_name: str | None = None) -> dict[str, Any]:
     """The running config with other replica counts and nothing else changed; the planner no longer decides them.
 
     Args:
         details: the answer of GET /api/serve/applications/.
         counts: deployment name -> replicas, at least 1.
+        app_name: None: the only one of kvrelay's.
 
     Raises:
         ClusterError: kvrelay is not deployed there, or has no such deployment.
     """
-    configs = [app.get("deployed_app_config") for app in details.get("applications", {}).values()]
-    configs = [copy.deepcopy(config) for config in configs if config]
-    ours = next((config for config in configs if config.get("import_path") == IMPORT_PATH), None)
-    if ours is None:
-        raise ClusterError("kvrelay is not deployed there")
-    known = details["applications"][ours.get("name", APP_NAME)].get("deployments", {})
+    name = chosen_application(details, app_name)
+    running = {one: app.get("deployed_app_config") for one, app in details["applications"].items()}
+    configs = {one: copy.deepcopy(config) for one, config in running.items() if config}
+    ours, known = configs[name], details["applications"][name].get("deployments", {})
     listed = {entry["name"]: entry for entry in ours.setdefault("deployments", [])}
     for name, count in counts.items():
         if known and name not in known:
@@ -129,8 +150,13 @@ def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
         for name, entry in listed.items():
             if entry.pop("autoscaling_config", None) is not None and name not in counts:
                 entry["num_replicas"] = int(known.get(name, {}).get("target_num_replicas") or 1)
+    return with_options(list(configs.values()), details)
+
+
+def with_options(apps: list[dict[str, Any]], details: dict[str, Any]) -> dict[str, Any]:
+    """A whole config of these applications, with the options of the Serve that runs."""
     http = details.get("http_options") or {}
-    config: dict[str, Any] = {"applications": configs}
+    config: dict[str, Any] = {"applications": apps}
     if details.get("proxy_location"):
         config["proxy_location"] = details["proxy_location"]
     if http.get("port"):

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from kvrelay.cluster.deployments.serve_config import IMPORT_PATH, PLANNER_POLICY_PATH
+from kvrelay.cluster.deployments.serve_config import IMPORT_PATH, PLANNER_POLICY_PATH, applications
 from kvrelay.config import Settings, in_one_line, planner_settings_from, settings_from
 from kvrelay.engine.checkpoints.checkpoint import source_problem
 from kvrelay.errors import ConfigError
@@ -36,7 +36,9 @@ _SECRETS = {"serve.api_key": "KVRELAY_API_KEY", "cluster.secret": "KVRELAY_SECRE
 
 @dataclass(frozen=True, slots=True)
 class ServeFile:
-    """A checked file. `counts`: deployment -> fewest and most replicas. `is_kubernetes`: of KubeRay, for kubectl."""
+    """A checked file, seen as one of kvrelay's applications in it. `counts`: deployment -> fewest and most replicas.
+    `is_kubernetes`: of KubeRay, for kubectl.
+    """
 
     config: dict[str, Any]
     app_name: str
@@ -52,6 +54,11 @@ class ServeFile:
             "" if "prefill" in self.counts else ", aggregated"
         )
 
+    def only(self) -> dict[str, Any]:
+        """The file without the other applications."""
+        apps = [app for app in self.config["applications"] if app.get("name", "default") == self.app_name]
+        return {**self.config, "applications": apps}
+
     @property
     def num_gpus(self) -> float:
         """Ray GPUs that the fewest replicas request."""
@@ -59,8 +66,10 @@ class ServeFile:
         return self.settings.cluster.num_gpus_per_worker * workers
 
 
-def read_serve_file(path: Path) -> ServeFile:
-    """Raises ConfigError: one line that names the file, the key and, for a misspelt one, the nearest."""
+def read_serve_file(path: Path) -> list[ServeFile]:
+    """The file, once for each of kvrelay's applications in it. Raises ConfigError: one line that names the file, the
+    key and, for a misspelt one, the nearest.
+    """
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -82,13 +91,16 @@ def read_serve_file(path: Path) -> ServeFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _checked(data: dict[str, Any], *, is_kubernetes: bool) -> ServeFile:
+def _checked(data: dict[str, Any], *, is_kubernetes: bool) -> list[ServeFile]:
     _check_schema(data)
     ours = [app for app in data["applications"] if app["import_path"] == IMPORT_PATH]
-    if len(ours) != 1:
-        raise ConfigError(f"expected one application with import_path: {IMPORT_PATH}, not {len(ours)}")
-    app, name = ours[0], ours[0].get("name", "default")
-    args = app.get("args") or {}
+    if not ours:
+        raise ConfigError(f"expected an application with import_path: {IMPORT_PATH}")
+    return [_application(data, app, is_kubernetes=is_kubernetes) for app in ours]
+
+
+def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bool) -> ServeFile:
+    name, args = app.get("name", "default"), app.get("args") or {}
     settings = settings_from(args)
     policy = app.get("autoscaling_policy") or {}
     if policy.get("policy_function") == PLANNER_POLICY_PATH:  # Serve would find out when its controller first plans
@@ -178,24 +190,25 @@ def _counts(deployments: list[dict[str, Any]], settings: Settings) -> dict[str, 
 
 
 def with_other_applications(config: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-    """The configuration and, as Serve removes what it does not list, the other applications of Serve's details.
-
-    Raises ConfigError when one of those is kvrelay's, too: both would share the registry, and each other's workers.
-    """
+    """The configuration and, as Serve removes what it does not list, the other applications of Serve's details."""
     named = {app.get("name", "default") for app in config["applications"]}
     others = [
         app["deployed_app_config"]
         for name, app in details.get("applications", {}).items()
         if name not in named and app.get("deployed_app_config")
     ]
-    if ours := [app.get("name", "default") for app in others if app.get("import_path") == IMPORT_PATH]:
-        raise ConfigError(f"the cluster already runs kvrelay as application {ours[0]!r}: give this one the same name")
     return {**config, "applications": [*config["applications"], *others]}
 
 
 def cluster_warnings(file: ServeFile, details: dict[str, Any], nodes: list[dict[str, Any]]) -> list[str]:
     """What of the file this cluster cannot give now, or ignores."""
     warnings = []
+    before = (applications(details).get(file.app_name, {}).get("args") or {}).get("model", {}).get("source")
+    if before not in (None, file.settings.model.source):
+        warnings.append(
+            f"{file.app_name} serves {before} now: requests fail while its replicas change; with another name for the "
+            "application none does"
+        )
     gpus = sum(float(node.get("resources_total", {}).get("GPU", 0)) for node in nodes)
     if file.num_gpus > gpus:
         warnings.append(

@@ -31,6 +31,7 @@ from kvrelay.cluster.registry.actor import (
     send_heartbeats,
 )
 from kvrelay.cluster.registry.members import Order, WorkerRecord
+from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.remote_store import ClusterStores
 from kvrelay.config import settings_from
@@ -77,12 +78,11 @@ class WorkerReplica:
 
     role = ""
 
-    async def __init__(self, settings: dict[str, Any], version: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`version`: of kvrelay, as deployed. Raises VersionMismatch."""
+    async def __init__(self, settings: dict[str, Any], deployed: Deployed) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Raises VersionMismatch."""
         log_as_replica(self.role)
         self._listing: asyncio.Task[None] | None = None
-        self._registry = connect_registry()
-        joined = await join(self._registry, worker_name(self.role, own_replica()), version)
+        self._registry, joined = await join_application(worker_name(self.role, own_replica()), deployed)
         self._settings = settings_from(settings)
         self._ending: asyncio.Task[None] | None = None
         self._changing: asyncio.Task[None] | None = None  # its role
@@ -130,7 +130,7 @@ class WorkerReplica:
     async def _join_store(self, node_id: str) -> None:
         """Ensure that this machine runs a node of the KV store. Raises StoreError."""
         try:
-            await asyncio.to_thread(ensure_store, self._settings, node_id)
+            await asyncio.to_thread(ensure_store, self._settings, own_application(), node_id)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise StoreError(CLUSTER, f"its node on this machine did not start: {error}") from error
 
@@ -251,17 +251,27 @@ def own_replica() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
+def own_application() -> str:
+    """The name of this process's application in Serve."""
+    from ray import serve
+
+    return str(serve.get_replica_context().app_name)
+
+
+async def join_application(name: str, deployed: Deployed) -> tuple[Any, JoinSettings]:
+    """The application's registry, and what the replica `name` needs to join. Raises VersionMismatch."""
+    registry = connect_registry(deployed["secret"], api_key=deployed["api_key"], app_name=own_application())
+    return registry, await join(registry, name, deployed)
+
+
 async def deployed_workers() -> int:
     """Serve's target number of prefill and decode workers; LEAST_WORKERS when it is unknown.
 
     The application's arguments do not hold it: counts are also set per deployment, and changed by `kvrelay scale`.
     """
-    from ray import serve
-
-    name = serve.get_replica_context().app_name
     try:
         async with asyncio.timeout(DETAILS_S):
-            return planned_workers(await asyncio.to_thread(_serve_details), name) or LEAST_WORKERS
+            return planned_workers(await asyncio.to_thread(_serve_details), own_application()) or LEAST_WORKERS
     except (ray.exceptions.RayError, TimeoutError) as error:
         logger.warning("Serve does not report how many workers it runs: %s", error)
         return LEAST_WORKERS

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S
+from kvrelay.cluster.deployments.serve_config import APPLICATIONS, DEPLOY_S
 from kvrelay.cluster.errors import ClusterError, RequestRefused, ServerUnreachable
 from kvrelay.cluster.launch.http_json import request_json, request_text
+from kvrelay.cluster.registry.names import APP_NAME
 
 TIMEOUT_S = 10.0
 HINT_S = 3.0
@@ -32,7 +33,7 @@ class RayDashboard:
         return self._request("GET", APPLICATIONS)
 
     def application(self, name: str = APP_NAME) -> dict[str, Any]:
-        """Serve's status of kvrelay; empty when it is not deployed."""
+        """Serve's status of an application; empty when it is not deployed."""
         return dict(self.details().get("applications", {}).get(name, {}))
 
     def deploy(self, config: dict[str, Any]) -> None:

@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
+from kvrelay.cluster.deployments.serve_config import applications, chosen_application
 from kvrelay.cluster.errors import ClusterError, ServerUnreachable
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import auth_headers, request_json, server_root
+from kvrelay.cluster.registry.names import APP_NAME
 from kvrelay.environment import cache_dir, ray_dashboard_address
 
 DEFAULT_API = "http://127.0.0.1:8000"
@@ -67,17 +68,25 @@ def running() -> list[RunningCluster]:
 class Endpoints:
     """One cluster's API and dashboard. The API's address is looked up at the dashboard when it is first wanted."""
 
-    def __init__(self, api_url: str | None, dashboard_url: str, *, default_api: str | None = None) -> None:
-        """`default_api`: where the API may be although no dashboard answers."""
+    def __init__(
+        self, api_url: str | None, dashboard_url: str, *, default_api: str | None = None, app_name: str | None = None
+    ) -> None:
+        """`default_api`: where the API may be although no dashboard answers. `app_name`: None: the only one there."""
         self.dashboard = RayDashboard(dashboard_url)
-        self._api_url, self._default_api = api_url, default_api
+        self._api_url, self._default_api, self._app_name = api_url, default_api, app_name
+
+    @property
+    def app_name(self) -> str:
+        """Of the application in Serve. Raises ClusterError: there is none, or there are several."""
+        self._app_name = chosen_application(self.dashboard.details(), self._app_name)
+        return self._app_name
 
     @property
     def api_url(self) -> str:
         """Raises ClusterError: kvrelay is not deployed there, or its API is not reachable from here."""
         if self._api_url is None:
             try:
-                self._api_url = reachable(api_urls(self.dashboard.details(), self.dashboard.url))
+                self._api_url = reachable(api_urls(self.dashboard.details(), self.dashboard.url, self._app_name))
             except ClusterError:
                 if self._default_api is None or not _accepts(self._default_api):
                     raise
@@ -85,36 +94,38 @@ class Endpoints:
         return self._api_url
 
 
-def endpoints(url: str | None, address: str | None) -> Endpoints:
+def endpoints(url: str | None, address: str | None, app_name: str | None = None) -> Endpoints:
     """The cluster to address: as given, else as Ray's variable says, else this machine's newest matching cluster, else
     a Ray at its usual port here.
 
-    `url` is of the API alone, `address` of Ray's dashboard. Raises ConfigError: a given one is no address.
+    `url` is of the API alone, `address` of Ray's dashboard, `app_name` names the application there.
+
+    Raises ConfigError: a given one is no address.
     """
     url, variable = url and server_root(url), ray_dashboard_address()
     address = address or (None if url else variable)
     address = address and server_root(address, default_port=DASHBOARD_PORT)
     for known in running():
         if url in (None, known.api_url) and address in (None, known.dashboard_url):
-            return Endpoints(known.api_url, known.dashboard_url)
+            is_its_own = app_name in (None, APP_NAME)
+            return Endpoints(known.api_url if is_its_own else None, known.dashboard_url, app_name=app_name or APP_NAME)
     if address is None and url and variable:
         address = server_root(variable, default_port=DASHBOARD_PORT)
-    return Endpoints(url, address or DEFAULT_DASHBOARD, default_api=None if url or address else DEFAULT_API)
+    default_api = None if url or address or app_name else DEFAULT_API
+    return Endpoints(url, address or DEFAULT_DASHBOARD, default_api=default_api, app_name=app_name)
 
 
-def api_urls(details: dict[str, Any], dashboard_url: str) -> list[str]:
+def api_urls(details: dict[str, Any], dashboard_url: str, app_name: str | None = None) -> list[str]:
     """Where the API may be, by Serve's details, the likeliest first: at the dashboard's own host, which may be a public
     name or the end of a tunnel, then at each node with a proxy or an ingress.
 
-    Raises ClusterError: kvrelay is not deployed there, or its API serves its own host alone.
+    Raises ClusterError: kvrelay is not deployed there, or several times, or its API serves its own host alone.
     """
     apps = details.get("applications", {})
-    ours = next(
-        (a for a in apps.values() if (a.get("deployed_app_config") or {}).get("import_path") == IMPORT_PATH), None
-    )
-    if ours is None:
+    if not applications(details):
         there = f"; other applications are: {', '.join(sorted(apps))}" if apps else ""
         raise ClusterError(f"kvrelay is not deployed at {dashboard_url}{there} (kvrelay deploy FILE)")
+    ours = apps[chosen_application(details, app_name)]
     http = details.get("http_options") or {}
     host, here = str(http.get("host") or ""), urlsplit(dashboard_url).hostname or ""
     found = [
@@ -165,13 +176,13 @@ def other_clusters(api_url: str) -> str | None:
 
 
 @contextmanager
-def addressed(url: str | None, address: str | None) -> Iterator[Endpoints]:
+def addressed(url: str | None, address: str | None, app_name: str | None = None) -> Iterator[Endpoints]:
     """The cluster, for requests made inside the context.
 
     Adds how to start a cluster to an error that none answers, where `kvrelay serve` has started none here.
     """
     try:
-        yield endpoints(url, address)
+        yield endpoints(url, address, app_name)
     except ServerUnreachable as error:
         if running() or url or address or ray_dashboard_address():
             raise

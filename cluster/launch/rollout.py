@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvrelay.cluster.deployments.serve_config import APP_NAME
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.registry.names import APP_NAME
 
 POLL_S = 0.25
 LOGS_S = 2.0  # between two looks at the logs of starting replicas

@@ -1,8 +1,8 @@
 """The registry as a named Ray actor, and how other processes use it.
 
-It also keeps the sessions of KV hints, which ingresses share, the planner's state, and the cluster's secret and API
-key: these outlive redeployments and stay out of the application's arguments, where a change would restart every replica
-and the dashboard would show them.
+Each application has one of its own. It also keeps the sessions of KV hints, which ingresses share, the planner's state,
+and the application's secret and API key: these outlive redeployments and stay out of the application's arguments, which
+the dashboard shows.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,14 +20,14 @@ from ray.exceptions import RayError
 
 from kvrelay.cluster.errors import VersionMismatch
 from kvrelay.cluster.registry.draining import leave_drained_node
+from kvrelay.cluster.registry.ending import end_with_application
 from kvrelay.cluster.registry.members import HEARTBEAT_S, Order, Orders, Registry, Roster, WorkerRecord, merged
-from kvrelay.cluster.registry.versions import Installed, protocol_refusal, refusal
+from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
+from kvrelay.cluster.registry.versions import Deployed, Installed, refusal
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
 
 logger = logging.getLogger(__name__)
 
-REGISTRY_NAME = "kvrelay-registry"
-NAMESPACE = "kvrelay"
 WATCH_S = 30.0
 _RETRY_S = 1.0
 
@@ -40,7 +40,6 @@ class JoinSettings:
     host: str | None  # workers listen here; None: on their node's address
     api_key: str | None  # for ingresses whose settings have none
     registry: Installed
-    deployed_from: str = ""  # the host on which the application was built last
 
 
 class RegistryActor:
@@ -48,7 +47,8 @@ class RegistryActor:
     drained and it moves to another one.
     """
 
-    def __init__(self, secret: str, host: str | None, api_key: str | None) -> None:
+    def __init__(self, secret: str, host: str | None, api_key: str | None, app_name: str = APP_NAME) -> None:
+        self._app_name = app_name
         own = Installed(host or ray.util.get_node_ip_address())
         self._join_settings = JoinSettings(secret.encode(), host, api_key, own)
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
@@ -56,21 +56,15 @@ class RegistryActor:
         self._sessions = SessionTable()
         self._orders = Orders()
         self._states: dict[str, bytes] = {}
-        self._leaving: asyncio.Task[None] | None = None
+        self._watching: tuple[asyncio.Task[None], ...] = ()
 
     async def join_settings(self) -> JoinSettings:
-        return self._join_settings
-
-    async def deployed(self, host: str) -> JoinSettings:
-        """Note on which host the application was built."""
-        self._join_settings = replace(self._join_settings, deployed_from=host)
         return self._join_settings
 
     async def heartbeat(self, record: WorkerRecord) -> Order | None:
         """What this worker is to do, if anything."""
         now_s = time.monotonic()
-        if self._leaving is None:
-            self._leaving = asyncio.create_task(leave_drained_node(restarts=True), name="leave drained node")
+        self._watch_application()
         order = self._orders.of(record.worker_id, now_s)
         if order is None or order.role:  # a retiring worker is no member, even while it sends heartbeats
             self._notify_if(self._registry.heartbeat(record, now_s))
@@ -109,6 +103,7 @@ class RegistryActor:
     async def watch(self, version: str, timeout_s: float) -> Roster:
         """The roster once its version differs from `version`, or after `timeout_s`; with "" at once."""
         deadline_s = time.monotonic() + timeout_s
+        self._watch_application()
         while True:
             now_s = time.monotonic()
             self._notify_if(bool(self._registry.expire(now_s)))
@@ -121,19 +116,29 @@ class RegistryActor:
             except TimeoutError:
                 continue
 
+    def _watch_application(self) -> None:
+        if not self._watching:
+            ending = end_with_application(self._app_name, lambda: self._registry.roster(time.monotonic()).members)
+            self._watching = (
+                asyncio.create_task(leave_drained_node(restarts=True), name="leave drained node"),
+                asyncio.create_task(ending, name="end with application"),
+            )
+
     def _notify_if(self, has_changed: bool) -> None:
         if has_changed:
             self._changed.set()
             self._changed = asyncio.Event()
 
 
-def connect_registry(secret: str | None = None, host: str | None = None, api_key: str | None = None) -> Any:
-    """The handle of the cluster's registry, started with these values if there is none yet.
+def connect_registry(
+    secret: str | None = None, host: str | None = None, api_key: str | None = None, *, app_name: str = APP_NAME
+) -> Any:
+    """The handle of the application's registry, started with these values if there is none yet.
 
-    The actor is detached: it lives as long as the Ray cluster, so that a redeployment finds it again.
+    The actor is detached, so that a redeployment finds it again; it ends with its application (ending.py).
     """
     actor = ray.remote(RegistryActor).options(
-        name=REGISTRY_NAME,
+        name=registry_name(app_name),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
@@ -142,24 +147,16 @@ def connect_registry(secret: str | None = None, host: str | None = None, api_key
         max_task_retries=0,
         max_concurrency=10_000,
     )
-    return actor.remote(secret or secrets.token_hex(32), host, api_key)
+    return actor.remote(secret or secrets.token_hex(32), host, api_key, app_name)
 
 
-async def join(registry: Any, name: str, deployed_version: str) -> JoinSettings:
+async def join(registry: Any, name: str, deployed: Deployed) -> JoinSettings:
     """What the replica `name` needs to join. Raises VersionMismatch naming both versions and hosts."""
     settings: JoinSettings = await registry.join_settings.remote()
     own = Installed(settings.host or ray.util.get_node_ip_address())
-    if why := refusal(name, own, deployed_version, settings.deployed_from, settings.registry):
+    if why := refusal(name, own, deployed, settings.registry):
         raise VersionMismatch(why)
     return settings
-
-
-def note_deployment(registry: Any) -> None:
-    """Of the process that builds the application. Blocking. Raises VersionMismatch: it cannot use this registry."""
-    own = Installed(ray.util.get_node_ip_address())
-    settings: JoinSettings = ray.get(registry.deployed.remote(own.host), timeout=WATCH_S)
-    if why := protocol_refusal(own, settings.registry):
-        raise VersionMismatch(why)
 
 
 async def send_heartbeats(

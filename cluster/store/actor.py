@@ -13,9 +13,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvrelay.cluster.registry.actor import NAMESPACE, JoinSettings, connect_registry, follow_members, send_heartbeats
+from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
 from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
+from kvrelay.cluster.registry.names import NAMESPACE, store_name
 from kvrelay.cluster.store.service import make_service
 from kvrelay.config import Settings, settings_from
 from kvrelay.kvcache.stores.placement import StoreAddress
@@ -37,9 +38,9 @@ def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
 class StoreActor:
     """The Ray actor: one node, with an event loop on a thread of its own. Its only method returns its address."""
 
-    def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
+    def __init__(self, app_name: str, node_id: str, settings: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._registry, self._node_id = connect_registry(), node_id
+        self._registry, self._node_id = connect_registry(app_name=app_name), node_id
         join: JoinSettings = ray.get(self._registry.join_settings.remote())
         host = join.host or ray.util.get_node_ip_address()
         self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings_from(settings), join.secret, host)
@@ -75,10 +76,13 @@ class StoreActor:
         self._service.set_nodes(store_nodes(members))
 
 
-def ensure_store(settings: Settings, node_id: str) -> WorkerRecord:
-    """Start this machine's node of the store, if there is none; returns its record. Blocking. Raises Ray's errors."""
+def ensure_store(settings: Settings, app_name: str, node_id: str) -> WorkerRecord:
+    """Start this machine's node of the application's store, if there is none; returns its record. Blocking.
+
+    Raises Ray's errors.
+    """
     actor = ray.remote(StoreActor).options(
-        name=f"kvrelay-store-{node_id[:16]}",
+        name=store_name(app_name, node_id),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
@@ -87,6 +91,8 @@ def ensure_store(settings: Settings, node_id: str) -> WorkerRecord:
         max_task_retries=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    handle = actor.remote(node_id, settings.model_dump(mode="json", include={"store", "cache", "transfer", "cluster"}))
+    handle = actor.remote(
+        app_name, node_id, settings.model_dump(mode="json", include={"store", "cache", "transfer", "cluster"})
+    )
     record: WorkerRecord = ray.get(handle.record.remote(), timeout=_START_TIMEOUT_S)
     return record

@@ -41,8 +41,8 @@ _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
 
 def model_name(settings: ModelSettings) -> str:
     """The name in /v1/models: the setting, else the default's, the hub id, or the folder's or file's name."""
-    if settings.served_name:
-        return settings.served_name
+    if settings.served_names:
+        return settings.served_names[0]
     path = Path(settings.source).expanduser()
     if settings.source != DEFAULT_MODEL and (path.exists() or _looks_like_path(settings.source)):
         resolved = path.resolve()

@@ -33,7 +33,10 @@ class ModelSettings(Section):
     """Which model, and in what precision."""
 
     source: str = setting(DEFAULT_MODEL, "A local folder, a GGUF file, a hub id, or the built-in default.")
-    served_name: str | None = setting(None, "The name in /v1/models; default: derived from source.")
+    served_name: str | tuple[str, ...] | None = setting(
+        None,
+        "The name in /v1/models, or a list of names, of which answers have the first; default: derived from source.",
+    )
     dtype: Dtype = setting(
         "auto", "Type of weights and activations, and of KV unless engine.kv_dtype is set; auto: bfloat16."
     )
@@ -65,6 +68,11 @@ class ModelSettings(Section):
         "How the model writes tool calls; auto: as its chat template renders them, as hermes where the template knows "
         "no tools; none: requests with tools are refused.",
     )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """As set; none: one derived from the source."""
+        return (self.served_name,) if isinstance(self.served_name, str) else self.served_name or ()
 
     @property
     def compute_dtype(self) -> str:

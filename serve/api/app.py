@@ -108,21 +108,20 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(InvalidRequest(message, None, error.status_code, code), headers)
 
 
-def _card(front: Front) -> dict[str, Any]:
-    name, created = front.model.name, front.model.created
-    longest = front.max_model_len
+def _card(front: Front, name: str) -> dict[str, Any]:
+    created, longest = front.model.created, front.max_model_len
     return {"id": name, "object": "model", "created": created, "owned_by": "kvrelay", "max_model_len": longest}
 
 
 async def _models(front: Front, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_card(front)]})
+    return json_response({"object": "list", "data": [_card(front, name) for name in front.model.names]})
 
 
 async def _model(front: Front, request: Request) -> Response:
     name = request.path_params["model"]
-    if name != front.model.name:
+    if name not in front.model.names:
         raise unknown_model(name, front.model.name)
-    return json_response(_card(front))
+    return json_response(_card(front, name))
 
 
 async def _health(front: Front, request: Request) -> Response:

@@ -221,11 +221,16 @@ def encode_event(reply: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The one model that is served. `created` is in seconds since 1970."""
+    """The one model that is served. `created` is in seconds since 1970; `aliases` are its other names in requests."""
 
     name: str
     max_model_len: int
     created: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.aliases
 
 
 Endpoint = Callable[["Front", Request], Awaitable[Response]]
@@ -268,7 +273,7 @@ class Front:
         body = parse(body_type, data)
         if body.ignored_fields:
             self._note_ignored(body.ignored_fields)
-        if body.model is not None and body.model != self.model.name:
+        if body.model is not None and body.model not in self.model.names:
             raise unknown_model(body.model, self.model.name)
         refuse_unsupported(body)
         if isinstance(body, ChatBody) and body.chat_template and not self.settings.serve.trust_request_chat_template:

@@ -103,7 +103,9 @@ def test_what_does_not_exist_is_seen(commands):
 
 @pytest.mark.parametrize("page, text", examples("yaml"))
 def test_the_settings_in_examples_are_accepted(page, text):
-    settings_from(yaml.safe_load(text))
+    data = yaml.safe_load(text)
+    for settings in [app["args"] for app in data["applications"]] if "applications" in data else [data]:
+        settings_from(settings)
 
 
 @pytest.mark.slow

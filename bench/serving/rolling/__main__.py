@@ -1,10 +1,11 @@
 """What clients see while a running cluster changes: a table with a row for each change.
 
-    python -m bench.serving.rolling [--only setting node] [--clients 4] [--model NAME] [--json FILE]
+    python -m bench.serving.rolling [--only setting code model node] [--clients 4] [--model NAME] [--json FILE]
 
 `setting`: one ingress, one prefill and one decode worker on a Ray of the user's get another token budget by
-`kvrelay deploy`. `node`: of a head and two hosts in network namespaces, the one with the registry is drained by
-`ray drain-node`, and may take 120 s.
+`kvrelay deploy`. `code`: they get another version of kvrelay, from an archive that the file names. `model`: another
+application with another model takes over its route. `node`: of a head and two hosts in network namespaces, the one with
+the registry is drained by `ray drain-node`, and may take 120 s.
 
 Clients send greedy requests one after the other, half of them streamed, and compare every answer with the one that the
 cluster gave at first. Each row: requests, failed and wrong ones while it changed; the 99th percentile of the time to
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -27,30 +29,37 @@ import yaml
 
 from bench.serving.survive import Load, Outcome
 from bench.serving.survive_clusters import COUNTS, LOOPBACK, Cluster, HostsCluster, RayCluster
+from kvrelay import __version__
 from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
 from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.http_json import request_json
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 BEFORE_S = 10.0
 AFTER_S = 5.0
 DRAIN_S = 120
 CHANGE_S = 240.0
+ROOT = Path(__file__).resolve().parents[3]
+CODE = ("kvrelay", "kernels", "kvcache", "engine", "kvtransfer", "prefill", "decode", "router", "serve", "cluster")
 
 
 class ChangingRay(RayCluster):
     """One worker of each role; deployed by `kvrelay deploy`."""
 
-    token_budget = 512
+    app_name, served_name, token_budget = "kvrelay", ["old"], 512
 
     def __init__(self, model: str) -> None:
         super().__init__(model, dict.fromkeys(COUNTS, 1))
+        self.runtime_env = dict[str, Any]()
 
     def deploy(self, host: str, proxies: str) -> None:
         args = {
-            "model": {"source": self.source, "dtype": "float32"},
+            "model": {"source": self.source, "dtype": "float32", "served_name": self.served_name},
             "engine": {"kv_memory": "128MiB", "token_budget": self.token_budget},
             "cluster": dict(self._counts),
         }
-        app = {"name": "kvrelay", "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
+        app = {"name": self.app_name, "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
+        app["runtime_env"] = self.runtime_env
         http = {"host": host, "port": self.port}
         file = self.folder / "serve.yaml"
         file.write_text(yaml.safe_dump({"proxy_location": proxies, "http_options": http, "applications": [app]}))
@@ -62,11 +71,43 @@ class ChangingRay(RayCluster):
 
     def replicas(self) -> list[dict[str, Any]]:
         """All of the application's, in Serve's details."""
-        app = RayDashboard(self.dashboard_url).application()
+        app = RayDashboard(self.dashboard_url).application(self.app_name)
         return [one for of in app["deployments"].values() for one in of["replicas"]]
 
     def change(self) -> None:
         self.token_budget //= 2
+        self.deploy(LOOPBACK, "HeadOnly")
+
+
+class ChangingCode(ChangingRay):
+    """Its next version comes as an archive of a checkout, as from a release's page."""
+
+    VERSION = "9.9.9"
+
+    def change(self) -> None:
+        checkout = self.folder / "code" / "kvrelay"
+        for name in CODE:
+            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", checkout)
+        package = checkout / "kvrelay" / "__init__.py"
+        package.write_text(package.read_text().replace(f'"{__version__}"', f'"{self.VERSION}"'))
+        archive = shutil.make_archive(str(self.folder / "code"), "zip", self.folder / "code")
+        self.runtime_env = {"working_dir": f"file://{archive}"}
+        self.deploy(LOOPBACK, "HeadOnly")
+
+    def version(self) -> str:
+        return str(request_json("GET", f"{self.url}/kvrelay/status", timeout_s=10.0)["version"])
+
+
+class ChangingModel(ChangingRay):
+    """The next model's application has another name, and takes requests that name the old model, too."""
+
+    next_source = ""
+
+    def change(self) -> None:
+        if not self.next_source:
+            self.next_source = str(tiny_checkpoint("qwen3", self.folder / "next", seed=7))
+        self.app_name, self.served_name, self.source = "next", ["new", "old"], self.next_source
         self.deploy(LOOPBACK, "HeadOnly")
 
 
@@ -128,6 +169,7 @@ async def measure(name: str, cluster: ChangingRay | DrainedHosts, num_clients: i
             await asyncio.to_thread(cluster.change)
             change_s = time.monotonic() - begun_s
             await asyncio.sleep(AFTER_S)
+            await load.judge(session)
         finally:
             await load.aclose()
     times = (p99(before.ttft_s), p99(during.ttft_s), p99(before.itl_s), p99(during.itl_s), change_s)
@@ -150,7 +192,12 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-CHANGES: dict[str, type[ChangingRay] | type[DrainedHosts]] = {"setting": ChangingRay, "node": DrainedHosts}
+CHANGES: dict[str, type[ChangingRay] | type[DrainedHosts]] = {
+    "setting": ChangingRay,
+    "code": ChangingCode,
+    "model": ChangingModel,
+    "node": DrainedHosts,
+}
 
 
 def run(names: list[str], model: str, num_clients: int) -> list[Row]:

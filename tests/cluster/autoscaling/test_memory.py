@@ -13,8 +13,9 @@ import ray
 from kvrelay.cluster.autoscaling.policies import NAME, RegistryStateStore
 from kvrelay.cluster.autoscaling.room import NOTICE
 from kvrelay.cluster.autoscaling.worker_model import decoded
-from kvrelay.cluster.registry.actor import NAMESPACE, connect_registry
+from kvrelay.cluster.registry.actor import connect_registry
 from kvrelay.cluster.registry.members import WorkerRecord
+from kvrelay.cluster.registry.names import NAMESPACE
 from tests.cluster.autoscaling.test_planner_policy import PlannerPolicy, World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.alone]

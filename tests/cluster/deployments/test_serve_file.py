@@ -46,7 +46,7 @@ def written(folder: Path, place: str, value: Any) -> Path:
 def test_every_serve_file_of_ours_is_valid_and_the_others_name_their_command(path: Path):
     data = yaml.safe_load(path.read_text())
     if "applications" in data or data.get("kind") == "RayService":
-        found = read_serve_file(path)
+        (found,) = read_serve_file(path)
         assert {"ingress", "decode"} <= set(found.counts) and not found.warnings
         assert found.is_kubernetes is ("apiVersion" in data)
     else:
@@ -106,7 +106,7 @@ APP = "applications.0"
             },
             "unknown setting planner.ttft; did you mean planner.ttft_s?",
         ),
-        (f"{APP}.import_path", "kvrelay.app:build", f"expected one application with import_path: {IMPORT_PATH}"),
+        (f"{APP}.import_path", "kvrelay.app:build", f"expected an application with import_path: {IMPORT_PATH}"),
         (f"{APP}.import_path", None, f"{APP}.import_path"),
         (f"{APP}.deployments", {"decode": 1}, f"{APP}.deployments"),
         ("applications", None, "applications"),
@@ -129,7 +129,7 @@ def test_what_is_no_serve_file_is_refused_in_one_line(tmp_path: Path, text: str)
 
 
 def test_settings_without_an_effect_and_secrets_are_warned_of(tmp_path: Path):
-    found = read_serve_file(written(tmp_path, f"{APP}.args.serve", {"port": 80, "api_key": "k"}))
+    (found,) = read_serve_file(written(tmp_path, f"{APP}.args.serve", {"port": 80, "api_key": "k"}))
     assert found.warnings == (
         "serve.port has no effect here; set http_options.port",
         "Ray's dashboard shows serve.api_key; set KVRELAY_API_KEY instead",
@@ -137,7 +137,7 @@ def test_settings_without_an_effect_and_secrets_are_warned_of(tmp_path: Path):
 
 
 def test_gpus_that_the_cluster_lacks_and_ports_that_serve_has_already_are_warned_of(tmp_path: Path):
-    found = read_serve_file(written(tmp_path, f"{APP}.args.cluster", {"num_gpus_per_worker": 1}))
+    (found,) = read_serve_file(written(tmp_path, f"{APP}.args.cluster", {"num_gpus_per_worker": 1}))
     details = {"proxies": {"n": {}}, "http_options": {"host": "0.0.0.0", "port": 9000}}
     gpus, port = cluster_warnings(found, details, [{"resources_total": {"GPU": 1.0}}, {"resources_total": {}}])
     assert gpus.startswith("the workers request 2 GPUs, and the cluster has 1 now")
@@ -151,6 +151,23 @@ def test_other_applications_of_the_cluster_stay():
     merged = with_other_applications(BASE, details)
     assert merged["applications"] == [*BASE["applications"], chat]
     assert with_other_applications(BASE, {}) == BASE
-    second = {"name": "next", "import_path": IMPORT_PATH}
-    with pytest.raises(ConfigError, match="application 'next'"):
-        with_other_applications(BASE, {"applications": {"next": {"deployed_app_config": second}}})
+    second = {"name": "next", "route_prefix": "/next", "import_path": IMPORT_PATH}
+    details = {"applications": {"next": {"deployed_app_config": second}}}
+    assert with_other_applications(BASE, details)["applications"] == [*BASE["applications"], second]
+
+
+def test_a_file_may_have_several_applications_of_ours(tmp_path: Path):
+    second = {"name": "next", "route_prefix": "/next", "import_path": IMPORT_PATH, "args": {"model": {"source": "a/b"}}}
+    found = read_serve_file(written(tmp_path, "applications", [*BASE["applications"], second]))
+    assert [(one.app_name, one.settings.model.source) for one in found] == [
+        ("kvrelay", "smollm2-135m-instruct"),
+        ("next", "a/b"),
+    ]
+    assert found[1].only()["applications"] == [second]
+
+
+def test_a_model_that_changes_under_the_same_name_is_warned_of(tmp_path: Path):
+    (found,) = read_serve_file(written(tmp_path, f"{APP}.args.model.source", "a/b"))
+    details = {"applications": {"kvrelay": {"deployed_app_config": BASE["applications"][0]}}}
+    (line,) = cluster_warnings(found, details, [])
+    assert line.startswith("kvrelay serves smollm2-135m-instruct now: requests fail") and "another name" in line

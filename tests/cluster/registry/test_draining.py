@@ -14,14 +14,15 @@ from ray.cluster_utils import Cluster
 from ray._private.worker import global_worker
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME, RegistryActor
+from kvrelay.cluster.registry.actor import RegistryActor
 from kvrelay.cluster.registry.members import WorkerRecord
+from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000})
 drained = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 ray.init(address=cluster.address, log_to_driver=False)
 registry = ray.remote(RegistryActor).options(
-    name=REGISTRY_NAME, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
+    name=registry_name(APP_NAME), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
     scheduling_strategy=NodeAffinitySchedulingStrategy(drained.node_id, soft=True),
 ).remote("secret", "127.0.0.1", None)
 record = WorkerRecord("decode-a", "decode", "e", "127.0.0.1", 1, "n", 1)

@@ -5,17 +5,21 @@ import pytest
 from kvrelay.cluster.commands.doctor import versions
 from kvrelay.cluster.errors import VersionMismatch
 from kvrelay.cluster.registry.actor import RegistryActor, join
-from kvrelay.cluster.registry.versions import Installed, protocol_refusal, refusal
+from kvrelay.cluster.registry.versions import Deployed, Installed, protocol_refusal, refusal
 
 REGISTRY = Installed("10.0.0.1", "0.2.0", 6)
 
 
+def deployed(version: str, host: str = "10.0.0.9") -> Deployed:
+    return Deployed(version=version, host=host, secret=None, api_key=None)
+
+
 def test_a_replica_of_the_deployed_version_joins():
-    assert refusal("decode-1", Installed("10.0.0.2", "0.2.0", 6), "0.2.0", "10.0.0.1", REGISTRY) is None
+    assert refusal("decode-1", Installed("10.0.0.2", "0.2.0", 6), deployed("0.2.0"), REGISTRY) is None
 
 
 def test_a_host_with_another_version_is_refused_and_both_are_named():
-    line = refusal("decode-1", Installed("10.0.0.2", "0.1.0", 6), "0.2.0", "10.0.0.9", REGISTRY)
+    line = refusal("decode-1", Installed("10.0.0.2", "0.1.0", 6), deployed("0.2.0"), REGISTRY)
     assert line == (
         "decode-1 has kvrelay 0.1.0 on host 10.0.0.2, but kvrelay 0.2.0 was deployed from host 10.0.0.9: install one "
         "version on every host, then deploy again"
@@ -24,12 +28,12 @@ def test_a_host_with_another_version_is_refused_and_both_are_named():
 
 def test_a_registry_of_an_older_release_is_used_while_the_protocol_is_the_same():
     newer = Installed("10.0.0.2", "0.3.0", 6)
-    assert refusal("decode-1", newer, "0.3.0", "10.0.0.2", REGISTRY) is None  # a rolling upgrade
+    assert refusal("decode-1", newer, deployed("0.3.0"), REGISTRY) is None  # a rolling upgrade
     assert protocol_refusal(newer, REGISTRY) is None
     line = protocol_refusal(Installed("10.0.0.2", "1.0.0", 7), REGISTRY)
-    assert line is not None and line.startswith(
-        "the cluster's registry is kvrelay 0.2.0 (protocol 6) on host 10.0.0.1, and this is kvrelay 1.0.0 (protocol 7) "
-        "on host 10.0.0.2"
+    assert line == (
+        "the application's registry is kvrelay 0.2.0 (protocol 6) on host 10.0.0.1, and this is kvrelay 1.0.0 "
+        "(protocol 7) on host 10.0.0.2: deploy it as an application of another name, which takes over (kvrelay deploy)"
     )
 
 
@@ -43,11 +47,10 @@ class Remote:
 
 async def test_a_replica_asks_the_registry_before_it_joins():
     actor = RegistryActor("secret", "10.0.0.1", None)
-    await actor.deployed("10.0.0.7")
     own = Installed("10.0.0.1")
-    assert (await join(Remote(actor), "decode-1", own.version)).secret == b"secret"
+    assert (await join(Remote(actor), "decode-1", deployed(own.version))).secret == b"secret"
     with pytest.raises(VersionMismatch, match=r"decode-1 has .* but kvrelay 9\.9 was deployed from host 10\.0\.0\.7"):
-        await join(Remote(actor), "decode-1", "9.9")
+        await join(Remote(actor), "decode-1", deployed("9.9", "10.0.0.7"))
 
 
 def test_the_doctor_lists_versions_by_host_and_those_that_differ():

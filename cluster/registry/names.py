@@ -1,0 +1,18 @@
+"""Names of the actors that belong to one application, so that several run side by side on one Ray cluster. Pure."""
+
+APP_NAME = "kvrelay"  # what `kvrelay serve` deploys, and the files in configs/
+NAMESPACE = "kvrelay"  # Ray's, of all these actors
+
+
+def registry_name(app_name: str) -> str:
+    """The name of the application's registry."""
+    return f"kvrelay-registry{_own(app_name)}"
+
+
+def store_name(app_name: str, node_id: str) -> str:
+    """The name of the application's node of the KV store on the node `node_id` of Ray."""
+    return f"kvrelay-store{_own(app_name)}-{node_id[:16]}"
+
+
+def _own(app_name: str) -> str:
+    return "" if app_name == APP_NAME else f"-{app_name}"
