@@ -21,7 +21,7 @@ from tests.stopping import stop
 SECRET = b"a secret of the test cluster"
 BLOCK = 64 << 10
 META = BlockMeta(None, 16)
-WAIT_S = 60.0  # for an event that a test is sure of
+WAIT_S = 120.0  # for an event that a test is sure of
 
 
 def block(digest, num_bytes=BLOCK):
@@ -102,7 +102,7 @@ class Nodes:
 
     def client(self, block_bytes=BLOCK, namespace=b"n" * 16, **options):
         own = {name: options.pop(name) for name in ("codec", "memory") if name in options}
-        options = {"secret": SECRET, "answer_s": 5.0, "stall_s": 5.0, "num_replicas": self.num_replicas} | options
+        options = {"secret": SECRET, "answer_s": 30.0, "stall_s": 30.0, "num_replicas": self.num_replicas} | options
         links = ClientOptions(worker_id="w", host="127.0.0.1", **options)
         store = RemoteStore(block_bytes, namespace, links, nodes=list(self.addresses.values()), **own)
         store.start()
