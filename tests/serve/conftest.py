@@ -83,7 +83,7 @@ class Cluster:
             worker.peers = {peer.worker_id: peer for peer in self.decode}
         await self.dispatcher.start()
         self.dispatcher.workers.set_members(members)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.dispatcher.workers.wait_for(
                 lambda d: len(d.live_workers()) == len(members) and d.pairs.book.is_settled()
             )
