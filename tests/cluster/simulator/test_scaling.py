@@ -5,7 +5,10 @@ from itertools import pairwise
 import pytest
 
 from kvrelay.cluster.autoscaling import worker_model
-from tests.cluster.simulator.simulator_cases import SETTINGS, chats, entry, everything_is_given_back, simulate
+from kvrelay.cluster.autoscaling.worker_model import model_of
+from kvrelay.router.planning import capacity
+from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, Workload
+from tests.cluster.simulator.simulator_cases import SETTINGS, chats, entry, everything_is_given_back, profile, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -71,6 +74,20 @@ def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it(monkeypa
     times = [at_s for at_s, *_ in sim.fleet.changes]
     assert all(later >= earlier for earlier, later in pairwise(times))
     everything_is_given_back(sim)
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(6.0, 1), (8.0, 2)])
+def test_long_prompts_of_short_answers_need_more_decode_workers_where_the_planner_says_so(rate, needed):
+    """A decode worker holds a place for each prompt while that is computed, 1.2 s of these, and has eight."""
+    slow = SpeedCurve(overhead_s=0.0, weights_s=0.01, token_s=0.002, pair_s=0.0, context_s=0.0)
+    sizes = {"max_running": 8, "num_blocks": 4096, "token_budget": 512, "link_bytes_per_s": 1e9}
+    worker, load = profile(prefill=slow, decode=slow, **sizes), Workload(rate, 600, 2, input_cv2=0.0)
+    target = PlanningTarget(3.0, 0.1)
+    assert capacity.workers_for(capacity.decode_fits, load, model_of(worker), target, 9) == needed
+    entries = [entry(index / rate, 600, 2) for index in range(200)]
+    runs = [simulate(entries, workers=worker, prefill=12, decode=count, max_tokens=2048) for count in (1, 2)]
+    late = [sum(ttft_s > target.ttft_s for ttft_s in sim.tally.ttft_s) for sim in runs]
+    assert late[needed - 1] == 0 and all(number > 20 for number in late[: needed - 1])
 
 
 def test_without_the_planner_counts_stay():
