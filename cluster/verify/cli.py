@@ -201,7 +201,7 @@ def all_setups(
 
     is_random: the model's weights are noise. is_first: no model before it has shown what is the same for all.
     """
-    from kvrelay.cluster.verify import constrained, parity, suites
+    from kvrelay.cluster.verify import constrained, moves, parity, suites
     from kvrelay.cluster.verify.dtypes import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, near
     from kvrelay.cluster.verify.groups import groups
 
@@ -226,6 +226,7 @@ def all_setups(
         setups += constrained.constrained(verifier, first)
     setups += suites.tiers(scratch, verifier.kv_bytes)
     setups += suites.preemption(first)
+    setups += moves.moves(first)
     for suite in (suites.queue_order, suites.mixed_batches, suites.cascade, suites.speculation):
         setups += suite(verifier, first)
     served += [(verifier, setup) for setup in setups]

@@ -25,12 +25,11 @@ import torch
 from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify import computing, dtypes
 from kvrelay.cluster.verify import steering as steer
-from kvrelay.cluster.verify.closeness import RMS_MOST, DtypeError, TextLogprobs, dtype_error, on_same_tokens
+from kvrelay.cluster.verify.closeness import RMS_MOST, DtypeError, TextLogprobs, WholeTexts, dtype_error, on_same_tokens
 from kvrelay.cluster.verify.computing import GRAPHS, PIECES, steps_by
 from kvrelay.cluster.verify.prompts import TEXT, VerifyPrompt, log_probabilities, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import Case, Must, OwnRows, Setup, VerifyRow, blocks_freed, during
 from kvrelay.cluster.verify.verifier import Overrides, RowResult, ServedAnswer, Verifier
-from kvrelay.cluster.verify.whole_text import WholeTexts
 from kvrelay.plane.messages import SequenceRequest
 
 FP8 = "fp8_e4m3"

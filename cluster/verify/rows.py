@@ -50,7 +50,7 @@ class Case:
 
     @property
     def engine(self) -> Engine:
-        """That of the decode worker in this process."""
+        """That of the first decode worker in this process."""
         engine = self.cluster.inside[0].thread.engine
         assert engine is not None
         return engine
@@ -174,6 +174,7 @@ class Setup:
     checks: str = "full"
     overrides: Overrides | Callable[[], Overrides] = field(default_factory=dict)
     num_prefill: int = 1
+    num_decode: int = 1
     prompts: tuple[VerifyPrompt, ...] = ()
     prepare: Callable[[Verifier, LocalCluster], Awaitable[object]] | None = None
     learns: bool = True
@@ -193,7 +194,8 @@ async def run_setup(verifier: Verifier, setup: Setup) -> None:
     async with AsyncExitStack() as stack:
         cluster: Any = None
         if setup.transport is not None:
-            started = verifier.cluster(setup.transport, setup.checks, overrides, num_prefill=setup.num_prefill)
+            counts = {"num_prefill": setup.num_prefill, "num_decode": setup.num_decode}
+            started = verifier.cluster(setup.transport, setup.checks, overrides, **counts)
             try:
                 cluster = await stack.enter_async_context(started)
             except KvrelayError as error:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kvrelay.cluster.verify import parity as rows_of_parity
+from kvrelay.cluster.verify.closeness import WholeTexts
 from kvrelay.cluster.verify.parity import Parity, rms_apart
 from kvrelay.cluster.verify.prompts import VerifyPrompt, log_probabilities
 from kvrelay.cluster.verify.rows import OwnRows, run_row
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, tiny_model
-from kvrelay.cluster.verify.whole_text import WholeTexts
 from kvrelay.kernels.oracle.reference import attend
 from kvrelay.plane.messages import TokenLogprob
 from tests.kernels.cuda.fake_gpu import fake_gpu  # noqa: F401

@@ -4,6 +4,7 @@ import pytest
 
 from kvrelay.cluster.verify import suites
 from kvrelay.cluster.verify.groups import groups
+from kvrelay.cluster.verify.moves import moves
 from kvrelay.cluster.verify.prompts import VerifyPrompt, repeating_prompts, shared_prompts, unlike_prompts
 from kvrelay.cluster.verify.rows import run_setup
 from kvrelay.cluster.verify.suites import ARRIVAL_ORDER, LONG, RANKED_LOAD, RANKED_ORDER, SHORT
@@ -44,6 +45,12 @@ async def test_groups_are_the_same_disaggregated_and_on_one_worker(tmp_path):
 async def test_tokens_are_the_same_however_a_sequence_is_preempted(tmp_path):
     verifier = verifier_of(tmp_path, ("1 token", "3 blocks"))
     assert len(await report_of(verifier, suites.preemption("shm"))) == 8
+
+
+@pytest.mark.slow
+async def test_tokens_are_the_same_when_a_sequence_moves_in_the_middle_of_its_output(tmp_path):
+    verifier = verifier_of(tmp_path, ("1 token", "3 blocks", "several chunks"))
+    assert len(await report_of(verifier, moves("shm"))) == 5
 
 
 @pytest.mark.slow
