@@ -194,7 +194,7 @@ async def run_setup(verifier: Verifier, setup: Setup) -> None:
     async with AsyncExitStack() as stack:
         cluster: Any = None
         if setup.transport is not None:
-            counts = {"num_prefill": setup.num_prefill, "num_decode": setup.num_decode}
+            counts = {"num_prefill": setup.num_prefill, "num_inside": setup.num_decode}
             started = verifier.cluster(setup.transport, setup.checks, overrides, **counts)
             try:
                 cluster = await stack.enter_async_context(started)

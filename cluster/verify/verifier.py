@@ -188,20 +188,16 @@ class Verifier:
 
     @asynccontextmanager
     async def cluster(
-        self,
-        transport: str,
-        checks: str = "full",
-        overrides: Overrides | None = None,
-        *,
-        num_prefill: int = 1,
-        num_decode: int = 1,
+        self, transport: str, checks: str = "full", overrides: Overrides | None = None, **counts: int
     ) -> AsyncIterator[LocalCluster]:
-        """Prefill processes, and decode workers in this process. Raises KvrelayError when a worker cannot start."""
+        """Prefill processes, and decode workers in this process: one of each, or `counts` (num_prefill, num_inside).
+
+        Raises KvrelayError when a worker cannot start.
+        """
         settings = self.settings(transport, checks, overrides or {})
-        patience: dict[str, Any] = {"retry_budget": 0, "reserve_timeout_s": 600.0}
+        options: dict[str, Any] = {"retry_budget": 0, "reserve_timeout_s": 600.0, **counts}
         folder = Path(settings.model.source)
-        patience |= {"num_prefill": num_prefill, "num_inside": num_decode}
-        async with local_cluster(settings, folder, **patience) as cluster:
+        async with local_cluster(settings, folder, **options) as cluster:
             yield cluster
 
     async def learn(self, prompts: Sequence[VerifyPrompt]) -> None:

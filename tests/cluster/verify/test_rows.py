@@ -31,7 +31,7 @@ class FakeVerifier:
         assert list(prompts) == PROMPTS
 
     @asynccontextmanager
-    async def cluster(self, transport, checks, overrides, *, num_prefill):
+    async def cluster(self, transport, checks, overrides, **counts):
         yield self
 
     async def pool_leaks(self):
