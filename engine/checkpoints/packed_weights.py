@@ -131,12 +131,17 @@ def _index(file: BinaryIO, size: int) -> list[_Entry]:
 # ---- files of the cache folder
 
 
+def packed_folder() -> Path:
+    """Holds NAME.weights, whose NAME.checked was used last when the weights were, NAME.lock, and what is unfinished."""
+    return cache_dir() / "packed"
+
+
 def shared_weights(name: str, pack: Callable[[PackedWeights], object], load: Callable[[PackedWeights], T]) -> T | None:
     """What `load` makes of the weights in the file `name`, which `pack` fills first where there is none that is right.
 
     None, with the reason in the log: the file can neither be read nor written, so the caller packs for itself.
     """
-    path = cache_dir() / "packed" / f"{name}.weights"
+    path = packed_folder() / f"{name}.weights"
     try:
         for is_last in (False, True):
             try:
@@ -203,8 +208,8 @@ def _write(path: Path, pack: Callable[[PackedWeights], object]) -> None:
 
 def _remove_old(path: Path) -> None:
     """Remove the files of all models that were not used for _KEPT_S. A process that has mapped one keeps its memory."""
-    for note in path.parent.glob("*.checked"):
+    for used in (*path.parent.glob("*.checked"), *path.parent.glob("*.part")):  # a part: its writer was killed
         with contextlib.suppress(OSError):
-            if time.time() - note.stat().st_mtime > _KEPT_S:
-                for each in (note.with_suffix(".weights"), note.with_suffix(".lock"), note):
+            if time.time() - used.stat().st_mtime > _KEPT_S:
+                for each in (used.with_suffix(".weights"), used.with_suffix(".lock"), used):
                     each.unlink(missing_ok=True)

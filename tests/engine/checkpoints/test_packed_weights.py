@@ -15,6 +15,7 @@ import torch
 from kvrelay.engine.checkpoints import loading, packed_weights
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.step.build import make_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.environment import cache_dir
@@ -165,6 +166,25 @@ def test_every_byte_is_compared_once_after_each_boot(cache, backend, folder, mon
     assert len(checks) == 1
 
 
+def test_a_checkpoint_that_changes_in_place_is_packed_anew(cache, backend, folder):
+    """Also where the digest's samples are the same."""
+    before = greedy(load_model(folder, backend, torch.float32, is_shared=True), backend)
+    path = folder / "model.safetensors"
+    reader = loading.WeightReader(folder, ModelSpec.from_folder(folder))
+    at = reader._where["layers.0.mlp.down_proj.weight"]
+    data = bytearray(path.read_bytes())
+    data[at.begin : at.end] = bytes(at.end - at.begin)
+    path.write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "model_digest", lambda folder: "the same")
+        own = greedy(load_model(folder, backend, torch.float32), backend)
+        names = {loading.shared_name_of(folder, reader._spec, backend, torch.float32, None)}
+        os.utime(path, ns=(1, 1))
+        names.add(loading.shared_name_of(folder, reader._spec, backend, torch.float32, None))
+    assert len(names) == 2
+    assert greedy(load_model(folder, backend, torch.float32, is_shared=True), backend) == own != before
+
+
 class FullDisk:
     """A file that takes so many bytes."""
 
@@ -239,9 +259,14 @@ def test_workers_that_start_together_write_one_file(cache, backend, folder, monk
 def test_files_that_were_not_used_for_a_week_go_when_another_is_written(cache, backend, folder, tmp_path):
     load_model(folder, backend, torch.float32, is_shared=True)
     [note], long_ago = cache.glob("*.checked"), time.time() - 8 * 86400
-    os.utime(note, (long_ago, long_ago))
+    parts = [cache / "killed.part", cache / "running.part"]
+    for path in (note, *parts):
+        path.touch()
+    for path in (note, parts[0]):
+        os.utime(path, (long_ago, long_ago))
     load_model(tiny_checkpoint("qwen2", tmp_path / "b"), backend, torch.float32, is_shared=True)
     assert not note.exists() and len(list(cache.glob("*.weights"))) == 1
+    assert [path.exists() for path in parts] == [False, True]
 
 
 def test_small_models_and_backends_without_such_packing_share_nothing(cache, backend, folder, monkeypatch):
