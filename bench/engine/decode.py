@@ -1,13 +1,14 @@
 """Decode speed of one engine against the memory's limit and Hugging Face generate, in one run.
 
-    python -m bench.engine.decode [--model M] [--concurrency 1 4 16 32] [--threads N] [--quantization int8 int4] [--json
-    FILE]
+    python -m bench.engine.decode [--model M] [--concurrency 1 4 16 32] [--threads N] [--quantization int8 int4]
+        [--mapped] [--json FILE]
 
 A decode step reads every weight once and the KV of every running sequence; the machine's measured
 read bandwidth at the same number of threads turns that into the shortest possible step. Only pure
 decode steps are timed (prompts are computed before); Hugging Face's prefill is taken off by
 subtracting a one-token generate. Engines and Hugging Face alternate; medians count. With --quantization there is an
-engine for each way of holding the weights, beside the unquantised one, and the step's bytes are its own.
+engine for each way of holding the weights, beside the unquantised one, and the step's bytes are its own. With --mapped
+there is one whose weights are mapped from the file that a host's workers share.
 """
 
 import statistics
@@ -113,6 +114,7 @@ def main() -> None:
         steps_s = {name: statistics.median(run.step_s for run in runs) for name, runs in ours.items()}
         hf_s = statistics.median(theirs) if theirs else None
         for name, engine in engines.items():
+            pairs = zip(ours["none"], ours[name], strict=True)
             context, step_s = ours[name][0].mean_context, steps_s[name]
             read = inprocess.step_bytes(engine, count, item) + item * concurrency * context * count.kv_values_per_token
             bound_s = read / (limit.read_gb_s * 1e9)
@@ -123,6 +125,7 @@ def main() -> None:
                     "step ms": 1000 * step_s,
                     "tokens/s": statistics.median(run.tokens / run.seconds for run in ours[name]),
                     "x unquantised": steps_s["none"] / step_s,
+                    "x in each round": " ".join(f"{a.step_s / b.step_s:.2f}" for a, b in pairs),
                     "MB read per step": read / 1e6,
                     "limit ms": 1000 * bound_s,
                     "share of limit": bound_s / step_s,

@@ -98,18 +98,22 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--quantization", nargs="*", default=[], help="int8, int4, or with a group: int4/64")
+    parser.add_argument("--mapped", action="store_true", help="also with the packed weights that workers share")
     parser.add_argument("--json", type=Path)
     return parser
 
 
 def build_engines(options: argparse.Namespace, folder: Path, *, token_budget: int, kv_memory: int) -> dict[str, Engine]:
-    """An engine for each quantisation that is asked for, by its name; at least 64 MiB of KV each."""
+    """An engine for each quantisation that is asked for, by its name, and "mapped"; at least 64 MiB of KV each."""
     make = partial(build_engine, folder, options.dtype, options.threads, options.backend)
     memory = max(kv_memory, 64 << 20)
-    return {
+    engines = {
         name: make(token_budget=token_budget, kv_memory=memory, quantization=name)
         for name in ("none", *options.quantization)
     }
+    if options.mapped:
+        engines["mapped"] = make(token_budget=token_budget, kv_memory=memory, is_mapped=True)
+    return engines
 
 
 def build_engine(
@@ -121,11 +125,16 @@ def build_engine(
     token_budget: int,
     kv_memory: int,
     quantization: str = "none",
+    is_mapped: bool = False,
 ) -> Engine:
     """An engine like a worker's, in this thread, without prefix cache (prompts are random anyway)."""
     torch.set_num_threads(threads)
     config = EngineConfig(
-        kv_memory_bytes=kv_memory, token_budget=token_budget, prefix_caching=False, quantization=scheme(quantization)
+        kv_memory_bytes=kv_memory,
+        token_budget=token_budget,
+        prefix_caching=False,
+        quantization=scheme(quantization),
+        shares_weights=is_mapped,
     )
     chosen = select_backend(backend, "auto", threads)  # type: ignore[arg-type]
     return load_engine(folder, chosen, DTYPES[dtype], config)

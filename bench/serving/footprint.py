@@ -1,17 +1,24 @@
 """Memory and idle CPU of a running cluster, process by process.
 
-    python -m bench.serving.footprint [--pid PID-of-kvrelay-serve] [--seconds 30] [--json FILE] python -m
-    bench.serving.footprint --bare    # what Ray takes alone: started as by `kvrelay serve`, three empty deployments
+    python -m bench.serving.footprint [--pid PID-of-kvrelay-serve] [--seconds 30] [--json FILE]
+    python -m bench.serving.footprint --bare    # Ray alone: started as by `kvrelay serve`, three empty deployments
+    python -m bench.serving.footprint --workers 1 2 4    # of so many plain workers, with shared weights and own ones
 
 Counts the given process (default: the one whose command line runs `kvrelay serve`), its descendants, and
 every process of the same Ray session. Memory is PSS: shared pages are divided among their users, so the
 sum is what the cluster takes. Leave the cluster idle meanwhile.
+
+--workers starts plain worker processes, which share their packed weights or, as a control, cannot: their cache folder
+has a file in the place of the folder of packed weights. The two take turns.
 """
 
 import argparse
+import asyncio
 import contextlib
 import os
 import re
+import secrets
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +26,11 @@ from typing import Any
 
 from bench.figures import show
 from bench.serving import processes
+from kvrelay.cluster.launch.local import spawn
 from kvrelay.cluster.launch.ray_session import RaySession, free_port
-from kvrelay.config import Settings
+from kvrelay.config import Settings, settings_from
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.environment import cache_dir
 
 _SESSION = re.compile(r"session_\d{4}-\d{2}-\d{2}_[\d_-]+")
 
@@ -78,14 +88,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pid", type=int)
     parser.add_argument("--bare", action="store_true", help="start and measure Ray and Serve with empty deployments")
+    parser.add_argument("--workers", type=int, nargs="+", help="start and measure so many plain workers")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="--workers only")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.bare:
+    if options.workers:
+        workers(options)
+    elif options.bare:
         with bare_ray() as root:
             measure(root, options)
     else:
         measure(options.pid or find_root(), options)
+
+
+def workers(options: argparse.Namespace) -> None:
+    """Show the memory of as many workers as are asked for, with shared weights and own ones."""
+    settings = settings_from({"model": {"source": options.model}, "engine": {"kv_memory": "64MiB"}})
+    model_dir, rows = prepare_checkpoint(settings.model), []
+    with tempfile.TemporaryDirectory() as folder:
+        unshared = Path(folder)
+        for name in ("native", "checkpoints"):
+            (unshared / name).symlink_to(cache_dir() / name)
+        (unshared / "packed").touch()
+        caches = {"shared": str(cache_dir()), "own": str(unshared)}
+        for count in options.workers:
+            for weights, cache in caches.items():
+                os.environ["KVRELAY_CACHE"] = cache
+                found = asyncio.run(_usages(count, settings, model_dir))
+                pss, rss, file = (sum(sizes) / (1 << 20) for sizes in zip(*found, strict=True))
+                row = {"workers": count, "weights": weights, "PSS MiB": pss, "PSS MiB each": pss / count}
+                rows.append({**row, "RSS MiB": rss, "of files, PSS MiB": file})
+    show(f"memory of workers of {options.model}", rows, options.json)
+
+
+async def _usages(count: int, settings: Settings, model_dir: Path) -> list[list[int]]:
+    """PSS, RSS and the PSS of mapped files of each of so many workers, bytes."""
+    secret = secrets.token_bytes(32)
+    found = [await spawn("decode", settings, secret, f"w{number}", model_dir) for number in range(count)]
+    try:
+        return [processes.memory(one.pid, "Pss", "Rss", "Pss_File") for one in found]
+    finally:
+        await asyncio.gather(*(one.aclose() for one in found))
 
 
 def measure(root: int, options: argparse.Namespace) -> None:

@@ -85,12 +85,15 @@ def usage(pid: int) -> Usage | None:
     fields = _stat(pid)
     if len(fields) < 13 or not is_alive(pid):
         return None
-    pss_kib = 0
-    for line in _read(pid, "smaps_rollup").decode().splitlines():
-        if line.startswith("Pss:"):
-            pss_kib = int(line.split()[1])
     cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-    return Usage(pid, _short_name(pid), pss_kib * 1024, cpu_s)
+    return Usage(pid, _short_name(pid), memory(pid, "Pss")[0], cpu_s)
+
+
+def memory(pid: int, *names: str) -> list[int]:
+    """Bytes of a process's memory by the kernel's names (Pss, Rss, Pss_File); 0 for a process that has gone."""
+    lines = (line.split() for line in _read(pid, "smaps_rollup").decode().splitlines())
+    found = {parts[0]: int(parts[1]) * 1024 for parts in lines if parts[-1] == "kB"}
+    return [found.get(f"{name}:", 0) for name in names]
 
 
 def _short_name(pid: int) -> str:

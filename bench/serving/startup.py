@@ -1,12 +1,19 @@
-"""From a fresh clone to the first streamed token with `make serve`, and a second start.
+"""From a fresh clone to the first streamed token with `make serve`, and a second start; the start of one more worker.
 
     python -m bench.serving.startup [--repo .] [--port 8765] [--second-only FOLDER] [--no-pip-cache] [--json FILE]
+    python -m bench.serving.startup --worker [--rounds 3] [--model M] [--dtype bfloat16] [--json FILE]
 
 Clones the repository (committed state) into a temporary folder, with a cache folder of its own, so that
 the environment, the model and compiled kernels are all made anew; pip's download cache stays unless
 --no-pip-cache. Each start waits for the line with the `curl` command, streams one completion, presses
 Ctrl-C, and checks that no process is left: every process inherits a mark in its environment.
 Goals: 300 s from the clone, 40 s for a second start.
+
+--worker: a cluster of one worker (aggregated) runs, and gets a second one, `--rounds` times with the weights packed
+before (prepared) and not, in turn; a plain process (kvrelay.cluster.launch.local) likewise. Phases: until Ray has
+started the process (negative: it had one ready), until its replica is listed as warming (Python, Ray and Serve), until
+it takes requests (torch, weights, first steps). CPU seconds are the process's, user and system, until then: they do not
+grow when other programs run. Goal: 10 s when prepared.
 """
 
 import argparse
@@ -14,6 +21,7 @@ import asyncio
 import os
 import queue
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -24,11 +32,24 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.figures import show
+from bench.served import ServeProcess, running_serve
 from bench.serving import processes
+from kvrelay.cluster.commands.status import has_settled
+from kvrelay.cluster.deployments.serve_config import scaled
+from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.http_json import request_json
+from kvrelay.cluster.launch.local import spawn
 from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, open_session, send, served_model
 from kvrelay.cluster.loadgen.stats import OK
+from kvrelay.config import settings_from
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.environment import cache_dir
+from kvrelay.settings.engine import ModelSettings
 
+WORKER_LIMIT_S = 120.0
 GOALS_S = {"fresh clone": 300.0, "second start": 40.0}
 MARK = "KVRELAY_BENCH_MARK"
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -140,6 +161,83 @@ def start(name: str, clone: Path, port: int, *, limit_s: float, pip_cache: bool,
     }
 
 
+# ---- one more worker
+
+
+def own_cache(folder: Path) -> Path:
+    """A cache folder with this machine's kernels and converted models, and no packed weights."""
+    cache = folder / "cache"
+    cache.mkdir()
+    for name in ("native", "checkpoints"):
+        (cache / name).symlink_to(cache_dir() / name)
+    return cache
+
+
+def worker_starts(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row for each start."""
+    prepare_checkpoint(ModelSettings(source=options.model))
+    cache, rows = own_cache(folder), []
+    flags = ("--model", options.model, "--dtype", options.dtype, "--prefill", "0", "--decode", "1")
+    environment = {"KVRELAY_CACHE": str(cache)}
+    with running_serve(folder, *flags, environment=environment) as served:
+        for number in range(2 * options.rounds):
+            if not (is_prepared := number % 2 == 0):
+                shutil.rmtree(cache / "packed")
+            rows.append({"start": _start_name("replica", is_prepared), **one_more_replica(served)})
+    os.environ.update(environment)
+    for number in range(2 * options.rounds):
+        if not (is_prepared := number % 2 == 0):
+            shutil.rmtree(cache / "packed")
+        rows.append({"start": _start_name("process", is_prepared), **asyncio.run(one_process(options))})
+    return rows
+
+
+def _start_name(what: str, is_prepared: bool) -> str:
+    return f"{what}, {'prepared' if is_prepared else 'packs its weights'}"
+
+
+def one_more_replica(served: ServeProcess) -> dict[str, Any]:
+    """Scale to two workers, and back to one. Exits when the second one does not come."""
+    dashboard, known = RayDashboard(served.dashboard), {one["pid"] for one in _status(served)["workers"]}
+    asked_s, listed_s = time.time(), None
+    dashboard.deploy(scaled(dashboard.details(), {"decode": 2}))
+    while not (new := [one for one in _status(served)["workers"] if one.get("pid") not in {None, *known}]):
+        if listed_s is None and _status(served)["warming"]:
+            listed_s = time.time()
+        if time.time() - asked_s > WORKER_LIMIT_S:
+            raise SystemExit("the second worker did not start")
+        time.sleep(0.05)
+    ready_s, pid = time.time(), int(new[0]["pid"])
+    found, born_s = processes.usage(pid), psutil.Process(pid).create_time()
+    assert found is not None, "it has just answered"
+    dashboard.deploy(scaled(dashboard.details(), {"decode": 1}))
+    while not has_settled(dashboard.application(), {"decode": 1}):
+        time.sleep(0.5)
+    listed_s = listed_s or ready_s
+    return {
+        "asked to process s": born_s - asked_s,
+        "to listed s": listed_s - max(born_s, asked_s),
+        "to ready s": ready_s - listed_s,
+        "all s": ready_s - asked_s,
+        "CPU s": found.cpu_s,
+        "PSS MiB": found.pss_bytes / (1 << 20),
+    }
+
+
+def _status(served: ServeProcess) -> dict[str, Any]:
+    return request_json("GET", f"{served.url}/kvrelay/status", timeout_s=30.0)
+
+
+async def one_process(options: argparse.Namespace) -> dict[str, Any]:
+    """A decode worker without Ray."""
+    settings, begun_s = settings_from({"model": {"source": options.model, "dtype": options.dtype}}), time.monotonic()
+    child = await spawn("decode", settings, secrets.token_bytes(32), "w", prepare_checkpoint(settings.model))
+    ready_s, found = time.monotonic(), processes.usage(child.pid)
+    await child.aclose()
+    assert found is not None, "it has just answered"
+    return {"all s": ready_s - begun_s, "CPU s": found.cpu_s, "PSS MiB": found.pss_bytes / (1 << 20)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repo", default=str(Path(__file__).resolve().parents[2]), help="what to clone")
@@ -148,11 +246,18 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1200.0, help="give up after so long")
     parser.add_argument("--no-pip-cache", action="store_true")
     parser.add_argument("--keep", action="store_true", help="leave the temporary folder")
+    parser.add_argument("--worker", action="store_true", help="time the start of one more worker")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="--worker only")
+    parser.add_argument("--dtype", default="bfloat16", help="--worker only")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-startup-"))
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
+        if options.worker:
+            show("start of one more worker", worker_starts(options, folder), options.json)
+            return
         clone = options.second_only or folder / "kvrelay"
         common = {"limit_s": options.limit_s, "pip_cache": not options.no_pip_cache}
         if options.second_only is None:

@@ -70,8 +70,8 @@ def command(
     name: Annotated[str | None, typer.Argument(help="clear: this one only, with its packed weights")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="clear: do not ask")] = False,
 ) -> None:
-    """List the converted models and the packed weights of CPU workers with their size and last use, or remove them; they
-    are made again when needed.
+    """List converted models and CPU workers' packed weights, with their size and last use, or remove them; they are
+    made again when needed.
     """
     console, found = Console(), cached_models()
     if action == "list":

@@ -77,7 +77,7 @@ def test_packed_weights_are_listed_with_their_size_and_last_use(packed, capsys):
 
 def test_packed_weights_go_with_their_model_by_name_or_with_all(packed, capsys):
     assert run(["models", "clear", "new", "--yes"]) == 0
-    assert [one.name for one in cached_models()][0] == "old"
+    assert cached_models()[0].name == "old"
     assert {path.name for path in packed.iterdir()} == {
         "new-5e.lock", "folder-6f.lock", "folder-6f.weights", "folder-70.lock", "folder-70.part"
     }  # fmt: skip
