@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.checkpoints.files import (
-    expected_shapes,
-    format_of,
-    locate_tensors,
-    model_digest,
-    safetensors_files,
-    shared_name,
-)
+from kvrelay.engine.checkpoints.files import expected_shapes, format_of, locate_tensors, model_digest, shared_name
 from kvrelay.engine.checkpoints.packed_weights import shared_weights
 from kvrelay.engine.checkpoints.stored_tensors import PARTS, PLAIN
 from kvrelay.engine.checkpoints.unpacking import unpacked
@@ -291,7 +284,7 @@ def shared_name_of(
     if packing is None or spec.quantization is not None or num_bytes < LEAST_SHARED_BYTES:
         return None
     nodes = "-".join(str(node) for node in sorted({core.node for core in own_cores()}))
-    written = [path.stat().st_mtime_ns for path in safetensors_files(folder)]  # the digest reads samples only
+    written = [path.stat().st_mtime_ns for path in sorted(folder.glob("*.safetensors"))]  # the digest reads samples
     parts = (model_digest(folder), str(written), str(dtype), str(scheme), packing, nodes)
     return f"{folder.name}-{blake2b(' '.join(parts).encode(), digest_size=12).hexdigest()}"
 

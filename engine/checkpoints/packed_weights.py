@@ -164,7 +164,8 @@ def _loaded(path: Path, load: Callable[[PackedWeights], T]) -> T:
     note, state = path.with_suffix(".checked"), _state(path)
     if not note.is_file() or note.read_text() != state:
         weights.check()
-        _note(note, state)
+        with contextlib.suppress(OSError):  # without the note the next process compares again
+            note.write_text(state)
     loaded = load(weights)
     weights.finish()
     with contextlib.suppress(OSError):  # a cache that is only read
@@ -176,13 +177,6 @@ def _state(path: Path) -> str:
     """Differs after a boot of the machine, and where the file was written since."""
     stat = path.stat()
     return f"{_BOOT_ID.read_text().strip()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
-
-
-def _note(note: Path, state: str) -> None:
-    scratch = note.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # without it the next process compares again
-        scratch.write_text(state)
-        scratch.replace(note)
 
 
 def _write(path: Path, pack: Callable[[PackedWeights], object]) -> None:
@@ -197,7 +191,7 @@ def _write(path: Path, pack: Callable[[PackedWeights], object]) -> None:
                 weights = WrittenWeights(file)
                 pack(weights)
                 weights.finish()
-            _note(path.with_suffix(".checked"), _state(scratch))
+            path.with_suffix(".checked").write_text(_state(scratch))
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
