@@ -79,8 +79,12 @@ def test_packed_weights_go_with_their_model_by_name_or_with_all(packed, capsys):
     assert run(["models", "clear", "new", "--yes"]) == 0
     assert cached_models()[0].name == "old"
     assert {path.name for path in packed.iterdir()} == {
-        "new-5e.lock", "folder-6f.lock", "folder-6f.weights", "folder-70.lock", "folder-70.part"
-    }  # fmt: skip
+        "new-5e.lock",
+        "folder-6f.lock",
+        "folder-6f.weights",
+        "folder-70.lock",
+        "folder-70.part",
+    }
     assert run(["models", "clear", "folder-70", "--yes"]) == 0 and not list(packed.glob("*.part"))
     capsys.readouterr()
     assert run(["models", "clear", "--yes"]) == 0
