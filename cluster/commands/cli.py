@@ -76,7 +76,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers; 0 serves aggregated")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
-    ingress: Annotated[int | None, typer.Option(help="ingresses, at consecutive ports")] = None,
+    ingress: Annotated[int | None, typer.Option(help="ingresses; several share the port")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="port of the API")] = None,
     dashboard_port: Annotated[

@@ -261,7 +261,13 @@ def scale(
         cluster.dashboard.deploy(config)
         if wait:
             with show_progress(console) as bars:
-                wait_until_running(cluster.dashboard, StartProgress(bars).report, app_name=name, counts=counts)
+                steps = StartProgress(bars)
+
+                def report(part: str, state: str) -> None:
+                    if part in counts and console.is_terminal:
+                        steps.report(part, state)
+
+                wait_until_running(cluster.dashboard, report, app_name=name, counts=counts)
     console.print(f"now at {target}" if wait else f"scaling to {target}")
 
 
