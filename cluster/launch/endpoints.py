@@ -69,11 +69,20 @@ class Endpoints:
     """One cluster's API and dashboard. The API's address is looked up at the dashboard when it is first wanted."""
 
     def __init__(
-        self, api_url: str | None, dashboard_url: str, *, default_api: str | None = None, app_name: str | None = None
+        self,
+        api_url: str | None,
+        dashboard_url: str,
+        *,
+        noted_api: str | None = None,
+        default_api: str | None = None,
+        app_name: str | None = None,
     ) -> None:
-        """`default_api`: where the API may be although no dashboard answers. `app_name`: None: the only one there."""
+        """`noted_api`: where the API was: an ingress that is replaced listens on another port. `default_api`: where it
+        may be although no dashboard answers. `app_name`: None: the only one there.
+        """
         self.dashboard = RayDashboard(dashboard_url)
-        self._api_url, self._default_api, self._app_name = api_url, default_api, app_name
+        self._api_url, self._noted_api, self._default_api = api_url, noted_api, default_api
+        self._app_name = app_name
 
     @property
     def app_name(self) -> str:
@@ -85,13 +94,20 @@ class Endpoints:
     def api_url(self) -> str:
         """Raises ClusterError: kvrelay is not deployed there, or its API is not reachable from here."""
         if self._api_url is None:
-            try:
-                self._api_url = reachable(api_urls(self.dashboard.details(), self.dashboard.url, self._app_name))
-            except ClusterError:
-                if self._default_api is None or not _accepts(self._default_api):
-                    raise
-                self._api_url = self._default_api
+            self._api_url = self._found()
         return self._api_url
+
+    def _found(self) -> str:
+        if self._noted_api is not None and _accepts(self._noted_api):
+            return self._noted_api
+        try:
+            return reachable(api_urls(self.dashboard.details(), self.dashboard.url, self._app_name))
+        except ClusterError:
+            if self._noted_api is not None:
+                return self._noted_api
+            if self._default_api is None or not _accepts(self._default_api):
+                raise
+            return self._default_api
 
 
 def endpoints(url: str | None, address: str | None, app_name: str | None = None) -> Endpoints:
@@ -107,8 +123,8 @@ def endpoints(url: str | None, address: str | None, app_name: str | None = None)
     address = address and server_root(address, default_port=DASHBOARD_PORT)
     for known in running():
         if url in (None, known.api_url) and address in (None, known.dashboard_url):
-            is_its_own = app_name in (None, APP_NAME)
-            return Endpoints(known.api_url if is_its_own else None, known.dashboard_url, app_name=app_name or APP_NAME)
+            noted = known.api_url if app_name in (None, APP_NAME) else None
+            return Endpoints(url, known.dashboard_url, noted_api=noted, app_name=app_name or APP_NAME)
     if address is None and url and variable:
         address = server_root(variable, default_port=DASHBOARD_PORT)
     default_api = None if url or address or app_name else DEFAULT_API

@@ -1,13 +1,15 @@
 """Where the API of a cluster is, by what Serve's details at Ray's dashboard say."""
 
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
 from kvrelay.cluster.errors import ClusterError, ServerUnreachable
-from kvrelay.cluster.launch.endpoints import Endpoints, api_urls, reachable
+from kvrelay.cluster.launch.endpoints import Endpoints, RunningCluster, api_urls, endpoints, note, reachable
 
 
 def details(host: str, *targets: tuple[str, int], prefix: str = "/", app_name: str = "", **http: Any) -> dict[str, Any]:
@@ -78,3 +80,17 @@ def test_without_a_dashboard_the_usual_port_of_the_api_is_tried_where_nothing_wa
         assert Endpoints(None, "http://127.0.0.1:9", default_api=usual).api_url == usual
     with pytest.raises(ServerUnreachable, match=r"no Ray dashboard answers at http://127\.0\.0\.1:9: .*refused"):
         _ = Endpoints(None, "http://127.0.0.1:9").api_url
+
+
+def test_an_ingress_that_was_replaced_is_found_at_its_new_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as old, socket.create_server(("127.0.0.1", 0)) as new:
+        was, now = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (old, new))
+        note(RunningCluster(os.getpid(), was, "http://127.0.0.1:9", "tiny"))
+        assert endpoints(None, None).api_url == was
+        old.close()
+        cluster = endpoints(None, "http://127.0.0.1:9")
+        found = details("127.0.0.1", new.getsockname(), app_name="kvrelay")
+        monkeypatch.setattr(cluster.dashboard, "details", lambda: found)
+        assert cluster.api_url == now
+        assert endpoints(was, None).api_url == was  # it was asked for
