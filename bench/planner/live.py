@@ -1,13 +1,14 @@
 """Autoscaling live: a prefill-heavy load, a decode-heavy one and next to none, on a cluster of our own.
 
-    python -m bench.planner.live [--hold-s 10] [--load-s 60]
+    python -m bench.planner.live [--hold-s 10] [--load-s 60] [--switch-roles]
 
 Starts `kvrelay serve` with planner.mode=auto, at most two workers of a role, and a tiny checkpoint with random weights.
 The planner goes by a profile of a worker far slower than it (`SLOW`), so that two cores carry every load and the counts
 depend on the load alone. Each phase lasts at least --load-s, and until its counts are there. Prints each role's lowest
 and highest target and running workers in each phase, how often the targets changed, when the phase's counts ran, the
-requests and the failed ones. Exits with 1 when a request failed or lacks a token, a phase did not reach its counts, a
-count changed more often than from one to the other, or it left its bounds.
+requests and the failed ones. With --switch-roles workers change their roles before processes start, and are counted by
+their roles instead of by Serve's deployments. Exits with 1 when a request failed or lacks a token, a phase did not
+reach its counts, a count changed more often than from one to the other, or it left its bounds.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from bench.figures import show
 from bench.served import running_serve
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.http_json import request_json
 from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, run_load
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
 from kvrelay.cluster.loadgen.stats import OK, LoadRecord
@@ -88,6 +90,7 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     begins: list[tuple[float, Phase]] = field(default_factory=list)
     load: LoadResult = field(default_factory=LoadResult)
+    names: set[str] = field(default_factory=set)  # of all workers that were seen, where they are counted by role
 
     def of_phase(self, index: int) -> list[Sample]:
         start_s = self.begins[index][0]
@@ -135,11 +138,10 @@ def is_whole(record: LoadRecord) -> bool:
     return has_all and record.outcome in (OK, "empty answer")
 
 
-def planner_flags(hold_s: float, profile: Path) -> list[str]:
-    """Without role changes, so that Serve's counts are those of the roles."""
+def planner_flags(hold_s: float, profile: Path, *, switch_roles: bool) -> list[str]:
     values = {
         "mode": "auto",
-        "switch_roles": "off",
+        "switch_roles": switch_roles,
         "max_prefill": MOST,
         "max_decode": MOST,
         "scale_down_delay_s": hold_s,
@@ -156,18 +158,28 @@ def counts(dashboard: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return targets, tuple(states[name].count("RUNNING") for name in ROLES)
 
 
-async def _watch(dashboard: str, run: Run, start_s: float) -> None:
+def roles(url: str, names: set[str]) -> tuple[int, ...]:
+    """Workers by their role now, in the order of ROLES; adds to `names`. Raises ClusterError."""
+    workers = request_json("GET", f"{url}/kvrelay/status", timeout_s=10.0)["workers"]
+    names |= {worker["worker_id"] for worker in workers}
+    now = [worker["info"]["role"] for worker in workers if worker["is_up"]]
+    return tuple(now.count(role) for role in ROLES)
+
+
+async def _watch(dashboard: str, url: str | None, run: Run, start_s: float) -> None:
     while True:
         with contextlib.suppress(ClusterError):  # the dashboard is busy: this sample is left out
             target, running = await asyncio.to_thread(counts, dashboard)
+            if url is not None:
+                target = running = await asyncio.to_thread(roles, url, run.names)
             run.samples.append(Sample(time.monotonic() - start_s, target, running))
         await asyncio.sleep(POLL_S)
 
 
 @contextlib.asynccontextmanager
-async def _watched(dashboard: str, run: Run) -> AsyncIterator[float]:
+async def _watched(dashboard: str, url: str | None, run: Run) -> AsyncIterator[float]:
     start_s = time.monotonic()
-    watching = asyncio.create_task(_watch(dashboard, run, start_s))
+    watching = asyncio.create_task(_watch(dashboard, url, run, start_s))
     try:
         yield start_s
     finally:
@@ -176,12 +188,14 @@ async def _watched(dashboard: str, run: Run) -> AsyncIterator[float]:
             await watching
 
 
-async def drive(target: LoadTarget, dashboard: str, plan: Sequence[Phase], least_s: float) -> Run:
+async def drive(
+    target: LoadTarget, dashboard: str, plan: Sequence[Phase], least_s: float, *, by_role: bool = False
+) -> Run:
     """Run the phases one after the other, each for `least_s` at least, and PHASE_S more at most until its counts are
-    there.
+    there. by_role: count workers by their roles.
     """
     run = Run()
-    async with _watched(dashboard, run) as start_s:
+    async with _watched(dashboard, target.url if by_role else None, run) as start_s:
         for number, phase in enumerate(plan):
             begun_s = time.monotonic()
             run.begins.append((begun_s - start_s, phase))
@@ -212,26 +226,37 @@ def rows(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def autoscaled(folder: Path, *, hold_s: float, least_s: float) -> Run:
+def autoscaled(folder: Path, *, hold_s: float, least_s: float, switch_roles: bool = False) -> Run:
     """All phases on a cluster of its own, whose files lie in `folder`. Raises RuntimeError: it did not start."""
     profile = folder / "slow.json"
     profile.write_text(json.dumps(SLOW))
     model = tiny_checkpoint("llama", folder / "tiny")
-    flags = ["--model", str(model), "--served-name", "model", *planner_flags(hold_s, profile)]
+    flags = [
+        "--model",
+        str(model),
+        "--served-name",
+        "model",
+        *planner_flags(hold_s, profile, switch_roles=switch_roles),
+    ]
     with running_serve(folder, *flags, environment={"TMPDIR": str(folder)}) as served:
-        return asyncio.run(drive(LoadTarget(served.url, "model"), served.dashboard, PHASES, least_s))
+        target = LoadTarget(served.url, "model")
+        return asyncio.run(drive(target, served.dashboard, PHASES, least_s, by_role=switch_roles))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hold-s", type=float, default=10.0, help="planner.scale_down_delay_s")
     parser.add_argument("--load-s", type=float, default=60.0, help="a phase lasts at least so long")
+    parser.add_argument("--switch-roles", action="store_true", help="planner.switch_roles")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:
-        run = autoscaled(Path(name), hold_s=options.hold_s, least_s=options.load_s)
+        settings = {"hold_s": options.hold_s, "least_s": options.load_s, "switch_roles": options.switch_roles}
+        run = autoscaled(Path(name), **settings)
     show("workers by load", rows(run), options.json)
     print(f"{len(run.load.records)} requests, {len(run.failed)} failed")
+    if run.names:
+        print(f"{len(run.names)} worker processes: {', '.join(sorted(run.names))}")
     if problems := run.problems():
         raise SystemExit("\n".join(problems))
 

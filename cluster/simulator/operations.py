@@ -3,10 +3,12 @@
 A crashed worker's connections end, and ingresses know after `detect_s`. A frozen worker keeps its connections and sends
 nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a crash has an empty cache and a new
 epoch. Workers that retire are chosen by what would be lost (cluster/autoscaling/retirement.py). They get nothing new
-and stop when they have finished, after `drain_s` in any case; what they had then is retried on other workers.
+and stop when they have finished, after `drain_s` in any case; what they had then is retried on other workers. So do
+workers that change their role, and then take requests again: in a real cluster their sequences would move at once.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
@@ -18,6 +20,7 @@ from kvrelay.cluster.simulator.scenario import Fault, World
 from kvrelay.cluster.simulator.steps import Machine
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.router.planning.planner import Planner, ScalingPlan
+from kvrelay.router.planning.roles import PlacedWorker, role_plan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts
 from kvrelay.types import Role
 
@@ -37,7 +40,7 @@ class SimulatedFleet:
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self._starting: dict[Role, list[Event]] = {role: [] for role in Role}
         self._numbers = {Role.PREFILL: self.scenario.prefill, Role.DECODE: self.scenario.decode}
-        self._num_machines = 0
+        self._num_machines = self.num_switches = 0
         for worker_id, role in self.scenario.worker_ids():
             self.start_worker(worker_id, role, self._next_node())
 
@@ -76,10 +79,26 @@ class SimulatedFleet:
     def serving(self, role: Role) -> list[SimulatedWorker]:
         return [one for one in self.live_workers() if one.role is role and not one.is_draining]
 
+    def num_coming(self, role: Role) -> int:
+        """Workers that will serve in this role: those that start, and those that change to it."""
+        return len(self._starting[role]) + sum(worker.becomes is role for worker in self.live_workers())
+
+    def switch(self, switches: Mapping[str, Role]) -> None:
+        """Have workers change their roles, each when it has finished what it has."""
+        for role in set(switches.values()):
+            found = [one for one in self.live_workers() if switches.get(one.worker_id) is role and not one.is_draining]
+            for worker in found:
+                worker.becomes = role
+                self._retire(worker)
+            self.num_switches += len(found)
+            self.changes += [
+                (self.clock.now_s, str(one), len(self.serving(one)) + self.num_coming(one)) for one in Role if found
+            ]
+
     def scale(self, role: Role, wanted: int) -> None:
         """Start or retire workers until `wanted` of a role take requests, or will when they have started."""
         serving, starting = self.serving(role), self._starting[role]
-        have = len(serving) + len(starting)
+        have = len(serving) + self.num_coming(role)
         if wanted != have:
             self.changes.append((self.clock.now_s, str(role), wanted))
         for _ in range(wanted - have):
@@ -112,8 +131,14 @@ class SimulatedFleet:
         if not worker.is_alive:
             return
         if worker.is_idle or self.clock.now_s >= until_s:
-            worker.stop()
+            if worker.becomes is None:
+                worker.stop()
             self.drop(worker)
+            if worker.becomes is not None:
+                worker.take_role(worker.becomes)
+                for ingress in self.ingresses:
+                    worker.reports.unsubscribe(ingress.links)
+                    ingress.worker_up(worker)
         else:
             self.clock.after(DRAIN_CHECK_S, self._check_drained, worker, until_s)
 
@@ -169,9 +194,24 @@ class Autoscaler:
         interval = self._feed.interval(observation, self._model, load)
         if interval is not None:
             self._plan = self._planner.observe(interval)
+            self._switch()
             self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
             self._fleet.scale(Role.DECODE, self._planner.counts.decode)
         clock.after(self._interval_s, self.plan)
+
+    def _switch(self) -> None:
+        """Before workers are started and stopped. There are no deployments here: a worker's home is its role."""
+        serving = {role: [candidate(worker) for worker in self._fleet.serving(role)] for role in Role}
+        workers = [
+            PlacedWorker(one.worker_id, role, role, (one.cost_bytes, one.sequences))
+            for role, found in serving.items()
+            for one in found
+        ]
+        there = WorkerCounts(*(len(serving[role]) + self._fleet.num_coming(role) for role in Role))
+        rules, limits = self._planner.rules, self._planner.limits
+        self._fleet.switch(
+            role_plan(self._planner.counts, there, workers, limits, may_switch=rules.switch_roles).switches
+        )
 
     def _reports(self, role: Role) -> dict[str, dict[str, float]]:
         return {

@@ -114,6 +114,7 @@ class Simulation:
             "tiers": self._tiers(),
             **self._cost(),
             "scaling": [list(change) for change in self.fleet.changes],
+            "switches": self.fleet.num_switches,
             "faults": dict(sorted(self.faults.happened.items())),
             "retries": sum(ingress.stats.retries for ingress in self.ingresses),
             "deferred": sum(ingress.stats.deferred for ingress in self.ingresses),

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.clock import Event
 from kvrelay.cluster.simulator.engine import SimulatedEngine, StepEvents, Stride
@@ -29,7 +31,7 @@ LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/lau
 class SimulatedWorker:
     """One incarnation of one worker.
 
-    31 methods: one for each message of an ingress, each transition of an attempt and each fault; steps and reports are
+    32 methods: one for each message of an ingress, each transition of an attempt and each fault; steps and reports are
     objects of their own. More than 12 attributes: state, times and totals are plain fields that faults, the fleet and
     the summary read.
     """
@@ -49,6 +51,8 @@ class SimulatedWorker:
         scenario, settings, clock = world.scenario, world.settings, world.clock
         profile = scenario.profile_of(role, world.profile)
         self.worker_id, self.role, self.node_id = worker_id, role, node_id
+        self.becomes: Role | None = None  # the role that it takes when it has drained
+        self._curves = {Role.PREFILL: profile.prefill, Role.DECODE: profile.decode}
         self._clock, self._sources = clock, world.sources
         self.engine = SimulatedEngine(
             profile,
@@ -290,6 +294,12 @@ class SimulatedWorker:
     def num_emitted(self, attempt_id: str) -> int:
         """Tokens of output that the client has, as of the steps that ended."""
         return self.engine.num_output(attempt_id)
+
+    def take_role(self, role: Role) -> None:
+        """In place, once it has drained. Engine and cache stay; neighbours slow it as before."""
+        self.role, self.becomes, self.is_draining = role, None, False
+        self.engine.curve = self._curves[role]
+        self.info = msgspec.structs.replace(self.info, role=str(role))
 
     # ---- faults
 
