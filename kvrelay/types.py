@@ -148,14 +148,17 @@ class Difference:
         return f"{self.field}: {self.ours!r} != {self.theirs!r}"
 
 
+KV_VERSION = 1  # raised by a release whose KV differs from its predecessor's: in rounding, layout or positions
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What two workers compare before KV may travel between them.
 
     Most fields must be equal. `block_size` and `order` may differ within the limits of kvtransfer/mover/copy_plan.py;
     `dtype` (of the KV) and `compute_dtype` (in which it was computed) may differ where the settings allow conversion.
-    `versions` names kvrelay, and torch up to its minor version, because its kernels' rounding is part of the KV; CPU
-    and GPU builds may work together.
+    `versions` names KV_VERSION, and torch up to its minor version, because its kernels' rounding is part of the KV; CPU
+    and GPU builds may work together, and so may releases of kvrelay, one of which replaces the other.
     """
 
     protocol: int

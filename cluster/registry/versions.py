@@ -1,9 +1,9 @@
 """Which installations of kvrelay may form one application. Pure.
 
 Every replica must be of the version that was deployed, so a host with another one is refused; deploying another version
-replaces all replicas, a few at a time, and meanwhile both versions work together: what decides is the protocol, which
-changes only with a release that says so. The registry outlives deployments, so it must speak their protocol; one that
-does not needs another application beside it, which has a registry of its own.
+replaces all replicas, a few at a time, and meanwhile both versions work together: what decides is the protocol, and
+for KV the fingerprint, which change only with a release that says so. The registry outlives deployments, so it must
+speak their protocol; one that does not needs another application beside it, which has a registry of its own.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
 from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.preflight import num_blocks_for
@@ -24,7 +23,7 @@ from kvrelay.kvcache.memory.storage import DTYPES, KV_DTYPES, KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.machine import free_host_bytes
 from kvrelay.plane.messages import PROTOCOL_VERSION
-from kvrelay.types import Fingerprint
+from kvrelay.types import KV_VERSION, Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -112,5 +111,5 @@ def make_kv_cache(model: DecoderModel, backend: Backend, config: EngineConfig, d
 
 
 def versions() -> str:
-    """Versions of what computes KV and hashes: see Fingerprint. torch's build (CPU, CUDA) and patch are left out."""
-    return f"kvrelay {__version__}, torch {'.'.join(torch.__version__.split('.')[:2])}"
+    """Versions of what computes KV: see Fingerprint. torch's build (CPU, CUDA) and patch are left out."""
+    return f"KV {KV_VERSION}, torch {'.'.join(torch.__version__.split('.')[:2])}"

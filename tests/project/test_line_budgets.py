@@ -1,7 +1,8 @@
 """How many lines each folder may have. A budget is raised in a commit that says why, and lowered when lines go.
 
 Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, for structured output, tools and reasoning, and
-for clusters of several hosts (deploy, roles that change, migration, dashboards), which need code that was not there.
+for clusters of several hosts (deploy, roles that change, migration, dashboards, their simulation and verification),
+which need code that was not there.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ BUDGETS = {  # Python lines
     "decode": 1_370,
     "router": 6_250,
     "serve": 9_250,
-    "cluster": 18_000,
+    "cluster": 18_250,
     "bench": 11_700,
 }
 

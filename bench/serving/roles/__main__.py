@@ -31,7 +31,7 @@ COUNTS = {"ingress": 1, "prefill": 1, "decode": 2}
 AWAY = {"prefill": 2, "decode": 1}
 MOVES, DRAIN_0, PROCESSES, IDLE = "sequences move", "drain 0", "processes", "idle"
 DRAINS = {IDLE: 60.0, MOVES: 60.0, DRAIN_0: 0.0}
-BUSY_S, SETTLED_S, LIMIT_S = 5.0, 4.0, 240.0
+BUSY_S, SETTLED_S, WINDOW_S, LIMIT_S = 3.0, 4.0, 20.0, 240.0
 
 
 class RolesCluster(ServeCluster):
@@ -65,7 +65,7 @@ class RolesCluster(ServeCluster):
 
 
 async def change(cluster: RolesCluster, way: str, role: str, load: Load | None) -> dict[str, Any]:
-    """One change; what it took, and what clients saw from its beginning until SETTLED_S after it."""
+    """One change; what it took, and what clients saw from its beginning for WINDOW_S, or SETTLED_S longer than it."""
     outcome = load.begin() if load is not None else None
     began_s = time.monotonic()
     if way == PROCESSES:
@@ -75,7 +75,7 @@ async def change(cluster: RolesCluster, way: str, role: str, load: Load | None) 
     row = {"change": way, "to": role, "seconds": time.monotonic() - began_s, "sequences": facts.get("sequences")}
     row["computed again"] = facts.get("failed")
     if outcome is not None:
-        await asyncio.sleep(SETTLED_S)
+        await asyncio.sleep(max(SETTLED_S, WINDOW_S - row["seconds"]))
         row |= {"requests": outcome.requests, "failed": outcome.failed, "wrong": outcome.wrong}
         row["longest gap s"] = max(outcome.itl_s, default=0.0)
         row["first failure"] = outcome.first_failure

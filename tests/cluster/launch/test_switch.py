@@ -35,7 +35,6 @@ def test_a_model_takes_over_without_a_failed_or_wrong_answer(old: str):
     assert row.requests > 3
 
 
-@pytest.mark.skip(reason="versions are mixed up")
 def test_a_new_version_replaces_the_old_one_without_a_failed_or_wrong_answer(old: str):
     with ChangingCode(old) as cluster:
         row = asyncio.run(measure("code", cluster, 3))

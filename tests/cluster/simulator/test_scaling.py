@@ -90,5 +90,21 @@ def test_long_prompts_of_short_answers_need_more_decode_workers_where_the_planne
     assert late[needed - 1] == 0 and all(number > 20 for number in late[: needed - 1])
 
 
+@pytest.mark.parametrize("may_switch", [True, False])
+def test_a_worker_changes_its_role_before_one_is_started(monkeypatch, may_switch):
+    monkeypatch.setattr(worker_model, "INTERVAL_S", 2.0)
+    prompts = [entry(0.05 * index, 900, 2) for index in range(800)]
+    answers = [entry(40.0 + 0.1 * index, 20, 400) for index in range(800)]
+    own = planned(max_workers=4, switch_roles=may_switch)
+    sim = simulate(prompts + answers, prefill=2, decode=2, settings=own, start_s=10.0, max_tokens=1024)
+    assert (sim.summary()["switches"] > 0) is may_switch
+    started_as = dict(sim.scenario.worker_ids())
+    changed = [one for one in sim.workers if started_as.get(one.worker_id, one.role) is not one.role]
+    assert bool(changed) is may_switch
+    assert all(one.engine.num_steps for one in changed)
+    assert sum(sim.tally.outcomes.values()) == 1600 and set(sim.tally.outcomes) <= {"done", "overloaded"}
+    everything_is_given_back(sim)
+
+
 def test_without_the_planner_counts_stay():
     assert simulate(chats(100)).fleet.changes == []
