@@ -18,7 +18,9 @@ RETRY_BUDGET = 2
 RESERVE_TIMEOUT_S = 10.0
 """Longest wait for one decode worker's blocks; then another is tried, or the client gets 429."""
 MAX_REFUSALS = 4
-LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
+LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room, or of a request without a worker
+LEAVING = "leaving"  # AttemptFailed.code: a worker leaves, and its successor is not connected yet
+MAX_WAITS = 8  # for a successor: 9 s in all
 
 
 class AttemptFailed(Exception):
@@ -44,6 +46,7 @@ class Retries:
     num_refusals: int = 0
     num_transfer_faults: int = 0
     num_prefill_returns: int = 0
+    num_waits: int = 0
     pause_s: float = 0.0  # before the next attempt
     excluded: frozenset[str] = frozenset()
     last_failure: AttemptFailed | None = None
@@ -64,8 +67,16 @@ class Retries:
             return place(replace(query, excluded=frozenset()))  # better a worker that failed once than none
         return choice
 
-    def error_of(self, refusal: RoutingRefusal) -> KvrelayError | AttemptFailed:
-        """The client's error when the router refuses; AttemptFailed where a stream that has begun waits on."""
+    def error_of(self, refusal: RoutingRefusal, *, is_leaving: bool) -> KvrelayError | AttemptFailed:
+        """The client's error when the router refuses; AttemptFailed where a stream that has begun waits on, or a
+        request waits for the successor of a worker that leaves. is_leaving: there are workers that leave.
+        """
+        lacks_worker = refusal.reason in ("no_prefill_worker", "no_decode_worker")
+        is_sent_away = self.last_failure is not None and self.last_failure.code in ("draining", wire.DRAINED)
+        if self.num_waits < MAX_WAITS and (
+            (lacks_worker and (is_leaving or is_sent_away)) or (refusal.reason == "full" and is_sent_away)
+        ):
+            return AttemptFailed("", LEAVING, refusal.message)
         if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
         if refusal.reason not in ("incompatible", "too_long", "full", "slo"):
@@ -80,6 +91,10 @@ class Retries:
 
         Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence.
         """
+        if failure.code == LEAVING:
+            self.pause_s = min(0.1 * 2**self.num_waits, LONGEST_PAUSE_S)
+            self.num_waits += 1
+            return False
         self.last_failure = failure
         if failure.code in (wire.PREEMPTED, wire.DRAINED):  # no fault: that worker may be chosen again
             self.num_prefill_returns += failure.code == wire.PREEMPTED

@@ -351,10 +351,34 @@ async def test_a_worker_no_longer_listed_ends_its_streams_but_gets_no_new_ones(m
     reading = asyncio.create_task(collect(cluster.dispatcher.generate(sequence())))
     await cluster.decode[0].paused.wait()
     cluster.dispatcher.workers.set_members([])
-    with pytest.raises(RequestError):
-        await collect(cluster.dispatcher.generate(sequence(request_id="r2")))
+    waiting = asyncio.create_task(collect(cluster.dispatcher.generate(sequence(request_id="r2"))))
+    await asyncio.sleep(0.05)
+    cluster.decode.append(FakeWorker("d1", Role.DECODE))
+    cluster.dispatcher.workers.set_members([await cluster.decode[1].start()])
+    assert len((await waiting)[0]) == 8 and cluster.decode[1].count(wire.Generate) == 1
     cluster.decode[0].resume.set()
     assert len((await reading)[0]) == 8
+
+
+@pytest.mark.parametrize("code", ["draining", wire.DRAINED])
+async def test_whom_a_leaving_worker_sends_away_waits_for_its_successor(make_cluster, code):
+    cluster = await make_cluster(prefill=0, decode=1)
+    cluster.decode[0].answers = [fail_with(code)] * 99
+    waiting = asyncio.create_task(collect(cluster.dispatcher.generate(sequence())))
+    await cluster.decode[0].until(lambda worker: worker.count(wire.Generate))
+    cluster.decode.append(FakeWorker("d1", Role.DECODE))
+    cluster.dispatcher.workers.set_members([await cluster.decode[1].start()])
+    assert len((await waiting)[0]) == 8
+    await cluster.all_released()
+
+
+async def test_nobody_waits_longer_than_a_successor_should_take(make_cluster, monkeypatch):
+    monkeypatch.setattr("kvrelay.serve.requests.retries.MAX_WAITS", 2)
+    cluster = await make_cluster(prefill=0, decode=1)
+    cluster.decode[0].answers = [fail_with("draining")] * 9
+    with pytest.raises(Overloaded):
+        await collect(cluster.dispatcher.generate(sequence()))
+    await cluster.all_released()
 
 
 @pytest.mark.parametrize(
