@@ -71,11 +71,12 @@ def read_serve_file(path: Path) -> list[ServeFile]:
     key and, for a misspelt one, the nearest.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        parts = list(yaml.safe_load_all(path.read_text()))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {in_one_line(error)}") from error
-    if not isinstance(data, dict):
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise ConfigError(f"{path}: expected a Ray Serve file, with applications:")
+    data = next((part for part in parts if part.get("kind") == "RayService"), parts[0])
     try:
         if data.get("kind") == "RayService":
             inner = yaml.safe_load(data["spec"]["serveConfigV2"])

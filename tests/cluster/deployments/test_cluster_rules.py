@@ -264,9 +264,10 @@ def test_a_dead_worker_leaves_the_table_readable_at_80_columns():
 def test_status_says_why_the_planner_has_not_more_workers_while_there_is_a_planner(planned: bool):
     why = "prefill stays at 2: 1 more had no place in the cluster for 60 s"
     config = {"autoscaling_policy": {}} if planned else {}
-    dashboard: Any = SimpleNamespace(application=lambda: {"status": "RUNNING", "deployed_app_config": config})
+    app = {"status": "RUNNING", "deployed_app_config": config}
+    cluster: Any = SimpleNamespace(app_name="kvrelay", dashboard=SimpleNamespace(application=lambda name: app))
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(render({"serve": _serve_status(dashboard), "workers": [], "planner": [why]}))
+    console.print(render({"serve": _serve_status(cluster), "workers": [], "planner": [why]}))
     assert (why in " ".join(console.export_text().split())) is planned
 
 

@@ -44,7 +44,7 @@ def written(folder: Path, place: str, value: Any) -> Path:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_serve_file_of_ours_is_valid_and_the_others_name_their_command(path: Path):
-    data = yaml.safe_load(path.read_text())
+    data = next(yaml.safe_load_all(path.read_text()))
     if "applications" in data or data.get("kind") == "RayService":
         (found,) = read_serve_file(path)
         assert {"ingress", "decode"} <= set(found.counts) and not found.warnings
