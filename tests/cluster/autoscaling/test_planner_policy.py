@@ -389,9 +389,9 @@ class Context:
     target_num_replicas: int
     reports: dict[str, dict[str, float]]
     current_time: float = 0.0
-    app_name: str = "kvrelay"
     capacity_adjusted_min_replicas: int = 1
     capacity_adjusted_max_replicas: int = 6
+    app_name: str = "kvrelay"
     raw_metrics: dict[str, dict[Replica, list[Value]]] = field(init=False)
 
     def __post_init__(self) -> None:
