@@ -37,7 +37,6 @@ import psutil
 from bench.figures import show
 from bench.served import ServeProcess, running_serve
 from bench.serving import processes
-from kvrelay.cluster.commands.status import has_settled
 from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import request_json
@@ -211,7 +210,7 @@ def one_more_replica(served: ServeProcess) -> dict[str, Any]:
     found, born_s = processes.usage(pid), psutil.Process(pid).create_time()
     assert found is not None, "it has just answered"
     dashboard.deploy(scaled(dashboard.details(), {"decode": 1}))
-    while not has_settled(dashboard.application(), {"decode": 1}):
+    while _decode_states(dashboard) != ["RUNNING"]:
         time.sleep(0.5)
     listed_s = listed_s or ready_s
     return {
@@ -222,6 +221,10 @@ def one_more_replica(served: ServeProcess) -> dict[str, Any]:
         "CPU s": found.cpu_s,
         "PSS MiB": found.pss_bytes / (1 << 20),
     }
+
+
+def _decode_states(dashboard: RayDashboard) -> list[str]:
+    return [one["state"] for one in dashboard.application()["deployments"]["decode"]["replicas"]]
 
 
 def _status(served: ServeProcess) -> dict[str, Any]:

@@ -175,6 +175,53 @@ def test_a_ring_is_seen():
     assert ring({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
+def top_level_names(tree):
+    """Every name that a module binds, also under `if` and `try`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+
+
+def missing_names(source, modules):
+    """What this source imports from `modules` (name -> the names it binds) that is not there, one line each."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            names = {alias.name for alias in node.names} - modules[node.module]
+            yield from (f"{node.module}.{name}" for name in names if f"{node.module}.{name}" not in modules)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("kvrelay.", "bench.", "tests.")):
+            paths = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (path for path in paths if not any(name.startswith(path) for name in modules))
+
+
+def test_every_name_that_is_imported_exists():
+    """Scripts that no test runs (most of bench/) do not break silently when a name moves."""
+    files = {module_name(path): path for folder in MAY_IMPORT for path in source_files(folder)}
+    files |= {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder in ("bench", "tests")
+        for path in source_files(folder)
+    }
+    modules = {name: set(top_level_names(ast.parse(path.read_text()))) for name, path in files.items()}
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files.values()
+        for name in missing_names(path.read_text(), modules)
+    }
+    assert missing == set()
+
+
+def test_a_name_that_has_gone_is_seen():
+    modules = {"bench.figures": {"show"}, "bench.served": {"running_serve"}}
+    assert list(missing_names("from bench.figures import show", modules)) == []
+    assert list(missing_names("from bench import figures", modules)) == []
+    assert list(missing_names("from bench.figures import shown", modules)) == ["bench.figures.shown"]
+    assert list(missing_names("from bench.gone import show", modules)) == ["bench.gone.show"]
+
+
 @pytest.mark.parametrize("path", PURE_FILES, ids=str)
 def test_bookkeeping_is_pure(path):
     impure = {module for _, module in imports(ast.parse((ROOT / path).read_text())) if module.split(".")[0] in IMPURE}

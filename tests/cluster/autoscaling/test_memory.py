@@ -73,6 +73,14 @@ class Controller:
         return self.world.policy.resumed is not None
 
 
+def _saved_within(registry, name: str, limit_s: float) -> bytes:
+    """What the registry has saved as `name`, as soon as there is anything: nobody waits for its answer to a save."""
+    deadline_s = time.monotonic() + limit_s
+    while not (saved := ray.get(registry.saved_state.remote(name))) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return saved
+
+
 def test_the_planner_sees_workers_that_warm_up_and_the_clusters_resources_and_leaves_its_reasons(registry):
     store = RegistryStateStore()
     ray.get(registry.heartbeat.remote(WorkerRecord("prefill-w", "prefill", "", "127.0.0.1", 0, "n", 1)))
@@ -83,7 +91,7 @@ def test_the_planner_sees_workers_that_warm_up_and_the_clusters_resources_and_le
     assert members == {"prefill-w"}
     assert store.resources()["CPU"] == 1.0
     store.notice(["prefill stays at 1", "decode stays at 2"])
-    assert ray.get(registry.saved_state.remote(NOTICE)) == b"prefill stays at 1\ndecode stays at 2"
+    assert _saved_within(registry, NOTICE, 30.0) == b"prefill stays at 1\ndecode stays at 2"
 
 
 def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_new_as_well(registry):
@@ -92,7 +100,7 @@ def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_n
     sums = ray.get(first.ticks.remote([12.0] * 8))
     level = ray.get(first.level.remote())
     assert level == pytest.approx(12.0, rel=0.1) and not ray.get(first.has_learnt_before.remote())
-    assert decoded(ray.get(registry.saved_state.remote(NAME))) is not None
+    assert decoded(_saved_within(registry, NAME, 30.0)) is not None
     ray.kill(first)
 
     second = Controller.remote(*sums)
