@@ -31,14 +31,15 @@ FLASHINFER, TVM_FFI = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.
 NIXL = "nixl-cu13"
 IMPORTED = (  # by kvrelay and its benches, beyond what comes with torch, transformers and pytest
     "pydantic", "pydantic-core", "typing-inspection", "annotated-types", "msgspec", "cryptography", "cffi", "pycparser",
-    "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "gguf", "starlette",
+    "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "gguf", "starlette", "llguidance",
     "pytest-asyncio", "pytest-timeout",
 )  # fmt: skip
 DROPPED = {  # by package: files that no kernel or path of ours needs
     "flashinfer": (
         "flashinfer/experimental/*[!y]", "flashinfer/moe_ep/*", "flashinfer/data/csrc/cake_*",
         "flashinfer/data/csrc/kda/*", "flashinfer/data/csrc/gdn/*", "flashinfer/data/csrc/fused_moe/*",
-        "flashinfer/data/csrc/experimental/*", "flashinfer/data/csrc/blackwell*", "flashinfer/data/csrc/alphamoe*",
+        "flashinfer/data/csrc/experimental/*", "flashinfer/data/csrc/nv_internal/*", "flashinfer/data/csrc/fmha_v2/*",
+        "flashinfer/data/csrc/xqa/*", "flashinfer/data/csrc/blackwell*", "flashinfer/data/csrc/alphamoe*",
         "flashinfer/data/csrc/*sm1[0-9]*", "flashinfer/data/cutlass/examples/*", "flashinfer/data/cutlass/python/*",
         "flashinfer/data/cutlass/test/*", "flashinfer/data/cccl/python/*",
         "flashinfer/fused_moe/backends/cudnn_frost/*[!y]",

@@ -1,16 +1,17 @@
 """Everything there is to run on a machine with a GPU: is it right, and how near is it to the limits?
 
-    python -m bench.gpu.gpu --call 1                    # then 2, 3, 4: each fits ten minutes, all fit half an hour
+    python -m bench.gpu.gpu --call 1                    # is it right? all sections at once, in five minutes
+    python -m bench.gpu.gpu --call 2                    # how fast? one after the other, in seven minutes
     python -m bench.gpu.gpu [--only SECTION ...]        # on a machine of one's own: all calls, one after the other
     python -m bench.gpu.gpu --device cpu --tiny         # the same code over tiny shapes, without a GPU
 
 Each section runs in a process of its own with a time limit, so that one that fails, hangs or takes the device down
-with it leaves the others alone. Needs no network and no Ray; kvrelay need not be installed. Writes
-<out>/<date>-<device>.json and .md after every section and every few seconds within one. <out> is $OUT, else
-bench/results. Calls that name the same --scratch folder share its checkpoints and the measured limits, and the
-report of each includes those before it; --merge takes in reports from elsewhere. Exit status 1 when a section failed;
-a speed below its target is printed and is no failure. --rehearse: narrow models, and wrong numbers are counted but
-fail nothing, for a CUDA runtime that computes nothing (docs/gpu.md).
+with it leaves the others alone. Call 1 runs most of its sections side by side: their times are no figures. Needs no
+network and no Ray; kvrelay need not be installed. Writes <out>/<date>-<device>.json and .md after every section and
+every few seconds within one. <out> is $OUT, else bench/results. Calls that name the same --scratch folder share its
+checkpoints and the measured limits, and the report of each includes those before it; --merge takes in reports from
+elsewhere. Exit status 1 when a section failed; a speed below its target is printed and is no failure. --rehearse:
+narrow models, and wrong numbers are counted but fail nothing, for a CUDA runtime that computes nothing (docs/gpu.md).
 """
 
 import argparse
@@ -23,8 +24,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,36 +39,37 @@ ROOT = HERE.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What runs in one child, in which call, and for how long at most."""
+    """What runs in one child, in which calls, and for how long at most."""
 
     name: str
-    call: int
+    calls: tuple[int, ...]
     module: str
     function: str
     limit_s: float
     title: str
 
 
-SECTIONS = (  # first whether it is right, then the targets, then choices
-    Section("limits", 1, "limits", "run", 40, "What the device can do"),
-    Section("compile", 1, "compile", "run", 120, "Kernels compiled or loaded"),
-    Section("kernels", 1, "kernels", "run", 110, "Kernels against the reference"),
-    Section("graphs", 1, "graphs", "run", 80, "Graphs on and off, and where a step's time goes"),
-    Section("parity", 1, "pair", "run_parity", 100, "kvrelay verify in bf16 on the device"),
-    Section("decode", 2, "throughput", "run_decode", 120, "Decode, Llama-8B shape, bf16"),
-    Section("prefill", 2, "throughput", "run_prefill", 70, "Prefill, Llama-8B shape, bf16"),
-    Section("nixl", 2, "transfer", "run", 60, "CUDA IPC and NIXL between two processes"),
-    Section("quantised", 2, "experts", "run_quantised", 60, "A Llama-8B's largest product over quantised weights"),
-    Section("pair", 3, "pair", "run", 160, "One prefill and one decode worker on one device"),
-    Section("tests", 3, "pair", "run_tests", 120, "pytest -m gpu"),
-    Section("verify", 4, "pair", "run_verify", 140, "kvrelay verify in float32"),
-    Section("experts", 4, "experts", "run", 45, "A layer of experts, Qwen3-30B-A3B's sizes, bf16"),
-    Section("choices", 4, "choices", "run", 75, "Choices between kernels"),
+TOGETHER = 1  # the call whose sections run side by side, but for the first two
+SECTIONS = (
+    Section("limits", (1,), "limits", "run", 30, "What the device can do"),
+    Section("compile", (1,), "compile", "run", 60, "Kernels compiled or loaded"),
+    Section("kernels", (1,), "kernels", "run", 150, "Kernels against the reference"),
+    Section("graphs", (1, 2), "graphs", "run", 60, "Graphs on and off, and where a step's time goes"),
+    Section("parity", (1,), "pair", "run_parity", 150, "kvrelay verify in bf16 on the device"),
+    Section("tests", (1,), "pair", "run_tests", 150, "pytest -m gpu"),
+    Section("verify", (1,), "pair", "run_verify", 150, "kvrelay verify in float32"),
+    Section("decode", (2,), "throughput", "run_decode", 80, "Decode, Llama-8B shape, bf16"),
+    Section("prefill", (2,), "throughput", "run_prefill", 40, "Prefill, Llama-8B shape, bf16"),
+    Section("nixl", (1, 2), "transfer", "run", 45, "CUDA IPC and NIXL between two processes"),
+    Section("pair", (1, 2), "pair", "run", 80, "One prefill and one decode worker on one device"),
+    Section("quantised", (1, 2), "experts", "run_quantised", 30, "A Llama-8B's largest product over quantised weights"),
+    Section("experts", (1, 2), "experts", "run", 20, "A layer of experts, Qwen3-30B-A3B's sizes, bf16"),
+    Section("choices", (2,), "choices", "run", 50, "Choices between kernels"),
 )
 NAMES = tuple(section.name for section in SECTIONS)
-CALLS = tuple(sorted({section.call for section in SECTIONS}))
-CALL_S, HELD_S = 540.0, 1800.0  # what a call, and a machine, may take
-START_S, INSTALL_S, TRAVEL_S = 120.0, 60.0, 20.0  # the machine; carried wheels, once; each call's files
+CALLS = tuple(sorted({call for section in SECTIONS for call in section.calls}))
+CALL_S, HELD_S = 540.0, 900.0  # what a call, and all machines together, may take
+START_S, INSTALL_S = 90.0, 20.0  # a machine, with the files that go over; carried wheels
 _LEAST_S = 5.0  # a section is not begun for less
 _STOP_S = 3.0
 _WRITE_S = 5.0
@@ -74,8 +78,15 @@ _REPORT = "report.json"  # in the scratch folder
 
 
 def seconds_of_call(call: int) -> float:
-    """Its sections' limits and what comes before them."""
-    return sum(one.limit_s for one in SECTIONS if one.call == call) + TRAVEL_S + (INSTALL_S if call == CALLS[0] else 0)
+    """Its sections' limits."""
+    apart, together = split(call, [one for one in SECTIONS if call in one.calls])
+    return sum(one.limit_s for one in apart) + max((one.limit_s for one in together), default=0.0)
+
+
+def split(call: int | None, sections: list[Section]) -> tuple[list[Section], list[Section]]:
+    """Those that run one after the other, and those that then run side by side."""
+    apart = [one for one in sections if call != TOGETHER or one in SECTIONS[:2]]
+    return apart, [one for one in sections if one not in apart]
 
 
 # ---- the child
@@ -109,6 +120,7 @@ class Driver:
 
     def __init__(self, options: argparse.Namespace, scratch: Path, report: Report) -> None:
         self._options, self._scratch, self.report = options, scratch, report
+        self._writing = threading.Lock()
         self._end_s = time.monotonic() + (options.budget or (CALL_S if options.call else HELD_S))
 
     def run(self, section: Section) -> Outcome:
@@ -132,7 +144,7 @@ class Driver:
                 cwd=ROOT,
             )
             try:
-                while (status := process.poll()) is None and time.monotonic() < began + limit_s:
+                while (status := process.poll()) is None and time.monotonic() < min(began + limit_s, self._end_s):
                     outcome.seconds, outcome.rows = time.monotonic() - began, rows_of(rows_file)
                     self.write()
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,6 +154,10 @@ class Driver:
         outcome.seconds, outcome.rows = time.monotonic() - began, rows_of(rows_file)
         self.judge(outcome, status, log_file, limit_s)
         return outcome
+
+    def stop(self) -> None:
+        """End all children, from another thread: within _WRITE_S."""
+        self._end_s = 0.0
 
     def judge(self, outcome: Outcome, status: int | None, log_file: Path, limit_s: float) -> None:
         """`status`: the child's exit status; None: it had to be ended."""
@@ -162,8 +178,9 @@ class Driver:
 
     def write(self) -> Path:
         """The report, in the folder asked for and for the next call; returns the former's file."""
-        file = self.report.write(self._options.out, NAMES)
-        shutil.copyfile(file, self._scratch / _REPORT)
+        with self._writing:
+            file = self.report.write(self._options.out, NAMES)
+            shutil.copyfile(file, self._scratch / _REPORT)
         return file
 
     def _order(self, rows_file: Path, limit_s: float) -> str:
@@ -225,7 +242,7 @@ def _options() -> argparse.Namespace:
 
 def wanted_sections(call: int | None, only: list[str] | None, *, knows_limits: bool) -> list[Section]:
     """In order of use; "limits" before all where this machine's are not known."""
-    named = [one for one in SECTIONS if one.call == (call or one.call) and one.name in (only or NAMES)]
+    named = [one for one in SECTIONS if (call or one.calls[0]) in one.calls and one.name in (only or NAMES)]
     return named if knows_limits or SECTIONS[0] in named else [SECTIONS[0], *named]
 
 
@@ -237,11 +254,24 @@ def run_all(options: argparse.Namespace, scratch: Path) -> int:
     knows_limits = any(one.name == "limits" and not one.is_failure for one in known)
     wanted = wanted_sections(options.call, options.only, knows_limits=knows_limits)
     driver = Driver(options, scratch, report)
-    for section in wanted:
-        print(f"{section.name} …", file=sys.stderr, flush=True)
+    apart, together = split(options.call, wanted)
+
+    def run(section: Section) -> None:
+        sys.stderr.write(f"{section.name} …\n")  # at once: sections run side by side
         outcome = driver.run(section)
-        file = driver.write()
-        print(f"{section.name}: {outcome.status}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        if section in together:
+            outcome.note = "; ".join(filter(None, ("beside other sections: no figures", outcome.note)))
+        sys.stderr.write(f"{section.name}: {outcome.status}, {outcome.seconds:.0f} s\n")
+        driver.write()
+
+    for section in apart:
+        run(section)
+    with ThreadPoolExecutor(max(1, len(together))) as threads:
+        try:
+            list(threads.map(run, together))
+        finally:
+            driver.stop()
+    file = driver.write()
     print(file.with_suffix(".md").read_text())
     print(f"written: {file}", file=sys.stderr)
     return int(any(report.outcomes[one.name].is_failure for one in wanted))
