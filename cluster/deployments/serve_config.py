@@ -29,7 +29,7 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
     """
     cluster = settings.cluster
     counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
-    planned = settings.planner.mode == "auto" and cluster.prefill > 0
+    planned = settings.planner.mode == "auto"
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": settings.serve.host, "port": http_port},

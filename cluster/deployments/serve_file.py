@@ -101,11 +101,15 @@ def _checked(data: dict[str, Any], *, is_kubernetes: bool) -> list[ServeFile]:
 
 
 def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bool) -> ServeFile:
-    name, args = app.get("name", "default"), app.get("args") or {}
+    name, args, listed = app.get("name", "default"), app.get("args") or {}, app.get("deployments") or []
     settings = settings_from(args)
     policy = app.get("autoscaling_policy") or {}
     if policy.get("policy_function") == PLANNER_POLICY_PATH:  # Serve would find out when its controller first plans
         planner_settings_from(policy.get("policy_kwargs") or {})
+        asked = {one["name"] for one in listed if one.get("autoscaling_config") or one.get("num_replicas") == "auto"}
+        if missing := ", ".join(name for name in ROLES if name not in asked):  # it would plan nothing
+            hint = "" if settings.cluster.prefill else "; cluster.prefill cannot be 0 with it"
+            raise ConfigError(f"autoscaling_policy: the planner needs an autoscaling_config of {missing}{hint}")
     for key, source in (("model.source", settings.model.source), ("engine.draft_model", settings.engine.draft_model)):
         if source is not None and (why := source_problem(source)):
             raise ConfigError(f"{key}: {why}")
@@ -116,7 +120,7 @@ def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bo
     given = {f"{section}.{key}" for section, values in args.items() for key in values or {}}
     warnings = [f"{key} has no effect here; set {other}" for key, other in _NO_EFFECT.items() if key in given]
     warnings += [f"Ray's dashboard shows {key}; set {other} instead" for key, other in _SECRETS.items() if key in given]
-    counts = _counts(app.get("deployments") or [], settings)
+    counts = _counts(listed, settings)
     return ServeFile(data, name, settings, counts, tuple(warnings), is_kubernetes)
 
 

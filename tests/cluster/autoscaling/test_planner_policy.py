@@ -739,11 +739,16 @@ def test_a_planned_cluster_is_deployed_with_the_policy_and_its_bounds():
     assert "planner" not in replica_arguments(settings)
 
 
-def test_without_a_planner_or_without_prefill_nothing_is_scaled_by_load():
-    for changes in ({}, {"planner": {"mode": "auto"}, "cluster": {"prefill": 0}}):
-        (app,) = serve_config(settings_from(changes), http_port=1)["applications"]
-        assert "autoscaling_policy" not in app
-        assert all("autoscaling_config" not in entry for entry in app["deployments"])
+def test_without_a_planner_nothing_is_scaled_by_load():
+    (app,) = serve_config(settings_from({}), http_port=1)["applications"]
+    assert "autoscaling_policy" not in app
+    assert all("autoscaling_config" not in entry for entry in app["deployments"])
+
+
+def test_a_planner_without_prefill_workers_is_refused_and_without_a_plan_they_may_be_none():
+    with pytest.raises(ConfigError, match=r"planner\.mode is auto.* cluster\.prefill is 0: set planner\.mode: off"):
+        settings_from({"planner": {"mode": "auto"}, "cluster": {"prefill": 0}})
+    assert settings_from({"cluster": {"prefill": 0}}).cluster.prefill == 0
 
 
 def test_scaling_by_hand_ends_planning_for_both_roles():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
+from kvrelay.cluster.deployments.serve_config import IMPORT_PATH, PLANNER_POLICY_PATH
 from kvrelay.cluster.deployments.serve_file import cluster_warnings, read_serve_file, with_other_applications
 from kvrelay.errors import ConfigError
 
@@ -101,11 +101,17 @@ APP = "applications.0"
         (
             f"{APP}.autoscaling_policy",
             {
-                "policy_function": "kvrelay.cluster.autoscaling.policies:PlannerPolicy",
+                "policy_function": PLANNER_POLICY_PATH,
                 "policy_kwargs": {"ttft": 1.0},
             },
             "unknown setting planner.ttft; did you mean planner.ttft_s?",
         ),
+        (
+            f"{APP}.autoscaling_policy",
+            {"policy_function": PLANNER_POLICY_PATH},
+            "autoscaling_policy: the planner needs an autoscaling_config of ingress, prefill, decode",
+        ),
+        (f"{APP}.args", {"planner": {"mode": "auto"}, "cluster": {"prefill": 0}}, "planner.mode is auto"),
         (f"{APP}.import_path", "kvrelay.app:build", f"expected an application with import_path: {IMPORT_PATH}"),
         (f"{APP}.import_path", None, f"{APP}.import_path"),
         (f"{APP}.deployments", {"decode": 1}, f"{APP}.deployments"),
@@ -117,6 +123,26 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, place: str, va
         read_serve_file(written(tmp_path, place, value))
     text = str(caught.value)
     assert line in text and text.startswith(f"{tmp_path}/serve.yaml: ") and len(text.splitlines()) == 1
+
+
+def test_the_planner_needs_bounds_of_both_roles_and_of_the_ingress(tmp_path: Path):
+    """Serve asks its policy about deployments with an autoscaling_config only, and the planner decides all or none."""
+    bounds = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}
+    listed = [{"name": "ingress", **bounds}, {"name": "prefill", "num_replicas": "auto"}, {"name": "decode", **bounds}]
+    path = written(tmp_path, f"{APP}.autoscaling_policy", {"policy_function": PLANNER_POLICY_PATH})
+    data = yaml.safe_load(path.read_text())
+    (app,) = data["applications"]
+
+    def read(deployments: list[dict[str, Any]], prefill: int = 1) -> None:
+        app["deployments"], app["args"]["cluster"] = deployments, {"prefill": prefill}
+        path.write_text(yaml.safe_dump(data))
+        read_serve_file(path)
+
+    read(listed)
+    with pytest.raises(ConfigError, match=r"an autoscaling_config of prefill; cluster\.prefill cannot be 0 with it"):
+        read([listed[0], listed[2]], prefill=0)
+    with pytest.raises(ConfigError, match=r"an autoscaling_config of decode$"):
+        read([*listed[:2], {"name": "decode", "num_replicas": 2}])
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- a\n", "", "kind: RayService\n", "kind: RayService\nspec: 3\n"])
