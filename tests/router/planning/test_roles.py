@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.router.planning.damping import Damper
-from kvrelay.router.planning.roles import PlacedWorker, role_plan
+from kvrelay.router.planning.roles import PlacedWorker, change_notice, change_problem, role_plan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts
 from kvrelay.types import Role
 
@@ -15,6 +15,36 @@ pytestmark = pytest.mark.pure
 
 P, D = Role.PREFILL, Role.DECODE
 WIDE = CountLimits()
+
+
+@pytest.mark.parametrize(
+    ("roles", "worker", "role", "problem"),
+    [
+        ("p1=prefill d1=decode d2=decode", "d1", "prefill", None),
+        ("p1=prefill d1=decode d2=decode", "d1", "both", None),
+        ("p1=prefill d1=decode", "p1", "decode", None),  # decode workers compute prompts too
+        ("p1=prefill d1=decode", "d1", "both", None),
+        ("p1=prefill d1=decode", "d1", "decode", None),
+        ("p1=both d1=decode", "d1", "prefill", None),
+        ("p1=prefill d1=decode", "d1", "prefill", "d1 is the last worker that decodes: without one, nothing can be"),
+        ("p1=prefill d1=both", "d1", "prefill", "d1 is the last worker that decodes"),
+        ("p1=prefill d1=decode d2=changing", "d1", "prefill", "d1 is the last worker that decodes"),
+        ("p1=prefill d1=decode", "d2", "prefill", "there is no worker 'd2'; there are: d1, p1"),
+        ("", "d1", "decode", "there is no worker 'd1'; there are: none"),
+        ("p1=prefill d1=decode", "d1", "store", "there is no role 'store': give prefill, decode or both"),
+        ("p1=prefill d1=decode", "d1", "changing", "there is no role 'changing'"),
+    ],
+)
+def test_a_role_that_leaves_no_decode_worker_or_that_nobody_has_is_refused_with_the_reason(
+    roles, worker, role, problem
+):
+    found = change_problem(dict(one.split("=") for one in roles.split()), worker, role)
+    assert found is None if problem is None else (found or "").startswith(problem)
+
+
+def test_a_change_that_leaves_no_prefill_worker_is_allowed_and_noted():
+    assert change_notice({"p1": "decode", "d1": "decode"}).startswith("no prefill worker is left")
+    assert change_notice({"p1": "both", "d1": "decode"}) == change_notice({"p1": "prefill"}) == ""
 
 
 def placed(*names, **now):
