@@ -67,13 +67,14 @@ class TimedPins(Generic[Key]):
 
 
 class PinLedger:
-    """Pinned blocks; at most `quota` of each tenant, which is identified by its root hash.
+    """Pinned blocks: at most `quota` of each tenant, identified by its root hash, and `most` in all: clients choose
+    their cache salts, and so as many root hashes as they like.
 
     A pin is one reference held by this ledger, however often a block is pinned; the block pool counts it.
     """
 
-    def __init__(self, quota: int) -> None:
-        self.quota = quota
+    def __init__(self, quota: int, most: int) -> None:
+        self._quota, self._most = quota, most
         self.tenants: dict[int, BlockHash] = {}  # of each pinned block
         self._pins: TimedPins[int] = TimedPins()
         self._num_of: Counter[BlockHash] = Counter()
@@ -86,7 +87,7 @@ class PinLedger:
         fresh, count = array("i"), 0
         for block in blocks:
             if block not in self.tenants:
-                if self._num_of[tenant] >= self.quota:
+                if self._num_of[tenant] >= self._quota or len(self.tenants) >= self._most:
                     break
                 self.tenants[block] = tenant
                 self._num_of[tenant] += 1

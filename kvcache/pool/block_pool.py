@@ -27,7 +27,7 @@ from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
 from kvrelay.kvcache.pool.radix import Match, RadixNode, RadixTree
 from kvrelay.types import BlockHash, BlockId, IndexedBlock
 
-PIN_SHARE = 0.25  # of the pool: the most that one tenant may pin
+PIN_SHARE, ALL_PIN_SHARE = 0.25, 0.5  # of the pool: the most that one tenant, and all together, may pin
 MIN_PARTIAL_TOKENS = 4  # fewer shared tokens are not worth the copy of a block
 
 
@@ -78,7 +78,7 @@ class BlockPool:
         self._tree = RadixTree(self._ledger, block_size, keeps_tokens=keeps_tokens)
         self._free = array("i", range(num_blocks - 1, -1, -1))  # the last one is allocated next
         self._num_idle = 0  # indexed blocks without a reference
-        self._pins = PinLedger(int(num_blocks * pin_share))
+        self._pins = PinLedger(int(num_blocks * pin_share), int(num_blocks * max(pin_share, ALL_PIN_SHARE)))
         self._changes = ChangeLog(num_blocks)
         self._queue = LeafQueue(self._tree, self.policy)
 

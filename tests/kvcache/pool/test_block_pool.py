@@ -390,8 +390,21 @@ def test_each_tenant_pins_within_its_own_quota_from_the_first_block_on():
     pool.check()
 
 
+def test_forty_salts_of_one_client_pin_no_more_than_half_of_the_pool():
+    pool = pool_of(80, pin_share=0.25)
+    salts = [str(number) for number in range(40)]
+    for salt in salts:
+        cached_chain(pool, prompt(1, 2), salt=salt)
+    assert sum(pool.pin(chain_of(prompt(1, 2), salt), 2, 5.0) for salt in salts) == 40
+    assert pool.counts().pinned == 40 and pool.allocate(40) is not None
+    pool.tick(5.0)
+    assert pool.counts().pinned == 0
+    pool.check()
+
+
 def test_pins_end_early_when_room_is_needed_those_first_that_end_next():
-    pool = pool_of(4, pin_share=0.5)
+    pool = pool_of(8, pin_share=0.25)
+    assert pool.allocate(4) is not None
     cached_chain(pool, prompt(1, 2), salt="a")
     late = cached_chain(pool, prompt(1, 2), salt="b")
     pool.pin(chain_of(prompt(1, 2), "a"), 2, 1.0)
