@@ -6,8 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.served import ServeProcess, start_serve
+from kvrelay.cluster.autoscaling.policies import worker_name
+from kvrelay.cluster.dashboards.panels import CACHE_ROWS, DASHBOARDS, REQUESTS_ROWS
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
@@ -31,6 +35,12 @@ API_KEY, SECRET = "k3y-of-$this-cluster", "a secret of its own"
 START_S, RECOVER_S, STOP_S = 180.0, 120.0, 60.0
 RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "WorkerId", "ingress", "instance", "job"} | {
     f"otel_scope_{name}" for name in ("name", "schema_url", "version")
+}
+WITHOUT_DATA = {  # no SLO is set here, and no tier below the pools; tests/cluster/dashboards has clusters with both
+    *(f"Requests & SLO / {panel.title}" for panel in REQUESTS_ROWS["SLO classes"]),
+    *(f"Cache & tiers / {panel.title}" for panel in CACHE_ROWS["Tiers below the pool"]),
+    "Faults / Corrupt blocks",
+    "Faults / Tier failures",
 }
 PROMPT = "Tell me in a few sentences why the sky is blue, and why sunsets are red. " * 4
 
@@ -45,10 +55,14 @@ def until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
     raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
 
 
-def kvrelay(*arguments: str) -> str:
-    done = subprocess.run(
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "kvrelay.cluster.commands.cli", *arguments], capture_output=True, text=True, timeout=200
     )
+
+
+def kvrelay(*arguments: str) -> str:
+    done = command(*arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
@@ -64,12 +78,22 @@ class Served:
     temp: Path
     shared: frozenset[Path]  # what others had in /dev/shm before
 
+    @property
+    def where(self) -> tuple[str, ...]:
+        return ("--url", self.url, "--address", self.dashboard, "--api-key", API_KEY)
+
     def status(self) -> dict[str, Any]:
-        where = ("--url", self.url, "--address", self.dashboard, "--api-key", API_KEY)
-        return dict(json.loads(kvrelay("status", "--json", *where)))
+        return dict(json.loads(kvrelay("status", "--json", *self.where)))
 
     def workers(self, role: str) -> list[dict[str, Any]]:
+        """Those that were started as such."""
         return [worker for worker in self.status()["workers"] if worker["role"] == role]
+
+    def scale_decode(self, count: int) -> str:
+        """What the command prints; returns when an ingress sees as many workers."""
+        printed = kvrelay("scale", "--decode", str(count), *self.where)
+        until(lambda: len(self.workers("decode")) == count, RECOVER_S, f"{count} decode workers")
+        return printed
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=60.0)
@@ -78,15 +102,16 @@ class Served:
         with self.client() as client:
             return client.models.list().data[0].id
 
-    def answer(self) -> str:
+    def answer(self, max_tokens: int = 12, **fields: object) -> str:
         """A greedy completion of a fixed prompt."""
         with self.client() as client:
             reply = client.completions.create(
                 model=self.model(),
                 prompt=PROMPT,
-                max_tokens=12,
+                max_tokens=max_tokens,
                 temperature=0,
                 extra_headers={"x-kvrelay-prefill": "remote"},
+                extra_body=fields,
             )
             return reply.choices[0].text
 
@@ -169,6 +194,22 @@ def test_the_ray_dashboard_knows_the_three_deployments(served: Served):
     assert set(served.status()["serve"]["deployments"]) == {"ingress", "prefill", "decode"}
 
 
+def test_rays_lists_of_actors_and_replicas_have_the_workers_names_and_states(served: Served):
+    dashboard, workers = RayDashboard(served.dashboard), {one["worker_id"]: one for one in served.status()["workers"]}
+    actors = {actor["name"]: actor for actor in dashboard.actors()}  # `ray list actors`
+    assert actors["kvrelay-registry"]["class_name"] == "RegistryActor"
+    app = dashboard.application()  # Serve's page
+    listed = {role: app["deployments"][role]["replicas"] for role in ("prefill", "decode")}
+    replicas = {worker_name(role, one["replica_id"]): one for role in listed for one in listed[role]}
+    assert app["status"] == "RUNNING" and replicas.keys() == workers.keys()
+    for name, replica in replicas.items():
+        role, _, unique = name.partition("-")
+        actor = actors[f"SERVE_REPLICA::kvrelay#{role}#{unique}"]
+        assert actor["class_name"] == f"ServeReplica:kvrelay:{role}" and actor["state"] == "ALIVE"
+        assert (replica["state"], replica["actor_name"]) == ("RUNNING", actor["name"])
+        assert replica["pid"] == actor["pid"] == workers[name]["pid"]
+
+
 def exposed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every sample of an ingress's /metrics."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -183,6 +224,11 @@ def given_to_ray(prometheus: Prometheus) -> dict[tuple[str, frozenset[tuple[str,
         (name, frozenset((key, value) for key, value in labels.items() if key not in RAYS_LABELS)): float(value)
         for name, labels, value in ours
     }
+
+
+def title_of(line: str) -> str:
+    """The page's and panel's titles of a line of Prometheus.silent."""
+    return line.removeprefix("kvrelay: ").partition(":")[0]
 
 
 def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(served: Served, tmp_path: Path):
@@ -205,11 +251,12 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
         }
         assert len(prometheus.alerts()) >= 15
 
-        page = json.loads((folder / "grafana" / "dashboards" / "kvrelay-overview.json").read_text())
+        pages = [json.loads(file.read_text()) for file in (folder / "grafana" / "dashboards").glob("kvrelay-*.json")]
+        assert len(pages) == len(DASHBOARDS)
         deadline_s = time.monotonic() + 60
-        while silent := prometheus.silent(page):
-            assert time.monotonic() < deadline_s, silent
-            served.answer()
+        while (silent := {title_of(line) for page in pages for line in prometheus.silent(page)}) != WITHOUT_DATA:
+            assert time.monotonic() < deadline_s, silent ^ WITHOUT_DATA
+            served.answer(a_field_of_the_clients=1)
             time.sleep(2)
     serve_page = json.loads((folder / "grafana" / "dashboards" / "serve_grafana_dashboard.json").read_text())
     assert "ray_kvrelay_requests_total" in json.dumps(serve_page) and "ray_serve_" in json.dumps(serve_page)
@@ -217,13 +264,46 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
 
 def test_scaling_up_and_down_leaves_the_others_running(served: Served):
     pids = {worker["pid"] for worker in served.status()["workers"]}
-    kvrelay("scale", "--decode", "2", "--address", served.dashboard)
-    until(lambda: len(served.workers("decode")) == 2, RECOVER_S, "two decode workers")
+    served.scale_decode(2)
     assert pids < {worker["pid"] for worker in served.status()["workers"]}
     assert served.answer()
-    kvrelay("scale", "--decode", "1", "--address", served.dashboard, "--api-key", API_KEY)
-    until(lambda: len(served.workers("decode")) == 1, RECOVER_S, "one decode worker")
+    assert re.search(r"decode-\w+ has left after", served.scale_decode(1))  # it retired; Serve stopped none
     assert served.answer()
+
+
+def test_a_worker_changes_its_role_and_back_while_requests_are_answered_and_the_last_that_decodes_may_not(
+    served: Served,
+):
+    served.scale_decode(2)
+    expected, (changing, other) = served.answer(64), [worker["worker_id"] for worker in served.workers("decode")]
+    answers, is_over = list[str](), threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            answers.append(served.answer(64))
+
+    def wait_for_more() -> None:
+        wanted = len(answers) + 3
+        until(lambda: len(answers) >= wanted, RECOVER_S, "more answers")
+
+    with ThreadPoolExecutor() as pool:
+        clients = [pool.submit(ask) for _ in range(3)]
+        try:
+            for before, role in (("decode", "prefill"), ("prefill", "decode")):
+                wait_for_more()
+                assert f"{changing}: {before} -> {role} in " in kvrelay("role", changing, role, *served.where)
+                now = {worker["worker_id"]: worker["info"]["role"] for worker in served.status()["workers"]}
+                assert (now[changing], now[other]) == (role, "decode")
+                if role == "prefill":
+                    refused = command("role", other, role, *served.where)
+                    assert (refused.returncode, refused.stdout) == (1, "")
+                    assert f"{other} is the last worker that decodes: without one, nothing can" in refused.stderr
+        finally:
+            is_over.set()
+        for client in clients:
+            client.result()
+    assert set(answers) == {expected}
+    served.scale_decode(1)
 
 
 def test_a_killed_decode_worker_ends_its_stream_cleanly_and_is_replaced(served: Served):
