@@ -20,6 +20,7 @@ from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import BlockId
 
 BLOCK_SIZE = 16
+_NUM_KERNELS = 8
 
 
 def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 8192, max_running: int = 256) -> Engine:
@@ -118,13 +119,20 @@ def seconds_of(context: Context, action: Callable[[], object], repeats: int) -> 
     return found
 
 
-def profiled(step: Callable[[], object], num_steps: int) -> tuple[float, float]:
-    """Of one step, by torch's profiler: seconds in which the device computes or copies, and waits of the host."""
+def profiled(step: Callable[[], object], num_steps: int) -> tuple[float, float, str]:
+    """Of one step, by torch's profiler: seconds in which the device computes or copies, waits of the host, and the
+    kernels that take most of the time, with their µs.
+    """
     with torch.profiler.profile() as session:
         for _ in range(num_steps):
             step()
         torch.cuda.synchronize()
     rows = session.key_averages()
-    busy_us = sum(row.self_device_time_total for row in rows if row.device_type == torch.profiler.DeviceType.CUDA)
+    kernels = [row for row in rows if row.device_type == torch.profiler.DeviceType.CUDA]
+    busy_us = sum(row.self_device_time_total for row in kernels)
     num_waits = sum(row.count for row in rows if row.key.endswith(("StreamSynchronize", "EventSynchronize", "Memcpy")))
-    return busy_us / 1e6 / num_steps, num_waits / num_steps
+    longest = sorted(kernels, key=lambda row: -row.self_device_time_total)[:_NUM_KERNELS]
+    named = (
+        f"{row.key[:60]} x{row.count // num_steps} {row.self_device_time_total / num_steps:.0f}" for row in longest
+    )
+    return busy_us / 1e6 / num_steps, num_waits / num_steps, "; ".join(named)

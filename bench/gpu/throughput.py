@@ -54,9 +54,10 @@ def measure(context: Context, engine: Engine, batch: int, length: int) -> None:
         "gb_read": read / 1e9, "share_of_memory_limit": share,
     }  # fmt: skip
     if device is not None:
-        busy_s, host_waits = device
+        busy_s, host_waits, longest = device
         overhead_s = step_s - busy_s
         row |= {"kernels_ms": 1e3 * busy_s, "beside_kernels_us": 1e6 * overhead_s, "host_waits": host_waits}
+        row |= {"longest": longest} if length == 2048 else {}
         if share is not None:
             row["meets"] = share >= DECODE_SHARE and (batch != 64 or overhead_s <= TARGET_OVERHEAD_S)
     context.add(**row, ok=full)

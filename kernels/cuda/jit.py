@@ -11,6 +11,8 @@ from typing import Any
 
 from kvrelay.environment import cache_dir
 
+USUAL_TOOLKIT = Path("/usr/local/cuda")
+
 
 def import_flashinfer() -> Any:
     """The flashinfer package, in an environment in which it can build its kernels.
@@ -18,6 +20,7 @@ def import_flashinfer() -> Any:
     - Its norms are those in CUDA, also where nvidia-cutlass-dsl is installed: what is tested is what users run.
     - They include cublasLt.h: torch's CUDA wheels bring it, toolkits without cuBLAS do not.
     - Modules are linked with libcuda.so, of which a machine may have the driver's libcuda.so.1 only.
+    - The toolkit is found also where the nvcc on the PATH is a script outside of it.
     - ninja, which it runs for compiled modules, too, is found beside this interpreter.
 
     Raises ImportError or OSError: it is not installed, or does not load.
@@ -35,11 +38,20 @@ def _set_environment() -> None:
     scripts = Path(sys.executable).parent
     if shutil.which("ninja") is None and (scripts / "ninja").exists():  # an environment that is not activated
         add_to("PATH", str(scripts), os.pathsep)
+    if not any(os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) and _is_toolkit(USUAL_TOOLKIT):
+        nvcc = shutil.which("nvcc")
+        if nvcc is not None and not _is_toolkit(Path(nvcc).parents[1]):
+            os.environ["CUDA_HOME"] = str(USUAL_TOOLKIT)
     for folder in _headers():
         add_to("NVCC_APPEND_FLAGS", f"-isystem {folder}", " ")
     with suppress(OSError):  # a cache that cannot be written: toolkits bring a stub of libcuda.so, too
         if (stub := _driver_library()) is not None:
             add_to("LIBRARY_PATH", str(stub), os.pathsep)
+
+
+def _is_toolkit(folder: Path) -> bool:
+    """Whether modules can be compiled and linked with it."""
+    return (folder / "bin" / "nvcc").exists() and (folder / "lib64" / "libcudart.so").exists()
 
 
 def add_to(variable: str, value: str, separator: str) -> None:

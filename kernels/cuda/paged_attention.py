@@ -158,8 +158,9 @@ class PagedAttention:
 
         FlashInfer's decode wrapper would run the same kernel, and copy row numbers from pageable memory.
         """
-        key = (f"{rows} {kernels}", shape.kv_layout, variant)
-        if key not in self._wrappers and shape.latent_dim is None:
+        is_latent = shape.latent_dim is not None  # a draft model may be another kind than its target
+        key = (f"{'latent ' if is_latent else ''}{rows} {kernels}", shape.kv_layout, variant)
+        if key not in self._wrappers and not is_latent:
             make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers[key] = make(self._workspace, shape.kv_layout, backend=kernels)
         elif key not in self._wrappers:

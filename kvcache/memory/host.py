@@ -10,6 +10,7 @@ import functools
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -123,18 +124,33 @@ class HostSlab:
             into[there : there + num_bytes] = out_of[here : here + num_bytes]
 
 
+def page_lock(owner: object, address: int, num_bytes: int, device: torch.device) -> None:
+    """Lock memory for asynchronous copies by the GPU, until `owner` is gone: memory that is unmapped while it is locked
+    keeps its addresses from being locked again. By the driver: after a failure in the runtime torch's next launch fails.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def call(function: str, *arguments: Any) -> int:
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info()  # the driver needs this thread's context
+            return int(getattr(driver, function)(ctypes.c_void_p(address), *arguments))
+
+    if code := call("cuMemHostRegister_v2", ctypes.c_size_t(num_bytes), 0):
+        logger.warning("cannot page-lock %d bytes of host memory (CUDA error %d): copies are slower", num_bytes, code)
+    else:
+        weakref.finalize(owner, call, "cuMemHostUnregister").atexit = False
+
+
 class CudaSlab(HostSlab):
-    """The same for a pool on a GPU, in pinned host memory. Unverified on a GPU."""
+    """The same for a pool on a GPU, in pinned host memory."""
 
     def __init__(self, pool: KvMemory, num_bytes: int) -> None:
         super().__init__(pool, num_bytes)
         self._device = torch.device(pool.device)
         self._blocks = cast(Tensor, pool.owner).view(torch.uint8).view(-1, self.block_bytes)
         self._rows = torch.frombuffer(self._view, dtype=torch.uint8).view(-1, self.block_bytes)
-        status = torch.cuda.cudart().cudaHostRegister(self.memory.address, self.memory.layout.num_bytes, 0)
-        if int(status):  # page-locked until the process ends, for asynchronous copies by the GPU
-            logger.warning("cannot page-lock the host tier's memory (CUDA error %d): copies are slower", int(status))
         self._stream = torch.cuda.Stream(self._device)
+        page_lock(self, self.memory.address, self.memory.layout.num_bytes, self._device)
 
     def _after_steps(self) -> None:
         """Wait for the work queued on the engine's stream, which may still use these blocks."""

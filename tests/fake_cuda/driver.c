@@ -45,6 +45,8 @@ typedef struct { char reserved[64]; } Handle;
 FORWARDS(cuIpcGetMemHandle, cudaIpcGetMemHandle, (Handle *out, void *p), (out, p))
 FORWARDS(cuIpcOpenMemHandle_v2, cudaIpcOpenMemHandle, (void **out, Handle handle, unsigned flags), (out, handle, flags))
 FORWARDS(cuIpcCloseMemHandle, cudaIpcCloseMemHandle, (void *p), (p))
+FORWARDS(cuMemHostRegister_v2, cudaHostRegister, (void *p, unsigned long size, unsigned flags), (p, size, flags))
+FORWARDS(cuMemHostUnregister, cudaHostUnregister, (void *p), (p))
 FORWARDS(cuPointerGetAttribute, fake_attribute, (void *value, int what, void *p), (value, what, p))
 int cuGetErrorName(int error, const char **name) {
     switch (error) {

@@ -333,8 +333,12 @@ def check_latent_step(backend, reference, folder, wrap=lambda batch: batch):
         want = expected.plain(token_ids, batch).float()
         likeness = torch.nn.functional.cosine_similarity(got, want, dim=-1)
         assert likeness.median() > (0.99 if dtype == torch.bfloat16 else 0.99999)
-        near = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
-        torch.testing.assert_close(found.kv[:, :2].cpu(), expected.kv[:, :2], **near)
+        stored, right = found.kv[:, :2].cpu().float(), expected.kv[:, :2].float()
+        if dtype == torch.bfloat16:  # single numbers of the second layer may be two roundings off
+            assert (stored - right).norm() < 1e-2 * right.norm()
+            torch.testing.assert_close(stored, right, atol=0.1, rtol=3e-2)
+        else:
+            torch.testing.assert_close(stored, right, atol=1e-4, rtol=1e-4)
 
 
 def test_a_step_with_latent_attention_equals_the_reference_on_a_fake_gpu(fake_gpu, reference, latent_folder):
