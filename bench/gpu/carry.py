@@ -37,7 +37,8 @@ IMPORTED = (  # by kvrelay and its benches, beyond what comes with torch, transf
 DROPPED = {  # by package: files that no kernel or path of ours needs
     "flashinfer": (
         "flashinfer/experimental/[!_c]*/*", "flashinfer/experimental/*[!y]", "flashinfer/moe_ep/*",
-        "flashinfer/data/csrc/cake_*", "flashinfer/data/csrc/kda/*", "flashinfer/data/csrc/gdn/*", "flashinfer/data/csrc/fused_moe/*",
+        "flashinfer/data/csrc/cake_*", "flashinfer/data/csrc/kda/*", "flashinfer/data/csrc/gdn/*",
+        "flashinfer/data/csrc/fused_moe/*",
         "flashinfer/data/csrc/experimental/*", "flashinfer/data/csrc/nv_internal/*", "flashinfer/data/csrc/fmha_v2/*",
         "flashinfer/data/csrc/xqa/*", "flashinfer/data/csrc/blackwell*", "flashinfer/data/csrc/alphamoe*",
         "flashinfer/data/csrc/*sm1[0-9]*", "flashinfer/data/cutlass/examples/*", "flashinfer/data/cutlass/python/*",

@@ -126,7 +126,7 @@ class HostSlab:
 
 def page_lock(owner: object, address: int, num_bytes: int, device: torch.device) -> None:
     """Lock memory for asynchronous copies by the GPU, until `owner` is gone: memory that is unmapped while it is locked
-    keeps its addresses from being locked again. By the driver: after a failure in the runtime torch's next launch fails.
+    keeps its addresses from being locked again. By the driver: a failure in the runtime fails torch's next launch.
     """
     driver = ctypes.CDLL("libcuda.so.1")
 
