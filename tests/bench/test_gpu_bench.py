@@ -118,6 +118,7 @@ def test_the_calls_fit_their_commands_and_all_of_them_a_quarter_of_an_hour():
     """
     seconds = {call: gpu.INSTALL_S + gpu.seconds_of_call(call) for call in gpu.CALLS}
     seconds[2] += gpu.SECTIONS[0].limit_s
+    seconds[3] += gpu.SECTIONS[0].limit_s
     assert all(taken <= gpu.CALL_S for taken in seconds.values())
     assert sum(gpu.START_S + taken for taken in seconds.values()) <= gpu.HELD_S
 
