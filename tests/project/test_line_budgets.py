@@ -2,7 +2,8 @@
 
 Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, for structured output, tools and reasoning, and
 for clusters of several hosts (deploy, roles that change, migration, dashboards, their simulation and verification),
-which need code that was not there.
+which need code that was not there. Again, by little, for what the edge lacked: limits of open bodies, connections and
+long texts, and disk folders that nobody else can read.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
     "kvrelay": 5_400,
     "kernels": 6_550,
-    "kvcache": 6_300,
+    "kvcache": 6_320,
     "engine": 11_800,
     "kvtransfer": 6_100,
     "prefill": 1_100,

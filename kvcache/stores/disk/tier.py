@@ -6,6 +6,7 @@ blocks are is volume.py's, what their bytes look like format.py's.
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _REPEAT_S = 60.0  # between two log lines of one kind
 _RECLAIM_S = 60.0  # between two attempts to claim a folder
 _SEGMENT_BYTES = 128 << 20
+_MAX_SEGMENTS = 8192  # on a disk that was almost full at the start: each takes a file descriptor
 _SAMPLE_BLOCKS = 16  # whose encoded size determines the size of records
 _SAMPLE_MARGIN = 1.04
 _UNFIT_LIMIT = 64  # blocks that do not fit before records are resized, unless eight times as many did
@@ -44,7 +46,7 @@ class DiskOptions:
     quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: unlimited
     io_depth: int = 8  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
-    segment_bytes: int | None = None  # of one file; None: an eighth of the limit, 128 MiB at most
+    segment_bytes: int | None = None  # of one file at most; None: an eighth of the limit, 128 MiB at most
 
 
 class DiskStore(BlockStore):
@@ -116,7 +118,10 @@ class DiskStore(BlockStore):
                 folder.wipe()
                 folder.write_manifest(self._namespace, None)
             elif manifest.record_bytes:
-                self._open_volume(manifest.record_bytes - PAGE_BYTES, manifest.rows_per_segment)
+                has_segments = any(folder.path.glob("segment-*.kv"))  # without, free space may ask for smaller ones
+                self._open_volume(
+                    manifest.record_bytes - PAGE_BYTES, manifest.rows_per_segment if has_segments else None
+                )
                 return
             if self._codec.is_fixed:
                 self._open_volume(self._codec.most_bytes(self.block_bytes), None)
@@ -127,11 +132,13 @@ class DiskStore(BlockStore):
     def _open_volume(self, payload_bytes: int, rows_per_segment: int | None) -> None:
         """Raises OSError."""
         assert self._folder is not None and self._executor is not None
+        disk, most = os.statvfs(self._folder.path), self._options.segment_bytes
+        room = max(disk.f_bavail * disk.f_frsize // 8, self.limit_bytes // _MAX_SEGMENTS)
         geometry = fit_geometry(
             self.limit_bytes,
             payload_bytes,
             rows_per_segment=rows_per_segment,
-            segment_bytes=self._options.segment_bytes or min(_SEGMENT_BYTES, self.limit_bytes // 8),
+            segment_bytes=min(most or _SEGMENT_BYTES, room, most or self.limit_bytes // 8),
         )
         self._folder.write_manifest(self._namespace, geometry)
         segments = Segments(self._folder.path, geometry, is_direct=self._options.is_direct)

@@ -3,6 +3,7 @@ full_disk.py`.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,9 @@ def mount(path, size):
         sys.exit(77)
 
 
-def open_store(path, now):
-    options = DiskOptions(is_admission_on=False, segment_bytes=128 << 10)
-    store = DiskStore(path, 4 << 20, BLOCK_BYTES, Namespace.of({"model": "m"}), options=options, clock=lambda: now[0])
+def open_store(path, now, *, limit_bytes=4 << 20, segment_bytes=128 << 10):
+    options, clock = DiskOptions(is_admission_on=False, segment_bytes=segment_bytes), lambda: now[0]
+    store = DiskStore(path, limit_bytes, BLOCK_BYTES, Namespace.of({"model": "m"}), options=options, clock=clock)
     store.start()
     return store
 
@@ -40,6 +41,11 @@ def main(path):
     assert stats.failures >= 1
     assert assert_right(chain(8, salt="39")[0], fetch(store, chain(8, salt="39")[0])) == 8
     check(store)
+    filler.write_bytes(bytes(256 << 10))
+    small = open_store(path / "small", now, limit_bytes=1 << 30, segment_bytes=None)  # 128 MiB, were there room
+    assert sum(keep(small, *chain(8))) == 8, small.stats()
+    small.close()
+    shutil.rmtree(path / "small")
     filler.unlink()
     now[0] = 61.0
     for number in range(40):

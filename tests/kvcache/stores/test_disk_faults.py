@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -214,8 +215,40 @@ def test_a_full_disk_stops_no_one_and_is_told_once_a_minute(open_disk, monkeypat
     assert assert_right(hashes, fetch(store, hashes)) == 4
 
 
-def test_a_disk_without_room_for_a_single_segment_keeps_nothing(open_disk, monkeypatch):
-    failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
+def disk_with(monkeypatch, num_bytes):
+    """Let every disk have this room: what statvfs shows, and what can be allocated."""
+    real, left = os.posix_fallocate, [num_bytes]
+
+    def allocate(fd, offset, size):
+        if size > left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= size
+        real(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=left[0] // 512, f_frsize=512))
+
+
+@pytest.mark.parametrize("segment_bytes", [None, 16 * SLOT_BYTES])
+def test_a_disk_with_less_room_than_a_segment_keeps_what_it_has_room_for(open_disk, monkeypatch, segment_bytes):
+    disk_with(monkeypatch, 9 * SLOT_BYTES)
+    store, (hashes, metas) = open_disk(1000, segment_bytes=segment_bytes), chain(16)
+    assert sum(keep(store, hashes, metas)) >= 8
+    assert assert_right(hashes, fetch(store, hashes)) >= 8
+
+
+def test_a_folder_without_segments_takes_their_size_from_the_room_at_this_start(open_disk, monkeypatch):
+    open_disk(64).close()  # its manifest says 16 rows a segment
+    disk_with(monkeypatch, 9 * SLOT_BYTES)
+    store, (hashes, metas) = open_disk(64), chain(4)
+    assert keep(store, hashes, metas) == [True] * 4
+    store.close()
+    disk_with(monkeypatch, 1000 * SLOT_BYTES)
+    assert assert_right(hashes, fetch(open_disk(64), hashes)) == 4  # now there are segments, and their size stays
+
+
+def test_a_disk_without_room_for_a_single_block_keeps_nothing(open_disk, monkeypatch):
+    disk_with(monkeypatch, SLOT_BYTES - 1)
     store, (hashes, metas) = open_disk(), chain(4)
     assert keep(store, hashes, metas) == [False] * 4
     assert fetch(store, hashes) == [None] * 4
