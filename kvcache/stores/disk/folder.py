@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"worker-(\d+)")
 _LOCK, _MANIFEST = "lock", "manifest.json"
+_FOLDER_MODE, FILE_MODE = 0o700, 0o600  # KV gives away prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class WorkerFolder:
         sizes = (geometry.record_bytes, geometry.rows_per_segment) if geometry else (0, 0)
         manifest = FolderManifest(dict(namespace.fields), *sizes)
         new = self.path / f"{_MANIFEST}.new"
-        with open(new, "wb") as file:
+        with open(new, "wb", opener=lambda path, flags: os.open(path, flags, FILE_MODE)) as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
@@ -80,8 +81,10 @@ def claim(root: Path, namespace: Namespace) -> WorkerFolder:
     remedy: not writable.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        return _claim(root, namespace)
+        root.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+        folder = _claim(root, namespace)
+        _make_private(folder.path)
+        return folder
     except OSError as error:
         raise StoreError(str(root), _remedy(error, root)) from error
 
@@ -106,11 +109,19 @@ def _claim(root: Path, namespace: Namespace) -> WorkerFolder:
     return mine or _new_folder(root)
 
 
+def _make_private(path: Path) -> None:
+    """Also of earlier versions, which left it readable for all. Not every file system has modes."""
+    with contextlib.suppress(OSError):
+        path.chmod(_FOLDER_MODE)
+        for file in path.iterdir():
+            file.chmod(FILE_MODE)
+
+
 def _new_folder(root: Path) -> WorkerFolder:
     number = 0
     while True:
         path = root / f"worker-{number}"
-        path.mkdir(exist_ok=True)
+        path.mkdir(_FOLDER_MODE, exist_ok=True)
         folder = _lock(path)
         if folder is not None and folder.manifest is None:
             return folder
@@ -122,7 +133,7 @@ def _new_folder(root: Path) -> WorkerFolder:
 def _lock(path: Path) -> WorkerFolder | None:
     """Claim this subfolder; None when it is in use. Raises OSError: file locks are not supported."""
     try:
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     except FileNotFoundError:  # deleted since it was listed
         return None
     try:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvrelay.kvcache.stores.codecs import Codec, CodecError
+from kvrelay.kvcache.stores.disk.folder import FILE_MODE
 from kvrelay.kvcache.stores.disk.format import (
     HEADER_BYTES,
     MAX_IOVECS,
@@ -122,12 +123,12 @@ class Segments:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         if self._is_direct is not False:
             with contextlib.suppress(OSError):
-                fd = os.open(path, flags | os.O_DIRECT, 0o644)
+                fd = os.open(path, flags | os.O_DIRECT, FILE_MODE)
                 self._is_direct = True
                 return fd
             if self._is_direct:
                 raise OSError(errno.EINVAL, "no direct I/O on this file system", str(path))
-        fd = os.open(path, flags, 0o644)
+        fd = os.open(path, flags, FILE_MODE)
         self._is_direct = False
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd

@@ -187,6 +187,19 @@ def test_workers_on_one_node_have_subfolders_of_their_own_and_find_them_again(op
     assert [open_disk().stats().num_blocks, open_disk().stats().num_blocks] == [2, 3]
 
 
+def test_folder_and_files_are_for_their_owner_alone_also_those_of_earlier_versions(open_disk, tmp_path):
+    store = open_disk()
+    keep(store, *chain(2))
+    mine = [tmp_path / "kv", tmp_path / "kv" / "worker-0", *(tmp_path / "kv" / "worker-0").iterdir()]
+    assert {path.name for path in mine} > {"lock", "manifest.json"} and len(mine) > 4
+    for _ in range(2):
+        assert [path.stat().st_mode & 0o777 for path in mine] == [0o700 if path.is_dir() else 0o600 for path in mine]
+        store.close()
+        for path in mine[1:]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        store = open_disk()
+
+
 def test_a_smaller_limit_drops_blocks_and_a_larger_one_keeps_them(open_disk):
     store, (hashes, metas) = open_disk(8, segment_bytes=2 * SLOT_BYTES), chain(8)
     keep(store, hashes, metas)
