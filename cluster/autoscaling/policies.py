@@ -71,6 +71,7 @@ class PlannerPolicy:
         self.planner: Planner | None = None
         self._observed_s = -math.inf
         self._plan: ScalingPlan | None = None
+        self._has_warned = False  # that it cannot plan
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Replicas of prefill and decode, by deployment; the other counts stay.
@@ -79,7 +80,8 @@ class PlannerPolicy:
             contexts: a ray.serve AutoscalingContext for each deployment that has an autoscaling_config.
         """
         by_name = {context.deployment_name: context for context in contexts.values()}
-        if DECODE not in by_name or PREFILL not in by_name:
+        if missing := [name for name in (PREFILL, DECODE) if name not in by_name]:
+            self._warn_of(missing, by_name)
             return {}, {}
         self.store.app_name = by_name[DECODE].app_name or APP_NAME
         now_s = float(by_name[DECODE].current_time)
@@ -107,6 +109,16 @@ class PlannerPolicy:
         if is_due or has_new or names != before:
             self._save()
         return decided, {}
+
+    def _warn_of(self, missing: list[str], by_name: Mapping[str, Any]) -> None:
+        """Log once why nothing is planned: `kvrelay deploy` refuses such a file, `serve deploy` does not ask."""
+        if by_name and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "kvrelay planner: plans nothing, counts stay: the Serve file has no autoscaling_config of %s; add it, "
+                "or remove autoscaling_policy (an application without prefill workers cannot be planned)",
+                " and ".join(missing),
+            )
 
     def _placed(
         self, by_name: Mapping[str, Any], running: Mapping[Role, Mapping[str, RetirementCandidate]]

@@ -521,10 +521,22 @@ def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not
     for _ in range(6):
         most = world.tick(500.0)
     assert most == {"prefill": 6, "decode": 6}
-    assert PlannerPolicy()({"x": Context("decode", 1, {})}) == ({}, {})
     blind = World(PlannerPolicy(), prefill=2, decode=3)
     blind.report = lambda name: {}  # type: ignore[method-assign]
     assert blind.tick(5.0) == blind.tick(5.0) == {"prefill": 2, "decode": 3}
+
+
+def test_a_file_without_prefill_that_reached_serve_unchecked_plans_nothing_and_one_line_says_why(
+    caplog: pytest.LogCaptureFixture,
+):
+    """`serve deploy` of a file with cluster.prefill: 0, which `kvrelay deploy` refuses."""
+    policy = PlannerPolicy()
+    with caplog.at_level("WARNING", "ray.serve"):
+        assert policy({}) == ({}, {}) and not caplog.messages  # the application has not been deployed yet
+        contexts = {name: Context(name, 1, {}) for name in ("ingress", "decode")}
+        assert [policy(contexts) for _ in range(3)] == [({}, {})] * 3
+    (line,) = caplog.messages
+    assert line.startswith("kvrelay planner: plans nothing") and "no autoscaling_config of prefill;" in line
 
 
 def test_bounds_of_zero_that_reached_serve_unchecked_keep_one_worker_of_each_role():
