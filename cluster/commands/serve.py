@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 from rich.console import Console
@@ -38,6 +39,8 @@ def serve(settings: Settings, console: Console) -> int:
         with signals:
             _check_chat_template(settings.model.chat_template)
             session.check_ports()
+            for line in exposure(settings.serve.host, settings.serve.api_key):
+                console.print(f"[yellow]warning:[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
             model = _start(settings, session, console)
             note = endpoints.note(_running(settings, session, model))
             announce(api_url(settings), session.dashboard_url, model, console, has_key=bool(settings.serve.api_key))
@@ -57,6 +60,18 @@ def serve(settings: Settings, console: Console) -> int:
         finish_s = settings.cluster.drain_timeout_s if signals.is_requested and note is not None else 0.0
         _clear_up(session, note, console, finish_s, is_fine=signals.is_requested)
         signals.close()
+
+
+def exposure(host: str, api_key: str | None, where: str = "") -> list[str]:
+    """A warning where the API listens beyond this machine and takes requests from anyone. `where`: to set the key."""
+    with contextlib.suppress(ValueError):
+        if ip_address(host).is_loopback:
+            return []
+    if api_key or host == "localhost":
+        return []
+    return [
+        f"the API listens on {host} without an API key: anyone who can reach it can use it; set {API_KEY_VARIABLE}{where}"
+    ]
 
 
 def _show_log(console: Console, line: str) -> None:

@@ -222,6 +222,19 @@ def test_a_check_deploys_nothing(capsys, cluster, file):
     assert run(["deploy", str(CONFIGS / "kuberay.yaml"), "--check"]) == 0
 
 
+def test_an_open_address_without_a_key_is_warned_of(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("KVRELAY_API_KEY", raising=False)
+    data = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
+    data["http_options"]["host"] = "0.0.0.0"
+    (tmp_path / "open.yaml").write_text(yaml.safe_dump(data))
+    warning = "warning: the API listens on 0.0.0.0 without an API key"
+    assert run(["deploy", str(tmp_path / "open.yaml"), "--check"]) == 0
+    assert warning in capsys.readouterr().out
+    assert run(["deploy", str(tmp_path / "open.yaml"), "--check", "--api-key", "k"]) == 0
+    assert run(["deploy", str(CONFIGS / "laptop.yaml"), "--check"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_rays_token_is_asked_for_and_a_wrong_one_named_with_its_place(capsys, cluster, tmp_path, monkeypatch):
     cluster.token = "right"
     file = tmp_path / ".ray" / "auth_token"

@@ -5,12 +5,15 @@ import json
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from kvrelay.cluster.commands import serve
-from kvrelay.cluster.commands.serve import announce, report_sizes
+from kvrelay.cluster.commands.serve import announce, exposure, report_sizes
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.config import settings_from
 
 pytestmark = pytest.mark.alone
 
@@ -56,6 +59,30 @@ def test_the_curl_line_names_the_variable_of_the_key_and_never_the_key():
     text = console.export_text()
     line = next(line for line in text.splitlines() if line.startswith("curl "))
     assert '-H "Authorization: Bearer $KVRELAY_API_KEY"' in line
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gpu-host"])
+def test_an_address_beyond_this_machine_without_a_key_is_warned_of(host):
+    (line,) = exposure(host, None)
+    assert line.startswith(f"the API listens on {host} without an API key") and line.endswith("set KVRELAY_API_KEY")
+    assert exposure(host, "key") == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_an_address_of_this_machine_alone_needs_no_key(host):
+    assert exposure(host, None) == []
+
+
+def test_serve_warns_before_it_starts_anything(monkeypatch):
+    def start(*args):
+        raise ClusterError("started")
+
+    monkeypatch.setattr(serve, "_start", start)
+    monkeypatch.setattr(serve, "RaySession", lambda *args, **options: Mock(has_ray=False, stop=lambda **how: None))
+    console = Console(file=io.StringIO(), width=200, record=True)
+    with pytest.raises(ClusterError, match="started"):
+        serve.serve(settings_from({"serve": {"host": "0.0.0.0"}}), console)
+    assert "warning: the API listens on 0.0.0.0 without an API key" in console.export_text()
 
 
 def test_a_line_for_each_role_says_what_it_chose_and_warnings_say_what_limits_or_slows_it(monkeypatch):
