@@ -69,9 +69,8 @@ def exposure(host: str, api_key: str | None, where: str = "") -> list[str]:
             return []
     if api_key or host == "localhost":
         return []
-    return [
-        f"the API listens on {host} without an API key: anyone who can reach it can use it; set {API_KEY_VARIABLE}{where}"
-    ]
+    what = f"the API listens on {host} without an API key: anyone who can reach it can use it"
+    return [f"{what}; set {API_KEY_VARIABLE}{where}"]
 
 
 def _show_log(console: Console, line: str) -> None:
