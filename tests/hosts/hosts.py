@@ -1,8 +1,9 @@
 """Several hosts on one machine, for tests of `ray up`, multi-host serving, cut or slow links, and host crashes.
 
 A host is a network namespace on a bridge, with pid, mount, host name and ipc namespaces, /tmp, /dev/shm, a home
-folder (an overlay over the user's) and an sshd of its own. Names derive from the network prefix, so that several sets
-exist side by side. Linux, root, iproute2, openssh-server and rsync are needed; Ray itself is not.
+folder (an overlay over the user's) and an sshd of its own. It knows the names of the others and asks no name server.
+Names of links and folders derive from the network prefix, so that several sets exist side by side. Linux, root,
+iproute2, openssh-server and rsync are needed; Ray itself is not.
 
 `python -m tests.hosts.hosts --help` is the same by hand.
 """
@@ -47,6 +48,8 @@ hostname {name}
 mkdir -p {folder}/home {folder}/work
 mount -t overlay overlay -o lowerdir={home},upperdir={folder}/home,workdir={folder}/work {home}
 mount --bind {folder}/tmp /tmp
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/resolv.conf /etc/resolv.conf
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 exec {sshd} -D -f {folder}/sshd_config -E {folder}/sshd.log
 """
@@ -171,6 +174,9 @@ class Hosts:
             _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "hostkey"))
         shutil.copy(f"{self.key}.pub", folder / "authorized_keys")
         (folder / "sshd_config").write_text(_SSHD.format(address=self.address(host), folder=folder))
+        names = ["127.0.0.1 localhost", *(f"{self.address(other)} host{other}" for other in self._all())]
+        (folder / "hosts").write_text("\n".join(names) + "\n")
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # none: other names fail at once, not after 10 s
         script = _BOOT.format(
             name=f"host{host}", folder=folder, home=Path.home(), sshd=shutil.which("sshd", path=_PATH)
         )

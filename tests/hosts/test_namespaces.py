@@ -41,6 +41,7 @@ def test_hosts_have_files_processes_and_addresses_of_their_own():
         assert hosts.run(2, "sh", "-c", "ls /tmp /dev/shm").count("mark") == 0
         assert not Path.home().joinpath("mark").exists()
         assert socket.create_connection((hosts.address(2), 22), timeout=5).close() is None
+        assert hosts.run(1, "getent", "hosts", "host2").split() == [hosts.address(2), "host2"]
         assert left()
     assert left() == []
 
