@@ -1,4 +1,5 @@
-"""Ray on several hosts, as its user brings it up: `ray up` of configs/ray-up-local.yaml, from another machine.
+"""Ray on several hosts, as its user brings it up: `ray up` of configs/ray-up-local.yaml, then kvrelay's own commands,
+all of them from another machine.
 
 Only what differs between machines is changed in the file: addresses, the ssh key, and how kvrelay gets there (a link to
 this checkout's environment in place of pip).
@@ -7,6 +8,9 @@ this checkout's environment in place of pip).
 import contextlib
 import json
 import os
+import pty
+import re
+import subprocess
 import sys
 import time
 import urllib.error
@@ -22,9 +26,11 @@ from tests.hosts.hosts import HostError, Hosts, printed
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 CONFIG = ROOT / "configs/ray-up-local.yaml"
+DOCS = ROOT / "docs/deploy.md"
 DASHBOARD_PORT, HTTP_PORT, WORKER_PORTS = 8265, 8000, (20000, 20099)
 _PLACES = {"ingress": {"ray_actor_options": {"num_cpus": 0.1, "resources": {"node:__internal_head__": 0.01}}}}
-APPLICATIONS = "/api/serve/applications/"
+_LOOPBACK = ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]")
+_BOUNDS = ("min-worker-port", "max-worker-port")
 _QUIET = {  # fewer processes and wake-ups: several hosts share this machine's cores
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -57,6 +63,7 @@ class RayHosts:
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             "HOME": str(home),
             "RAY_TMPDIR": str(temp),
+            "TMPDIR": str(temp),
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
         self.local("ray", "get-auth-token", "--generate")
@@ -104,6 +111,27 @@ class RayHosts:
         """What the command prints on the head, by `ray exec`."""
         return self.local("ray", "exec", str(self._config), command)
 
+    def attach(self, line: str) -> str:
+        """What a terminal with `ray attach` shows when the line, then `exit`, is typed. Raises HostError."""
+        near, far = pty.openpty()
+        command = ["timeout", "--foreground", "60", "ray", "attach", str(self._config)]
+        with subprocess.Popen(command, stdin=far, stdout=far, stderr=far, env=self.environment, cwd=ROOT) as running:
+            os.close(far)
+            os.write(near, f"{line}\nexit\n".encode())
+            shown = b""
+            with contextlib.suppress(OSError):  # the other end is closed
+                while part := os.read(near, 4096):
+                    shown += part
+        os.close(near)
+        text = shown.decode(errors="replace")
+        if running.returncode:
+            raise HostError(f"`ray attach`: status {running.returncode}\n{text}")
+        return text
+
+    def kvrelay(self, *words: str) -> str:
+        """What a command of kvrelay prints on the laptop, given the head's address. Raises HostError when it fails."""
+        return self.local("kvrelay", *words, "--address", self.head, timeout_s=180)
+
     def local(self, *command: str, timeout_s: float = 120.0) -> str:
         """What a command on the laptop prints. Raises HostError when it fails."""
         return printed(command, f"`{' '.join(command)}`", timeout_s=timeout_s, env=self.environment, cwd=ROOT)
@@ -111,7 +139,7 @@ class RayHosts:
     def num_nodes(self) -> int:
         """How many of Ray's nodes are alive."""
         with contextlib.suppress(OSError, ValueError):
-            answer = self.request("GET", "/nodes?view=summary")
+            answer = self.request("/nodes?view=summary")
             return sum(node["raylet"].get("state") == "ALIVE" for node in answer["data"]["summary"])
         return 0
 
@@ -129,62 +157,51 @@ class RayHosts:
             time.sleep(0.2)
         return time.monotonic() - began_s
 
+    def listening(self, host: int) -> dict[int, str]:
+        """The TCP ports that are open to other machines there, each with its processes."""
+        sockets = [line.split(maxsplit=5) for line in self.hosts.run(host, "ss", "-ltnpH").splitlines()]
+        places = [(place.rpartition(":"), *users) for _, _, _, place, _, *users in sockets]
+        return {int(port): " ".join(users) for (at, _, port), *users in places if at not in _LOOPBACK}
+
+    def pinned(self, kind: str) -> set[int]:
+        """The ports that the cluster file gives to Ray on a host of the kind: head or worker."""
+        command = self._commands[f"{kind}_start_ray_commands"][-1]
+        return {int(port) for name, port in re.findall(r"--([a-z-]*port)=(\d+)", command) if name not in _BOUNDS}
+
     # ---- the dashboard and the API
 
-    def request(self, method: str, path: str, body: Any = None, *, token: str | None = None) -> Any:
-        """What Ray's dashboard answers. Raises urllib.error.HTTPError."""
+    def request(self, path: str, *, token: str | None = None) -> Any:
+        """What Ray's dashboard answers; "" sends no token. Raises urllib.error.HTTPError."""
         headers = {"authorization": f"Bearer {self.token if token is None else token}"} if token != "" else {}
-        data = None if body is None else json.dumps(body).encode()
-        headers |= {"content-type": "application/json"} if data else {}
-        request = urllib.request.Request(self.dashboard + path, data=data, method=method, headers=headers)
+        request = urllib.request.Request(self.dashboard + path, headers=headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+            return json.load(answer)
 
-    def deploy(self, args: dict[str, Any], **counts: int) -> None:
-        """Deploy the application with one replica of a role on a host at most; returns once all of it runs."""
+    def deploy(self, args: dict[str, Any], **counts: int) -> str:
+        """`kvrelay deploy` of the application with one replica of a role on a host at most; returns what it prints."""
+        deployments = [
+            {"name": name, "num_replicas": count, **_PLACES.get(name, {"max_replicas_per_node": 1})}
+            for name, count in counts.items()
+        ]
+        app = {"name": "kvrelay", "route_prefix": "/", "import_path": "kvrelay.cluster.deployments.app:build"}
         config = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
-            "applications": [
-                {
-                    "name": "kvrelay",
-                    "route_prefix": "/",
-                    "import_path": "kvrelay.cluster.deployments.app:build",
-                    "args": args,
-                    "deployments": [
-                        {"name": name, "num_replicas": count, **_PLACES.get(name, {"max_replicas_per_node": 1})}
-                        for name, count in counts.items()
-                    ],
-                }
-            ],
+            "applications": [{**app, "args": args, "deployments": deployments}],
         }
-        self.request("PUT", APPLICATIONS, config)
-        self.await_running()
+        file = self.laptop / "serve.yaml"
+        file.write_text(yaml.safe_dump(config))
+        return self.kvrelay("deploy", str(file))
 
-    def await_running(self, timeout_s: float = 150.0) -> None:
-        """Wait until Serve reports that everything runs. Raises HostError with its messages."""
-        try:
-            self.until(lambda: self._app().get("status") == "RUNNING", timeout_s, "the application runs")
-        except HostError as error:
-            raise HostError(f"{error}: {json.dumps(self._app(), indent=1)[-4000:]}") from error
+    def status(self) -> dict[str, Any]:
+        """What `kvrelay status` shows, without the start of a process."""
+        with urllib.request.urlopen(f"{self.url}/kvrelay/status", timeout=30) as answer:
+            return dict(json.load(answer))
 
-    def _app(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
-            app: dict[str, Any] = self.request("GET", APPLICATIONS)["applications"].get("kvrelay", {})
-            if app.get("status") == "DEPLOY_FAILED":
-                raise HostError(f"deploying failed: {json.dumps(app)[-4000:]}")
-            return app
-        return {}
-
-    def replicas(self) -> dict[str, str]:
-        """The address of each running replica's node."""
-        return {
-            f"{name} {replica['replica_id']}": replica["node_ip"]
-            for name, deployment in self._app().get("deployments", {}).items()
-            for replica in deployment["replicas"]
-            if replica["state"] == "RUNNING"
-        }
+    def workers(self) -> dict[str, str]:
+        """The address of each running worker's host."""
+        found = self.status()["workers"]
+        return {one["worker_id"]: one["address"].rpartition(":")[0] for one in found if one["is_up"]}
 
     def complete(self, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
         """The answer of /v1/completions. Raises urllib.error.HTTPError with the API's error."""
@@ -212,3 +229,11 @@ def refuses(call: Any) -> bool:
         with error:
             return error.code in (401, 403)
     return False
+
+
+def firewall_table() -> list[range]:
+    """The ports that the docs have opened between hosts."""
+    _, _, table = DOCS.read_text().partition("\n### Ports\n")
+    cells = re.findall(r"^\| ([\d–, ]+) \|", table.partition("\n## ")[0], re.MULTILINE)
+    bounds = [one.split("–") for cell in cells for one in cell.split(", ")]
+    return [range(int(one[0]), int(one[-1]) + 1) for one in bounds]

@@ -5,12 +5,13 @@ tiny random checkpoint in float32 that only the head has: other hosts fetch it f
 """
 
 import contextlib
-import json
+import re
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from kvrelay import __version__
 from kvrelay.cluster.verify.prompts import expected_tokens, make_prompts
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from tests.hosts.hosts import HostError, Hosts, why_not
-from tests.hosts.ray_hosts import WORKER_PORTS, RayHosts, refuses
+from tests.hosts.ray_hosts import WORKER_PORTS, RayHosts, firewall_table, refuses
 
 NUM_OUTPUT = 24
 LONG = 1200  # tokens of a stream that a fault meets
@@ -34,6 +36,11 @@ def check(holds: object, what: str) -> None:
         raise HostError(f"does not hold: {what}")
 
 
+def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The tokens of each answer."""
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
 class Scenario:
     """Three hosts: `ray up` of two, the third joins. Steps are called in order."""
 
@@ -43,7 +50,7 @@ class Scenario:
         self.args: dict[str, Any] = {
             "model": {"source": MODEL, "dtype": "float32", "served_name": "tiny"},
             "engine": {"kv_memory": "64MiB", "num_threads": 1},
-            "router": {"local_prefill_tokens": 0},
+            "router": {"policy": "round_robin", "local_prefill_tokens": 0},  # a fault on any host meets streams
             "cluster": {"worker_ports": "{}-{}".format(*WORKER_PORTS), "cores_per_worker": 1},
         }
         self._long: list[int] = []
@@ -64,24 +71,44 @@ class Scenario:
     # ---- steps
 
     def up(self) -> None:
-        """`ray up`, and `ray exec`; nobody without the token gets in."""
+        """`ray up` and `ray attach`; nobody without the token gets in."""
         with self.timed("ray up, 2 hosts"):
             self.ray.up([2])
-        check("kvrelay" in self.ray.exec("ray status && kvrelay --help"), "ray exec runs kvrelay on the head")
-        check(refuses(lambda: self.ray.request("GET", "/nodes?view=summary", token="")), "no token is refused")
-        check(refuses(lambda: self.ray.request("GET", "/nodes?view=summary", token="0" * 64)), "a wrong one is refused")
+        with self.timed("ray attach, a line typed in"):
+            shown = self.ray.attach("echo $((6 * 7)) $(hostname) $(kvrelay version)")
+        check(f"42 host1 {__version__}" in shown, f"the terminal is the head's: {shown}")
+        check(refuses(lambda: self.ray.request("/nodes?view=summary", token="")), "no token is refused")
+        check(refuses(lambda: self.ray.request("/nodes?view=summary", token="0" * 64)), "a wrong one is refused")
 
     def deploy(self) -> None:
         """1P+2D over two hosts, the model on the head alone."""
         tiny_checkpoint("llama", self.folder / "tiny", num_hidden_layers=8, hidden_size=128)
         self.copy_model(1)
         with self.timed("deploy 1P+2D"):
-            self.ray.deploy(self.args, ingress=1, prefill=1, decode=2)
+            shown = self.ray.deploy(self.args, ingress=1, prefill=1, decode=2)
+        check("disaggregated path works" in shown and f"{self.ray.url}/v1" in shown, f"deploy names the API: {shown}")
         with self.timed("first token"):
             next(self.ray.stream(self._body([5, 6, 7, 8] * 10, 1)))
-        places = self.ray.replicas()
+        places = self.ray.workers()
         decode = {host for name, host in places.items() if name.startswith("decode")}
         check(len(decode) == 2, f"decode workers are on two hosts: {places}")
+
+    def commands(self) -> None:
+        """`kvrelay status`, `doctor` and `bench` from the laptop, which has Ray's token, and `ray exec` of one."""
+        with self.timed("kvrelay status, doctor, bench"):
+            status, doctor = self.ray.kvrelay("status"), self.ray.kvrelay("doctor")
+            options = "--allow-remote --requests 8 --input-tokens 32 --output-tokens 8 --token-range 3:250"
+            bench = self.ray.kvrelay("bench", *options.split())
+        with self.timed("ray exec of kvrelay status"):
+            there = self.ray.exec("kvrelay status")
+        for shown in (status, there):
+            check(shown.count("HEALTHY, 2 of 2 running") == 1, f"status counts the decode workers: {shown}")
+        lines = [f"{self.hosts.address(host)}: kvrelay {__version__}, " for host in (1, 2)]
+        check(all(line in doctor for line in lines), f"doctor lists both hosts: {doctor}")
+        check("\n2 ok\n" in doctor, f"doctor finds both pairs well: {doctor}")
+        check("8 sent: 8 ok, 0 rejected (429), 0 failed" in bench, f"bench counts answers: {bench}")
+        with pytest.raises(HostError, match=r"status 1\n.*asks for Ray's token"):
+            self.ray.local("env", f"HOME={self.folder}", "kvrelay", "status", "--address", self.ray.head)
 
     def copy_model(self, host: int) -> None:
         """Put the checkpoint's folder on a host."""
@@ -94,21 +121,30 @@ class Scenario:
         prompts = make_prompts(lambda text: list(text.encode()), max_model_len=512, num_output=NUM_OUTPUT)
         expected = expected_tokens(self.folder / "tiny", prompts, NUM_OUTPUT)
         with self.timed(f"verify {name}, {len(prompts)} prompts"):
-            found = self._answers([self._body(prompt.token_ids, NUM_OUTPUT) for prompt in prompts])
-        for prompt, tokens, wanted in zip(prompts, found, expected, strict=True):
-            check(tokens == wanted, f"{prompt.name}: {tokens} instead of {wanted}")
+            found = tokens(self._answers([self._body(prompt.token_ids, NUM_OUTPUT) for prompt in prompts]))
+        for prompt, answer, wanted in zip(prompts, found, expected, strict=True):
+            check(answer == wanted, f"{prompt.name}: {answer} instead of {wanted}")
         wrong = [*expected[0][:-1], expected[0][-1] ^ 1]
         check(found[0] != wrong, "the control differs")
 
     def paths(self) -> None:
         """Between hosts KV takes TCP, and no path of one host is proposed, tried or named as a problem."""
-        status = self.status()
+        status = self.ray.status()
         listed = [path for pair in status["pairs"] for path in pair["paths"]]
         check(any(path["path"] == "tcp" and path["is_chosen"] for path in listed), f"KV takes TCP: {listed}")
         check(not [path for path in listed if path["problem"]], f"no path has a problem: {listed}")
-        ports = [worker["port"] for worker in status["workers"] if "port" in worker]
-        low, high = WORKER_PORTS
-        check(all(low <= port <= high for port in ports), f"workers listen in the range: {ports}")
+
+    def ports(self) -> None:
+        """Open to other hosts are the ports of the docs' firewall table, all those that the cluster file pins among
+        them, and one more of each replica: Serve's gRPC between deployments, which it binds to `[::]:0`.
+        """
+        named = firewall_table()
+        for host, kind in ((1, "head"), (2, "worker"), (3, "worker")):
+            found = self.ray.listening(host)
+            other = {port: users for port, users in found.items() if not any(port in ports for ports in named)}
+            replicas = set(re.findall(r'"ray::ServeRepli",pid=(\d+)', " ".join(other.values())))
+            check(len(replicas) == len(other), f"the firewall table names what listens on host {host}: {other}")
+            check(self.ray.pinned(kind) <= set(found), f"Ray listens on its pinned ports on host {host}: {found}")
 
     def scale(self) -> None:
         """A third host joins by `ray start`, which needs the token; then 2P+2D."""
@@ -117,29 +153,44 @@ class Scenario:
             self.ray.await_nodes(3)
         with pytest.raises(HostError, match="InvalidAuthToken"):
             self.ray.on_host(3, f"RAY_AUTH_TOKEN={'0' * 64} ray health-check --address {self.ray.head}:6379")
-        with self.timed("scale to 2P+2D"):
-            self.ray.deploy(self.args, ingress=1, prefill=2, decode=2)
+        with self.timed("kvrelay scale to 2P+2D"):
+            shown = self.ray.kvrelay("scale", "--prefill", "2")
+        check("now at prefill 2" in shown, f"scale ends with the count: {shown}")
+        check(self._counts() == {"prefill": 2, "decode": 2}, f"so many run: {self.ray.workers()}")
+
+    def scale_down(self) -> None:
+        """One of two decode workers leaves."""
+        with self.timed("kvrelay scale to 2P+1D"):
+            shown = self.ray.kvrelay("scale", "--decode", "1")
+        check(" has left after " in shown and "now at decode 1" in shown, f"scale ends with the count: {shown}")
+        check(self._counts() == {"prefill": 2, "decode": 1}, f"so many run: {self.ray.workers()}")
 
     def crash(self) -> None:
         """A host with workers is killed while streams run; they go on with the same tokens. Then it comes back."""
         body = self._body([9, 8, 7, 6] * 20, LONG)
-        (self._long,) = self._answers([body])
+        (self._long,) = tokens(self._answers([body]))
         retries = self.metric("kvrelay_request_retries_total")
         with self.timed("streams through a crash"):
             found, _ = self._streams(body, 4, lambda: self.hosts.crash(2))
-        check(all(tokens == self._long for tokens in found), "streams continue with the same tokens")
+        check(all(answer == self._long for answer in found), "streams continue with the same tokens")
         check(self.metric("kvrelay_request_retries_total") > retries, "the crash met a stream")
         with self.timed("replace the crashed host's workers"):
-            self.ray.until(lambda: self.hosts.address(2) not in self.ray.replicas().values(), 90, "Serve has noticed")
-            self.ray.await_running()
+            self.ray.until(self._is_replaced, 150, "2P+2D on the other hosts")
         with self.timed("bring the host back"):
             self.hosts.start(2)
             self.ray.join(2)
             self.ray.await_nodes(3)
 
+    def _is_replaced(self) -> bool:
+        hosts = self.ray.workers().values()
+        return len(hosts) == 4 and self.hosts.address(2) not in hosts
+
+    def _counts(self) -> dict[str, int]:
+        return dict(Counter(name.partition("-")[0] for name in self.ray.workers()))
+
     def cut(self) -> None:
         """A link is cut for some seconds while streams run, and mended."""
-        host, retries = self._decode_host(), self.metric("kvrelay_request_retries_total")
+        host, retries = self._off_head("decode")[0], self.metric("kvrelay_request_retries_total")
 
         def cut() -> None:
             self.hosts.cut(host)
@@ -148,31 +199,35 @@ class Scenario:
 
         with self.timed("streams through a link cut for 4 s"):
             found, longest_s = self._streams(self._body([9, 8, 7, 6] * 20, LONG), 4, cut)
-        check(all(tokens == self._long for tokens in found), "streams continue with the same tokens")
+        check(all(answer == self._long for answer in found), "streams continue with the same tokens")
         is_met = longest_s > 1.0 or self.metric("kvrelay_request_retries_total") > retries
         check(is_met, f"the cut met a stream: the longest gap is {longest_s:.2f} s")
 
     def slow(self) -> None:
-        """Requests succeed over a link of 10 Mbit/s and 100 ms each way."""
-        host = self._decode_host()
+        """Requests succeed over a link of 10 Mbit/s and 100 ms each way, which their KV crosses."""
+        host = (self._off_head("decode") or self._off_head("prefill"))[0]
         prompts = [[11 + index, 12, 13, 14] * 60 for index in range(6)]
         bodies = [self._body(prompt, NUM_OUTPUT) for prompt in prompts]
         self.hosts.slow(host, "10mbit", 0.1)
         with self.timed("6 requests, a link of 10 Mbit/s + 100 ms"):
             slow = self._answers(bodies)
         self.hosts.fast(host)
+        check(any(one["kvrelay"]["transfer"]["transport"] == "tcp" for one in slow), f"KV crosses the link: {slow}")
         with self.timed("the same 6 requests, at full speed"):
-            check(self._answers(bodies) == slow, "the same tokens")
+            check(tokens(self._answers(bodies)) == tokens(slow), "the same tokens")
 
     def down(self) -> None:
-        """`ray down` ends Ray on the head; on the others it ends by itself, without a head."""
+        """`ray down` ends Ray on the head; on the others it ends by itself, without a head. Its two agents there try to
+        report that for another minute, and are not waited for.
+        """
         with self.timed("ray down"):
             self.ray.down()
-        with self.timed("nothing of Ray is left on any host"):
-            self.ray.until(lambda: not any(map(self._has_ray, (1, 2, 3))), 120, "Ray has ended on every host")
+        with self.timed("Ray has ended on every host"):
+            self.ray.until(lambda: not any(map(self._has_ray, (1, 2, 3))), 90, "Ray has ended on every host")
 
     def _has_ray(self, host: int) -> bool:
-        return any(name in self.hosts.run(host, "ps", "-eo", "args") for name in ("raylet", "gcs_server", "ray::"))
+        lines = self.hosts.run(host, "ps", "-eo", "args").splitlines()
+        return any(re.search(r"raylet|gcs_server|ray::(?!\w+Agent)", line) for line in lines)
 
     # ---- requests
 
@@ -180,9 +235,9 @@ class Scenario:
         limits = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return {"model": "tiny", "prompt": list(prompt), **limits}
 
-    def _answers(self, bodies: Sequence[dict[str, Any]]) -> list[list[int]]:
+    def _answers(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(4) as pool:
-            return [answer["choices"][0]["token_ids"] for answer in pool.map(self.ray.complete, bodies)]
+            return list(pool.map(self.ray.complete, bodies))
 
     def _streams(self, body: dict[str, Any], count: int, fault: Any) -> tuple[list[list[int]], float]:
         """The tokens of so many streams at once, and the longest gap between two chunks in seconds; the fault comes
@@ -192,7 +247,7 @@ class Scenario:
         begun = threading.Barrier(count + 1, timeout=60.0)
 
         def run(_: int) -> list[int]:
-            tokens: list[int] = []
+            answer: list[int] = []
             last_s = 0.0
             for number, chunk in enumerate(self.ray.stream(body, timeout_s=90.0)):
                 if number == 0:
@@ -201,8 +256,8 @@ class Scenario:
                 gaps.append(time.monotonic() - last_s)
                 last_s = time.monotonic()
                 check("error" not in chunk, f"a stream failed: {chunk}")
-                tokens += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
-            return tokens
+                answer += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            return answer
 
         with ThreadPoolExecutor(count) as pool:
             running = [pool.submit(run, index) for index in range(count)]
@@ -210,15 +265,10 @@ class Scenario:
             fault()
             return [one.result() for one in running], max(gaps)
 
-    def _decode_host(self) -> int:
-        """A host that has a decode worker and is not the head."""
-        places = {host for name, host in self.ray.replicas().items() if name.startswith("decode")}
-        return next(host for host in (3, 2) if self.hosts.address(host) in places)
-
-    def status(self) -> dict[str, Any]:
-        """What `kvrelay status` shows."""
-        with urllib.request.urlopen(f"{self.ray.url}/kvrelay/status", timeout=30) as answer:
-            return dict(json.load(answer))
+    def _off_head(self, role: str) -> list[int]:
+        """The hosts other than the head that have a worker of the role."""
+        places = {host for name, host in self.ray.workers().items() if name.startswith(role)}
+        return [host for host in (3, 2) if self.hosts.address(host) in places]
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -233,13 +283,16 @@ def run(ray: RayHosts, folder: Path) -> Scenario:
     scenario.up()
     scenario.deploy()
     scenario.verify("1P+2D on 2 hosts")
+    scenario.commands()
     scenario.paths()
     scenario.scale()
+    scenario.ports()
     scenario.verify("2P+2D on 3 hosts")
     scenario.crash()
     scenario.cut()
+    scenario.scale_down()
     scenario.slow()
-    scenario.verify("after the faults")
+    scenario.verify("2P+1D after the faults")
     scenario.down()
     return scenario
 

@@ -6,14 +6,8 @@ from tests.hosts.hosts import Hosts
 from tests.hosts.ray_hosts import RayHosts
 from tests.hosts.scenario import run
 from tests.hosts.traces import traces
-from tests.scale import SCALE
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.alone,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(SCALE < 1, reason="takes 5 to 8 minutes: make test-all ARGS=tests/hosts runs it"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 
 def test_a_cluster_on_several_hosts_serves_the_same_tokens_through_faults_and_ends_clean(tmp_path):
