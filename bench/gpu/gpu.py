@@ -58,15 +58,15 @@ SECTIONS = (
     Section("graphs", (1, 2), "graphs", "run", 30, "Graphs on and off, and where a step's time goes"),
     Section("parity", (1,), "pair", "run_parity", 120, "kvrelay verify in bf16 on the device"),
     Section("tests", (1,), "pair", "run_tests", 120, "pytest -m gpu"),
-    Section("verify", (1,), "pair", "run_verify", 180, "kvrelay verify in float32"),
-    Section("decode", (2,), "throughput", "run_decode", 40, "Decode, Llama-8B shape, bf16"),
+    Section("verify", (1,), "pair", "run_verify", 160, "kvrelay verify in float32"),
+    Section("decode", (2,), "throughput", "run_decode", 60, "Decode, Llama-8B shape, bf16"),
     Section("prefill", (2,), "throughput", "run_prefill", 30, "Prefill, Llama-8B shape, bf16"),
-    Section("nixl", (1, 2), "transfer", "run", 45, "CUDA IPC and NIXL between two processes"),
+    Section("nixl", (1, 2), "transfer", "run", 35, "CUDA IPC and NIXL between two processes"),
     Section("pair", (1, 2), "pair", "run", 75, "One prefill and one decode worker on one device"),
-    Section("quantised", (1, 2), "experts", "run_quantised", 25, "A Llama-8B's largest product over quantised weights"),
+    Section("quantised", (1, 2), "experts", "run_quantised", 30, "A Llama-8B's largest product over quantised weights"),
     Section("experts", (1, 2), "experts", "run", 15, "A layer of experts, Qwen3-30B-A3B's sizes, bf16"),
-    Section("choices", (2,), "choices", "run", 40, "Choices between kernels"),
-    Section("served", (3,), "served", "run", 150, "kvrelay serve over HTTP, Llama-8B shape, bf16"),
+    Section("choices", (2,), "choices", "run", 35, "Choices between kernels"),
+    Section("served", (3,), "pair", "run_served", 150, "kvrelay serve over HTTP, Llama-8B shape, bf16"),
 )
 NAMES = tuple(section.name for section in SECTIONS)
 CALLS = tuple(sorted({call for section in SECTIONS for call in section.calls}))

@@ -277,18 +277,17 @@ class Grid:
         follow from rounding.
         """
         for family in (name for name in FAMILIES if not name.startswith("attention")):
-            verdicts = [
-                judge(family, self.backend, dtype) for dtype in ([torch.bfloat16] if self.context.tiny else DTYPES)
-            ]
-            worst = max(verdicts, key=lambda one: one.ratio)
-            num_cases = sum(verdict.num_cases for verdict in verdicts)
+            dtypes = [torch.bfloat16] if self.context.tiny else DTYPES
+            verdicts = {dtype: judge(family, self.backend, dtype) for dtype in dtypes}
+            worst_in, worst = max(verdicts.items(), key=lambda one: one[1].ratio)
+            num_cases = sum(verdict.num_cases for verdict in verdicts.values())
             if num_cases:
                 self.context.add(
                     kernel=f"{family}, by its definition",
                     cases=num_cases,
                     worst_share_of_bound=worst.ratio,
                     ok=worst.ok,
-                    wrong="" if worst.ok else worst.case,
+                    wrong="" if worst.ok else f"{worst.case}, {worst_in}",
                 )
 
 

@@ -96,7 +96,7 @@ def folder_of(context: Context, name: str) -> Path:
         raise LeftOut(f"{name}: {need / 1e9:.0f} GB of weights do not fit the disk")
     folder.mkdir(parents=True, exist_ok=True)
     _write(config, spec, folder, torch.device(context.device))
-    byte_tokenizer(folder)
+    byte_tokenizer(folder, spec.vocab_size)
     return folder
 
 

@@ -138,12 +138,15 @@ def _random_tensors(spec: ModelSpec, generator: Any) -> Iterator[tuple[str, Any]
             yield name, noise * 0.1 + centre - (1.0 if spec.norm_offset else 0.0)
 
 
-def byte_tokenizer(folder: Path) -> None:
-    """A tokenizer whose tokens are three special ones (pad 0, bos 1, eos 2) and the 256 bytes (3 to 258)."""
+def byte_tokenizer(folder: Path, vocab_size: int = 0) -> None:
+    """A tokenizer whose tokens are three special ones (pad 0, bos 1, eos 2) and the 256 bytes (3 to 258); up to
+    `vocab_size`, words that no text becomes, so that whatever a model of random weights draws is text.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate((*_SPECIAL, *letters))}
+    words = (f"\u0120{index}" for index in range(len(_SPECIAL) + len(letters), vocab_size))  # a space and a number
+    vocab = {token: index for index, token in enumerate((*_SPECIAL, *letters, *words))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 Draw = Callable[[Tensor, SamplingSettings, Tensor, TokenMasks | None], Tensor]
+# With top-k or top-p, up to here a sort is faster than Triton's program per row (bench/results/2026-11-26-h200.md).
+_FEW_ROWS = 128
 
 
 class DeviceSampler:
@@ -64,7 +66,9 @@ class DeviceSampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         settings = self._settings.of(batch)
         uniform = to_device(batch.uniform, self._device) if settings.draws else batch.uniform
-        return self._draw(logits, settings, uniform, token_masks_of(batch, logits))
+        is_sorted = (settings.has_top_k or settings.has_top_p) and settings.draws and len(logits) <= _FEW_ROWS
+        draw = draw_by_torch if is_sorted else self._draw
+        return draw(logits, settings, uniform, token_masks_of(batch, logits))
 
     def _chosen(self) -> tuple[str, Draw]:
         """("triton" | "torch", the function). Builds Triton's kernels at start."""
@@ -82,7 +86,9 @@ class DeviceSampler:
 
 def draw_by_torch(logits: Tensor, settings: SamplingSettings, uniform: Tensor, masks: TokenMasks | None) -> Tensor:
     """As `sampling_triton.draw`."""
-    return sampling_search.draw(logits if masks is None else masks.applied(logits), settings, uniform)
+    logits = logits if masks is None else masks.applied(logits)
+    least_of = sampling_search.least_kept_by_sort if logits.is_cuda else sampling_search.least_kept
+    return sampling_search.draw(logits, settings, uniform, least_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Checksums = NDArray[np.uint64]
 Chosen = NDArray[np.bool_]
 MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
+# Between GPUs a turn costs 0.25 to 0.44 ms beside its copy (8 MiB: 0.02 ms; bench/results/2026-11-26-h200.md).
+MAX_GPU_UNIT_BYTES = 64 << 20
 SAMPLED_SHARE = 0.1  # of the regions that `transfer.checks: sampled` verifies; equal at both ends
 _STAGING_BYTES = 8 << 20  # at least a block
 _LARGEST = {"float16": 65504.0}  # of dtypes with a smaller range than the others
@@ -142,7 +144,8 @@ class ReceivePlan:
     def units(self, num_chunks: int, layers: range) -> Iterator[tuple[slice, range]]:
         """Chunks x layers in pieces for one read each."""
         size = self.pairing.chunk_bytes
-        limit = MAX_UNIT_BYTES if self.staging is None else self.max_chunks * len(layers) * size
+        most = MAX_UNIT_BYTES if self.pool.view is not None else MAX_GPU_UNIT_BYTES
+        limit = most if self.staging is None else self.max_chunks * len(layers) * size
         return cut(num_chunks, layers, size, limit)
 
     def read(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> tuple[CopyList, Offsets]:

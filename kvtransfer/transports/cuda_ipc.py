@@ -233,14 +233,16 @@ class CudaIpcReader:
             raise TransportError(str(error) or type(error).__name__) from error
 
     def _launch(self, read: _Read) -> None:
+        import torch
+
         from kvrelay.kvtransfer.transports import cuda_ipc_triton
 
         if read.is_abandoned:
             return
         try:
             read.copies.check_bounds(self._source_bytes, self._memory.layout.num_bytes)
-            with _on(self._memory.device) as device:
-                read.event = cuda_ipc_triton.launch(read.copies, self._source, self._memory.address, device)
+            device = torch.device(self._memory.device)  # current on this thread since `_open`
+            read.event = cuda_ipc_triton.launch(read.copies, self._source, self._memory.address, device)
         except Exception as error:  # raised to the waiter of this read
             read.error = error
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import LayoutMismatch, TransportError
 from kvrelay.kvtransfer.mover.copy_plan import cut, pair
-from kvrelay.kvtransfer.mover.verification import MAX_UNIT_BYTES
-from kvrelay.types import KvLayout
+from kvrelay.kvtransfer.mover.verification import MAX_UNIT_BYTES, ReceivePlan
+from kvrelay.types import KvLayout, KvMemory
 from tests.kvtransfer.copies import carry_out, plan_copies, region_offsets
 
 pytestmark = pytest.mark.pure
@@ -101,6 +101,13 @@ def test_cutting_covers_everything_once_within_the_limit(num_blocks, layers, lim
     expected = np.zeros_like(seen)
     expected[layers.start : layers.stop] = 1
     assert np.array_equal(seen, expected)
+
+
+def test_a_gpus_turns_are_larger_than_a_hosts():
+    layout = KvLayout(32, 320, 16, 8, 128, "bfloat16")  # a 4k prompt of a Llama-8B: 512 MiB
+    for view, turns in ((memoryview(b""), 64), (None, 8)):
+        pool = KvMemory(layout, 0, "cpu" if view is not None else "cuda:0", None, view, None)
+        assert len(list(ReceivePlan(layout, pool).units(256, range(32)))) == turns
 
 
 @given(block_pairs(), LAYERS)
