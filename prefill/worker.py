@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceGate:
-    """Calls back, in order, when all work issued to the GPU before has been done. Unverified on a GPU."""
+    """Calls back, in order, when all work issued to the GPU before has been done."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Any, Callable[[], object]] | None] = queue.SimpleQueue()

@@ -1,7 +1,5 @@
 """The CUDA backend over FlashInfer 0.7 (optional dependency), with torch where FlashInfer has no kernel.
 
-UNVERIFIED ON A GPU: written against FlashInfer 0.7.2's source and type-checked; its tests are marked gpu.
-
 `rope` and `store_kv` receive the batch's own CPU tensors and find the device copies in the step's plan, by identity:
 within a step nothing is copied from the host, so that the step can be captured as a CUDA graph.
 

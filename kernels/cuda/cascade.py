@@ -1,6 +1,6 @@
 """Cascade attention on CUDA: which decode rows read a shared prefix together, and FlashInfer's kernels for it.
 
-UNVERIFIED ON A GPU. `find_groups` and `make_levels` are pure. A group's rows attend to their shared blocks as one
+`find_groups` and `make_levels` are pure. A group's rows attend to their shared blocks as one
 sequence and each row to its own blocks; the two results are merged by their log-sum-exps (FlashInfer's own
 MultiLevelCascadeAttentionWrapper offers no choice of kernels). A window would count from the end of a level, not of the
 sequence: layers with a window do not use it. Results differ from the plain wrapper's by rounding.

@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: captured once per batch size of a ladder, replayed with new metadata.
 
-UNVERIFIED ON A GPU. A batch is padded to the next captured size by repeating the row with the least context: the copies
+A batch is padded to the next captured size by repeating the row with the least context: the copies
 compute and store the same values as that row, so they change nothing. All sizes share one memory pool and one set of
 block id buffers: only one graph runs at a time. Shapes whose attention falls back to plain torch are never captured,
 because that path bakes the step's blocks into its kernels' arguments.

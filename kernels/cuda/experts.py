@@ -1,7 +1,7 @@
 """A layer's experts on a GPU: rows sorted by expert, one grouped product for all experts, without waiting for the
 device.
 
-UNVERIFIED ON A GPU. torch's grouped product is one kernel, which can be captured, for bfloat16 on sm_90 and sm_100. On
+torch's grouped product is one kernel, which can be captured, for bfloat16 on sm_90 and sm_100. On
 other devices and in other dtypes torch loops over the experts after copying their sizes to the host. There a few rows
 use a batched product over copies of the weights that they need, and more rows use ExpertLoop. Quantised weights stay as
 they are stored, and one Triton kernel multiplies by those of all experts.

@@ -1,6 +1,6 @@
 """Steps with prompts as piecewise CUDA graphs: the work between attention calls is captured, attention is not.
 
-UNVERIFIED ON A GPU. One graph spans from a layer's output projection to the next layer's rotated queries, for a number
+One graph spans from a layer's output projection to the next layer's rotated queries, for a number
 of tokens of a ladder, to which a step is padded. Between graphs, keys are stored and attention is planned and run over
 the step's own tokens alone, so that padding writes nothing. The model's code is unchanged: at its calls of `store_kv`
 and `attention` the backend, while it has a `Recorder`, ends one graph and begins the next.
@@ -135,10 +135,7 @@ class CapturingCudaBackend(CudaBackend):
     """CudaBackend with graphs of decode steps, and of pieces of steps with prompts."""
 
     def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
-        """Unverified on a GPU.
-
-        Experts are captured where their products are grouped: otherwise their choice waits for the device.
-        """
+        """Experts are captured where their products are grouped: otherwise their choice waits for the device."""
         if spec.expert_sizes is not None and not has_grouped_products(self.device, spec.dtype, *spec.expert_sizes):
             return None
         spec.reserve_positions(spec.max_blocks * spec.shape.block_size)  # all at once, so that no capture is lost

@@ -1,4 +1,4 @@
-"""FlashInfer and what its compiler needs. UNVERIFIED ON A GPU."""
+"""FlashInfer and what its compiler needs."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
 """Paged attention over FlashInfer's wrappers: which wrappers a step needs, when they are planned, and how they run.
 
-UNVERIFIED ON A GPU. FlashInfer plans attention per (scale, window, softcap), which a caller passes to `attend` only: a
+FlashInfer plans attention per (scale, window, softcap), which a caller passes to `attend` only: a
 step's plan keeps the metadata, and each such variant is planned at its first use in the step.
 """
 

@@ -1,7 +1,4 @@
-"""What FlashInfer's plans take: which shapes its kernels support, paged indices, and arguments.
-
-UNVERIFIED ON A GPU, as backend.py is.
-"""
+"""What FlashInfer's plans take: which shapes its kernels support, paged indices, and arguments."""
 
 from dataclasses import dataclass
 from typing import Any

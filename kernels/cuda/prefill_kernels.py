@@ -1,7 +1,4 @@
-"""Which of FlashInfer's kernels compute the attention of prompts: fa2, or on Hopper fa3 where that is faster.
-
-UNVERIFIED ON A GPU.
-"""
+"""Which of FlashInfer's kernels compute the attention of prompts: fa2, or on Hopper fa3 where that is faster."""
 
 import logging
 import time

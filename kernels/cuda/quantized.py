@@ -1,7 +1,7 @@
 """Linear layers over quantised weights on a GPU: fp8 by torch's scaled product, all kinds by Triton kernels that read
 the weights as they are stored.
 
-UNVERIFIED ON A GPU: so each kind of product is tried out on a small weight before it is used. A kind that does not work
+Each kind of product is tried out on a small weight before it is used. A kind that does not work
 there, or a weight that no product takes, is restored to plain numbers when it is loaded, and the log says so.
 """
 

@@ -1,7 +1,7 @@
 """Products with weights that stay quantised, and rows quantised to fp8, in Triton. Import it only where triton is
 installed.
 
-UNVERIFIED ON A GPU: run in Triton's interpreter. A weight's numbers are read as they are stored, turned into the rows'
+A weight's numbers are read as they are stored, turned into the rows'
 dtype in registers, and multiplied; sums are float32. One kernel multiplies by one weight, or by experts' weights for
 rows that are sorted by expert: each program finds its expert by the ends of their rows, so no size depends on data.
 """

@@ -1,6 +1,6 @@
 """`sampling_search` as two Triton kernels, one program per row. Import it only where triton is installed.
 
-UNVERIFIED ON A GPU: run in Triton's interpreter. The first kernel reads the row's mask, finds the largest logit and the
+The first kernel reads the row's mask, finds the largest logit and the
 smallest that top-k keeps, and writes weights: zero for masked tokens. The second finds the smallest weight that top-p
 keeps, applies min-p, and samples. Thresholds are found four bits at a time: a pass over the row sums the values at or
 above each of 16 bounds. Weights are integers, so that sums do not depend on their order.

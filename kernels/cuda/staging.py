@@ -1,4 +1,4 @@
-"""Copies between host and device without waiting: metadata to the device, tokens back. UNVERIFIED ON A GPU.
+"""Copies between host and device without waiting: metadata to the device, tokens back.
 
 A copy from pageable memory waits for the device; one from pinned memory does not, but the memory must not be written
 before it is done. `put` and `fill` copy from torch's pinned allocator, which reuses memory after the copy's event.

@@ -1,7 +1,4 @@
-"""The sums of device_checksums.py as one Triton kernel, one program per chunk. Import it where triton is installed.
-
-UNVERIFIED ON A GPU: run in Triton's interpreter.
-"""
+"""The sums of device_checksums.py as one Triton kernel, one program per chunk. Import it where triton is installed."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -1,4 +1,4 @@
-"""Checksums of KV in a GPU's memory, computed there, so that no KV crosses PCIe for them. UNVERIFIED ON A GPU.
+"""Checksums of KV in a GPU's memory, computed there, so that no KV crosses PCIe for them.
 
 They run on a stream of their own: on the engine's they would wait for all layers that are launched already. Callers
 know that the bytes are final (an event of the layer has passed, a read is over), so nothing is waited for but the sums.

@@ -2,7 +2,7 @@
 
 The source gives out a handle of its allocation, once; what opens it is a process of this host that sees a GPU with
 access to the source's. Where it cannot be opened (no peer access, MIG, another container) the next path is taken. The
-map keeps the memory after its owner has died; that no commit follows is the protocol's matter. UNVERIFIED ON A GPU.
+map keeps the memory after its owner has died; that no commit follows is the protocol's matter.
 
 torch's own sharing is not used: it opens a handle on the device number of the sender, which Ray hides from the other
 worker, leaves a file in /dev/shm when its process is killed, and makes closing wait for the current stream.

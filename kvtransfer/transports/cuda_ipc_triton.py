@@ -1,7 +1,4 @@
-"""A CUDA-IPC read as one Triton kernel, one program per tile of a copy. Import it where triton is installed.
-
-UNVERIFIED ON A GPU: run in Triton's interpreter.
-"""
+"""A CUDA-IPC read as one Triton kernel, one program per tile of a copy. Import it where triton is installed."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
