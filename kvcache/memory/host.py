@@ -2,7 +2,7 @@
 
 A row is a copy of a whole block: one run of bytes, layer after layer, as in the pool. The slab is shareable between
 processes, as a pool on CPU is. On CPU a batch is one C call without the GIL (numpy where there is no compiler); on CUDA
-torch copies on a stream of its own (unverified on a GPU).
+torch copies on a stream of its own (these copies have not run on a GPU yet).
 """
 
 import ctypes
