@@ -16,7 +16,8 @@ from tests.fake_cuda import counters, engines
 
 STALLS = ("device_waits", "stream_waits", "sync_copies")
 PAGEABLE = ("pageable_to_device", "pageable_to_host")
-_DRAWN = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3}
+_PLAINLY_DRAWN = {"temperature": 0.8, "seed": 3}
+_DRAWN = _PLAINLY_DRAWN | {"top_p": 0.9, "top_k": 50}
 _MASKED = {"allowed_token_ids": (7, 9, 31999)}  # a grammar's masks take the same way
 
 
@@ -49,9 +50,10 @@ KINDS = {
     "decode, 1 row": StepKind(sequences=1),
     "decode, 5 rows": StepKind(sequences=5),
     "decode, 16 rows": StepKind(sequences=16),
-    "decode, drawn at random": StepKind(sampling=_DRAWN),
+    "decode, drawn at random": StepKind(sampling=_PLAINLY_DRAWN),
+    "decode, drawn with top-k and top-p": StepKind(sampling=_DRAWN, kernels=120),
     "decode, constrained": StepKind(sampling=_MASKED),
-    "decode, constrained and drawn at random": StepKind(sampling=_MASKED | _DRAWN),
+    "decode, constrained and drawn at random": StepKind(sampling=_MASKED | _PLAINLY_DRAWN),
     "mixed, constrained": StepKind(sampling=_MASKED, prompt=700, graphs=_pieces, kernels=20),
     "decode with log-probabilities": StepKind(sampling={"logprobs": 3}, kernels=45),
     "decode with penalties": StepKind(sampling={"presence_penalty": 0.5, "repetition_penalty": 1.1}, kernels=14),
