@@ -69,7 +69,7 @@ def exposure(host: str, api_key: str | None, where: str = "") -> list[str]:
             return []
     if api_key or host == "localhost":
         return []
-    what = f"the API listens on {host} without an API key: anyone who can reach it can use it"
+    what = f"the API listens on {host} without an API key: open to all that can reach it"
     return [f"{what}; set {API_KEY_VARIABLE}{where}"]
 
 
