@@ -1,10 +1,10 @@
 """The endpoints under /v1/kv: sessions of KV hints, and loading a prompt's KV before its request comes."""
 
 import asyncio
-import json
 import secrets
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -110,8 +110,8 @@ async def prefetch(front: Front, request: Request) -> Response:
 
 def _is_chat(data: bytes) -> bool:
     try:
-        plain: Any = json.loads(data)
-    except ValueError:  # the schema reports it
+        plain: Any = from_json(data)
+    except ValueError:  # also where it is nested too deep; the schema reports it
         return False
     return isinstance(plain, dict) and "messages" in plain
 

@@ -20,6 +20,7 @@ from kvrelay.serve.bodies.messages import Tool, check_tools
 from kvrelay.serve.bodies.unknown_fields import unsupported
 from kvrelay.serve.requests.generation import SEED_MASK
 from kvrelay.serve.telemetry.explain import SloRecord
+from kvrelay.serve.text.tokenising import margin
 from kvrelay.settings.choices import TenantBy
 from kvrelay.settings.router import SloSettings
 
@@ -104,10 +105,11 @@ def output_limit(body: Common, num_prompt_tokens: int, max_model_len: int) -> in
     room = max_model_len - num_prompt_tokens
     asked, field = asked_tokens(body)
     if room < 1 and not (asked == 0 and room == 0):
+        least = "at least " if num_prompt_tokens > max_model_len + margin(max_model_len) else ""  # not all was counted
         raise InvalidRequest(
             # litellm knows a prompt that is too long by OpenAI's own first words
             f"this model's maximum context length is {max_model_len} tokens, prompt and output; "
-            f"the prompt has {num_prompt_tokens}",
+            f"the prompt has {least}{num_prompt_tokens}",
             "messages" if isinstance(body, ChatBody) else "prompt",
             400,
             "context_length_exceeded",

@@ -13,7 +13,7 @@ from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody
 from kvrelay.serve.api.tools import with_shown_tools
 from kvrelay.serve.bodies.messages import Message, ToolCall
 from kvrelay.serve.requests.generation import Prompt
-from kvrelay.serve.text.tokenizer import encode_text
+from kvrelay.serve.text.tokenising import encode_text
 
 MAX_PROMPTS = 64  # of one completions request: as many sequences as a worker runs by default
 
@@ -50,7 +50,7 @@ def _check_prompt(item: object, vocab_size: int) -> None:
 async def completion_prompt(front: Front, body: CompletionBody, given: str | list[int]) -> Prompt:
     """One prompt, text or token ids, as tokens. Raises InvalidRequest."""
     if isinstance(given, str):
-        token_ids = await encode_text(front.codec, given, add_special_tokens=body.add_special_tokens is not False)
+        token_ids = await _encoded(front, body, given, add_special_tokens=body.add_special_tokens is not False)
         text = given
     else:
         token_ids = given
@@ -61,6 +61,12 @@ async def completion_prompt(front: Front, body: CompletionBody, given: str | lis
         token_ids, text = kept, await asyncio.to_thread(front.codec.decode, kept) if body.echo else ""
     limit = output_limit(body, len(token_ids), front.max_model_len)
     return Prompt(token_ids, text, make_sampling(body, limit, front.codec.vocab_size), discards_output=limit == 0)
+
+
+async def _encoded(front: Front, body: Common, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The tokens of a prompt; of one that is refused for its length, enough to be."""
+    most = front.max_model_len if body.truncate_prompt_tokens is None else None
+    return await encode_text(front.codec, text, most_tokens=most, add_special_tokens=add_special_tokens)
 
 
 def _truncated(front: Front, body: Common, token_ids: list[int]) -> list[int]:
@@ -82,7 +88,7 @@ def _truncated(front: Front, body: Common, token_ids: list[int]) -> list[int]:
 async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
     """The messages through the model's template, as tokens. Raises InvalidRequest."""
     text = _template_text(front, body)
-    token_ids = await encode_text(front.codec, text, add_special_tokens=bool(body.add_special_tokens))
+    token_ids = await _encoded(front, body, text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("messages: the prompt is empty", "messages")
     if body.truncate_prompt_tokens is not None:

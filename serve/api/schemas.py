@@ -21,7 +21,16 @@ from pydantic import (
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import MAX_PRIORITY
 from kvrelay.serve.bodies.grammars import GrammarFields
-from kvrelay.serve.bodies.messages import MAX_TOOLS, Body, Function, FunctionCall, Message, Tool, ToolChoice
+from kvrelay.serve.bodies.messages import (
+    MAX_TOOLS,
+    Body,
+    Function,
+    FunctionCall,
+    Message,
+    Tool,
+    ToolChoice,
+    check_num_messages,
+)
 from kvrelay.serve.bodies.unknown_fields import refuse_or_ignore
 
 MAX_STOPS = 16
@@ -222,6 +231,8 @@ B = TypeVar("B", bound=BaseModel)
 
 def parse(body_type: type[B], body: bytes) -> B:
     """The checked body. Raises InvalidRequest naming the first field at fault."""
+    if issubclass(body_type, ChatBody):
+        check_num_messages(body)
     try:
         return body_type.model_validate_json(body)
     except ValidationError as error:

@@ -9,7 +9,6 @@ complete. Two families of vocabularies map to bytes exactly: byte-level BPE, and
 Others use the tokenizer's own streaming decoder.
 """
 
-import asyncio
 import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ from kvrelay.serve.text.model_folder import (
 )
 from kvrelay.serve.text.stop import StopMatcher
 
-LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -256,13 +254,6 @@ class Tokenizer:
         return WindowDetokenizer(
             lambda ids: self.decode([one for one in ids if one not in skipped], skip_special_tokens=False)
         )
-
-
-async def encode_text(codec: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Tokens of `text`; a long text is tokenised on a thread, so that the event loop is not blocked."""
-    if len(text) <= LONG_TEXT_CHARS:
-        return codec.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
 
 
 # ---- a choice's text

@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import threading
 
 import msgspec
 import pytest
 
 from kvrelay.plane import messages as wire
 from kvrelay.serve.api.endpoint import LEAST_BODY_LIMIT_BYTES
+from kvrelay.serve.text import tokenising
 from kvrelay.types import Role
-from tests.fakes import FakeWorker
+from tests.fakes import ByteCodec, FakeWorker
 from tests.serve.conftest import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -202,6 +204,63 @@ async def test_a_prompt_longer_than_the_context_is_refused(make_cluster):
     messages = [{"role": "user", "content": "x" * 600}]
     response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
     error_of(response, 400, "messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/kv/prefetch"])
+async def test_json_that_is_nested_too_deep_is_the_clients_fault(make_cluster, path):
+    cluster = await make_cluster()
+    deep = b'{"model": "m", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    response = await cluster.client.post(path, content=deep, headers={"content-type": "application/json"})
+    error_of(response, 400, code="invalid_json")
+
+
+CALL = {"function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x"}] * 8193,
+        [{"role": "user", "content": [{"type": "text", "text": "x"}] * 8192}],
+        [{"role": "assistant", "content": "x", "tool_calls": [CALL] * 4096}] * 2,
+    ],
+    ids=["messages", "parts", "calls"],
+)
+async def test_many_messages_parts_and_calls_are_refused_by_their_number_before_each_is_checked(make_cluster, messages):
+    cluster = await make_cluster()
+    for path in ("/v1/chat/completions", "/v1/kv/prefetch"):
+        response = await cluster.client.post(path, json=CHAT | {"messages": messages})
+        assert "at most 8192" in error_of(response, 400, "messages", "invalid_value")["message"]
+    fewer = [{"role": "user", "content": "{" * 9000}]  # braces in a text are no messages
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"messages": fewer})
+    error_of(response, 400, "messages", "context_length_exceeded")
+
+
+async def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(make_cluster):
+    codec, sizes = ByteCodec(), []
+    codec.encode = lambda text, **how: sizes.append(len(text)) or ByteCodec.encode(codec, text, **how)
+    cluster = await make_cluster(codec=codec)
+    response = await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": "word " * 800_000})
+    error = error_of(response, 400, "prompt", "context_length_exceeded")
+    assert sum(sizes) < 8000 and f"the prompt has at least {sum(sizes)}" in error["message"]
+    kept = COMPLETION | {"prompt": "word " * 20_000, "truncate_prompt_tokens": 8}
+    assert (await cluster.client.post("/v1/completions", json=kept)).json()["usage"]["prompt_tokens"] == 8
+
+
+async def test_more_text_than_is_tokenised_at_once_is_429(make_cluster, monkeypatch):
+    monkeypatch.setattr(tokenising, "THREADS", tokenising.TextThreads(max_chars=30_000))
+    codec, go = ByteCodec(), threading.Event()
+    codec.encode = lambda text, **how: go.wait(30) and ByteCodec.encode(codec, text, **how)
+    cluster = await make_cluster(codec=codec)
+    asking = [
+        asyncio.create_task(cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 10_000}))
+        for _ in range(4)
+    ]
+    first, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    go.set()
+    error_of(first.pop().result(), 429, code="overloaded")
+    assert sorted([(await one).status_code for one in asking]) == [400, 400, 400, 429]
+    assert (await cluster.client.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
 async def test_the_smallest_worker_bounds_the_context(make_cluster):

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
-from kvrelay.serve.text.tokenizer import Tokenizer, encode_text
+from kvrelay.serve.text.tokenizer import Tokenizer
 
 TEMPLATE = """{%- for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
@@ -123,11 +123,6 @@ def test_a_bad_template_of_the_operator_is_named(tmp_path, text, words):
         own.write_text(text)
     with pytest.raises(ModelError, match=f"own.jinja: the chat template {words}"):
         Tokenizer(make_folder(tmp_path, template="{{ 'the model' }}"), str(own))
-
-
-async def test_long_texts_are_tokenised_all_the_same(tokenizer):
-    text = "hello world " * 2000
-    assert await encode_text(tokenizer, text) == tokenizer.encode(text)
 
 
 def test_a_folder_without_tokenizer_is_told(tmp_path):
