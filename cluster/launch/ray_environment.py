@@ -63,7 +63,7 @@ SHARED_ADDRESS = {  # several ingresses behind HAProxy, which Ray ships; also fo
     "RAY_SERVE_HAPROXY_RETRIES": "3",
     # each change of the ingresses starts another HAProxy; the one before keeps its streams, of up to an hour
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead HAProxy is replaced after three: 5 s, not 26 s
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",  # a dead HAProxy is replaced after three: 4 s, not 26 s
 }
 
 
@@ -93,7 +93,8 @@ def set_ray_environment(port: int, haproxy_ports: tuple[int, int] | None) -> Non
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(first + DIRECT_PORTS, 65535)),
     }
     if haproxy_ports is not None:
-        variables |= SHARED_ADDRESS
+        # health checks go by this loop: at 1 s a dead HAProxy is away for 8 s, at 0.25 s for 4 s, for 2 % of a core
+        variables |= SHARED_ADDRESS | {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25"}
         for server, own in zip(("METRICS", "STATS"), haproxy_ports, strict=True):
             variables[f"RAY_SERVE_HAPROXY_{server}_PORT"] = str(own)
     for name, value in variables.items():
