@@ -1,4 +1,5 @@
-"""What the ingress changes in its Serve replica (Ray 2.60): how the HTTP server listens, and how it stops.
+"""What the ingress changes in its Serve replica (Ray 2.60): how the HTTP server listens, what it lets in, and how it
+stops.
 
 Serve waits for open requests until its controller kills the replica, which breaks streams; and an ingress that clients
 reach directly, not through HAProxy, takes new requests while it waits, so that under load it never ends. Must not
@@ -15,6 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.serve.api.endpoint import error_response
+from kvrelay.serve.edge.open_bodies import OpenBodies, with_readable_headers
 from kvrelay.serve.requests.stopping import ingress_stops
 
 logger = logging.getLogger(__name__)
@@ -60,25 +62,33 @@ def under_any_route(direct_ingress: Any) -> ASGIApp:
     return answer
 
 
-def listen_with_reuseaddr() -> None:
-    """Have Serve's direct ingress listen with SO_REUSEADDR, behind the gate, and answer under any route.
+def listen_with_limits(max_inflight: int) -> None:
+    """Have Serve's direct ingress listen with SO_REUSEADDR, behind the gate and serve/edge, and answer under any route.
+    One address has two connections for each request that the ingress takes at once, and 1,024 at least.
 
-    Without it the connections of an ended ingress block its port for a minute, and a restarted or replaced ingress
-    cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
+    Without SO_REUSEADDR the connections of an ended ingress block its port for a minute, and a restarted or replaced
+    ingress cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
     """
-    from ray.serve._private import http_util, replica
+    from ray.serve._private import constants, http_util, replica
+
+    from kvrelay.serve.edge.connections import ConnectionLimits  # needs uvicorn, as Serve does
 
     if not hasattr(replica, "start_asgi_http_server") or not hasattr(http_util, "set_socket_reuse_port"):
         logger.warning("this version of Ray is unknown; after a restart the port may be refused for a minute")
         return
     start = replica.start_asgi_http_server
+    has_proxy = constants.RAY_SERVE_ENABLE_HA_PROXY
+    limits = ConnectionLimits(None if has_proxy else max(1024, 2 * max_inflight))
 
     def reuse_address(sock: socket.socket) -> bool:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return True
 
     async def start_reusing(app: ASGIApp, *args: Any, enable_so_reuseport: bool = False, **kwargs: Any) -> Any:
-        return await start(GATE.before(under_any_route(app)), *args, enable_so_reuseport=True, **kwargs)
+        inner = GATE.before(OpenBodies().before(with_readable_headers(under_any_route(app))))
+        task, server = await start(inner, *args, enable_so_reuseport=True, **kwargs)
+        server.config.http, server.config.ws = limits.protocol, "none"  # the task, which has not run yet, loads them
+        return task, server
 
     http_util.set_socket_reuse_port = reuse_address
     replica.start_asgi_http_server = start_reusing

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
 from kvrelay.cluster.autoscaling.room import NOTICE
-from kvrelay.cluster.deployments.http_server import finish_before_stop, listen_with_reuseaddr
+from kvrelay.cluster.deployments.http_server import finish_before_stop, listen_with_limits
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.worker import join_application, log_as_replica, own_replica
@@ -115,7 +115,7 @@ class IngressReplica:
 
     async def __init__(self, settings: dict[str, Any], deployed: Deployed, *workers: object) -> None:  # type: ignore[misc]
         log_as_replica("ingress")
-        listen_with_reuseaddr()
+        listen_with_limits(settings_from(settings).router.max_inflight)
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._registry, joined = await join_application(f"ingress-{own_replica()}", deployed)
         self._settings = with_api_key(settings_from(settings), joined.api_key)

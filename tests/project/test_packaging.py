@@ -52,6 +52,7 @@ CARRIED = {
     "huggingface_hub": "transformers",
     "opentelemetry": "ray",
     "google": "ray",  # protobuf
+    "uvicorn": "ray",  # ray[serve], which listens with it
     "nixl": "nixl-cu13",
     "nixl_cu12": "nixl-cu13",
 }
