@@ -93,8 +93,7 @@ def set_ray_environment(port: int, haproxy_ports: tuple[int, int] | None) -> Non
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(first + DIRECT_PORTS, 65535)),
     }
     if haproxy_ports is not None:
-        # health checks go by this loop: at 1 s a dead HAProxy is away for 8 s, at 0.25 s for 4 s, for 2 % of a core
-        variables |= SHARED_ADDRESS | {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25"}
+        variables |= SHARED_ADDRESS  # checks wait for the control loop too: at its 1 s a dead HAProxy is away for 8 s
         for server, own in zip(("METRICS", "STATS"), haproxy_ports, strict=True):
             variables[f"RAY_SERVE_HAPROXY_{server}_PORT"] = str(own)
     for name, value in variables.items():
