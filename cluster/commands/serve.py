@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from functools import partial
+from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands.progress import StartProgress, show_progress
 from kvrelay.cluster.dashboards.files import provision, ray_folders
 from kvrelay.cluster.deployments.serve_config import CLOSE_S
-from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.errors import ClusterError, RequestRefused
 from kvrelay.cluster.launch import endpoints
 from kvrelay.cluster.launch.dashboard import dashboard_token_hint
 from kvrelay.cluster.launch.endpoints import probe
@@ -27,6 +28,7 @@ from kvrelay.cluster.launch.supervisor import StopSignals, report
 from kvrelay.config import Settings
 from kvrelay.environment import API_KEY_VARIABLE
 
+PROBE_S = 15.0  # for another ingress to know its workers
 EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
 
 
@@ -177,7 +179,15 @@ def probe_path(url: str, api_key: str | None, model: str, *, prefill: int, decod
     """Send one request; returns which path it took. Raises ClusterError when the path does not work."""
     if not doctor.settled(url, api_key, decode=decode)["decode"]:
         raise ClusterError("the ingress is not ready: it is connected to no decode worker")
-    explain = probe(url, model, api_key=api_key, disaggregated=prefill > 0)
+    deadline_s = time.monotonic() + PROBE_S
+    while True:  # of several ingresses another one may answer, and know its workers a moment later
+        try:
+            explain = probe(url, model, api_key=api_key, disaggregated=prefill > 0)
+            break
+        except RequestRefused as error:
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline_s:
+                raise
+            time.sleep(doctor.POLL_S)
     path = explain.get("path", "?")
     if prefill and path != "disaggregated":
         raise ClusterError(f"the probe took the {path} path, not one through a prefill worker")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvrelay.cluster.commands import serve
 from kvrelay.cluster.commands.serve import announce, exposure, report_sizes
-from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.errors import ClusterError, RequestRefused
 from kvrelay.config import settings_from
 
 pytestmark = pytest.mark.alone
@@ -23,6 +23,30 @@ def nobody():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_the_probe_waits_for_an_ingress_that_has_no_worker_yet_and_for_no_other_refusal(monkeypatch):
+    """The proxy may choose another ingress than the one that was asked for its workers."""
+    answers = []
+
+    def probed(*args, **kwargs):
+        status = answers.pop(0)
+        if status != 200:
+            raise RequestRefused("http://x", "no decode worker is up", status)
+        return {"path": "disaggregated", "transfer": {"transport": "shm"}}
+
+    monkeypatch.setattr(serve.doctor, "settled", lambda *args, **kwargs: {"decode": 1})
+    monkeypatch.setattr(serve.doctor, "POLL_S", 0.0)
+    monkeypatch.setattr(serve, "probe", probed)
+    answers += [503, 503, 200]
+    assert serve.probe_path("http://x", None, "m", prefill=1, decode=1) == "disaggregated path works, KV over shm"
+    answers += [500, 200]
+    with pytest.raises(RequestRefused):
+        serve.probe_path("http://x", None, "m", prefill=1, decode=1)
+    monkeypatch.setattr(serve, "PROBE_S", -1.0)
+    answers[:] = [503, 200]
+    with pytest.raises(RequestRefused):
+        serve.probe_path("http://x", None, "m", prefill=1, decode=1)
 
 
 class Dashboard(BaseHTTPRequestHandler):
