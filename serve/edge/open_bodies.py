@@ -50,8 +50,8 @@ class OpenBodies:
         return True
 
     def left_s(self, began_s: float, num_bytes: int) -> float:
-        """For a body that began then and has so many bytes."""
-        return began_s + self._body_s + num_bytes / self._rate - self._clock()
+        """Until more must come of a body that began then and has so many bytes."""
+        return min(self._body_s, began_s + self._body_s + num_bytes / self._rate - self._clock())
 
 
 class _OpenBody:

@@ -88,14 +88,24 @@ async def test_a_hundred_unfinished_bodies_stay_within_the_budget_and_end(serve)
 
 
 async def test_one_large_body_that_is_alone_passes_and_so_does_a_slow_one_at_the_least_rate(serve):
-    bodies = OpenBodies(MIB, body_s=0.5, least_bytes_per_s=MIB)
+    bodies = OpenBodies(MIB, body_s=0.9, least_bytes_per_s=MIB)
     connect = await serve(bodies.before(echo))
     reader, writer = await connect()
     writer.write(f"POST / HTTP/1.1\r\n{JSON}Content-Length: {3 * MIB}\r\n\r\n".encode() + bytes(2 * MIB))
-    await asyncio.sleep(1.0)
-    writer.write(bytes(MIB))
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        writer.write(bytes(MIB // 4))
     assert (await answer(reader))[::2] == (200, str(3 * MIB).encode())
     assert bodies.num_bytes == 0
+    writer.close()
+
+
+async def test_a_body_that_stands_still_ends_however_much_of_it_has_come(serve):
+    connect = await serve(OpenBodies(body_s=0.3).before(echo))
+    reader, writer = await connect()
+    writer.write(f"POST / HTTP/1.1\r\n{JSON}Content-Length: {3 * MIB}\r\n\r\n".encode() + bytes(2 * MIB))
+    async with asyncio.timeout(30):
+        assert (await answer(reader))[0] == 408
     writer.close()
 
 
