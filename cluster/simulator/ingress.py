@@ -145,7 +145,7 @@ class SimulatedRequestDriver:
 
     def _retry(self, failure: AttemptFailed) -> None:
         try:
-            self._ingress.stats.retries += self._retries.failed(failure)
+            self._ingress.stats.retries += self._retries.failed(failure, self._num_emitted)
         except KvrelayError as error:
             self.job.retry_after_s = failure.retry_after_s
             self.end(outcome_of(error))

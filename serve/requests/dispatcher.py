@@ -240,7 +240,8 @@ class RequestDriver:
         self._end_attempt(f"retry: {code}")
         if code == "deadline":
             raise self._deadline_error(failure.retry_after_s)
-        self.observer.retried(is_fault=self._retries.failed(failure))
+        num_tokens = sum(map(len, self.order.emitted))
+        self.observer.retried(is_fault=self._retries.failed(failure, num_tokens))
         if self._retries.pause_s:
             await asyncio.sleep(self._retries.pause_s)
             self._retries.pause_s = 0.0

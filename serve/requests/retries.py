@@ -14,7 +14,9 @@ from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 
 RETRY_BUDGET = 2
-"""Retries of a request after a worker's fault."""
+"""Retries of a request after faults that workers report. Workers that die are the cluster's fault: twice as many, one
+after the other, and the count begins again with each new token, so that none but a request that kills them is ended.
+"""
 RESERVE_TIMEOUT_S = 10.0
 """Longest wait for one decode worker's blocks; then another is tried, or the client gets 429."""
 MAX_REFUSALS = 4
@@ -43,6 +45,8 @@ class Retries:
 
     budget: int = RETRY_BUDGET
     num_faults: int = 0
+    num_lost: int = 0  # workers that died since the last new token
+    num_tokens: int = 0  # of the output, when the last one died
     num_refusals: int = 0
     num_transfer_faults: int = 0
     num_prefill_returns: int = 0
@@ -86,8 +90,8 @@ class Retries:
                 return error_of_failure(self.last_failure)
         return error_of_refusal(refusal)
 
-    def failed(self, failure: AttemptFailed) -> bool:
-        """Count a failure.
+    def failed(self, failure: AttemptFailed, num_tokens: int = 0) -> bool:
+        """Count a failure. num_tokens: of the output so far.
 
         Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence.
         """
@@ -112,9 +116,13 @@ class Retries:
             if self.num_refusals > (1 if failure.code == "full" else MAX_REFUSALS):
                 raise Overloaded("the cluster is full", failure.retry_after_s)
             return False
-        self.num_faults += 1
+        if failure.code == "lost":
+            self.num_lost = 1 if num_tokens > self.num_tokens else self.num_lost + 1
+            self.num_tokens = num_tokens
+        else:
+            self.num_faults += 1
         self.num_transfer_faults += failure.code in ("transfer", "lease", "invalid")
-        if not failure.retryable or self.num_faults > self.budget:
+        if not failure.retryable or self.num_faults > self.budget or self.num_lost > 2 * self.budget:
             raise error_of_failure(failure)
         return True
 

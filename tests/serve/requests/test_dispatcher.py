@@ -9,9 +9,10 @@ import pytest
 from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport
+from kvrelay.serve.requests.retries import AttemptFailed, Retries
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
-from tests.fakes import EOS, FINGERPRINT, FakeWorker, alphabet, expected_tokens, scripted
+from tests.fakes import EOS, FINGERPRINT, FakeWorker, alphabet, expected_tokens, scripted, until
 from tests.serve.conftest import collect, hold_in_line, sequence
 
 
@@ -131,6 +132,50 @@ async def test_a_stream_goes_on_when_its_decode_worker_dies(make_cluster, at):
     ]
     assert all(m.request.num_prompt_tokens == request.num_prompt_tokens for m in again)
     await cluster.prefill[0].until(lambda w: not w.holding)
+
+
+async def test_a_stream_that_gets_on_survives_any_number_of_deaths(make_cluster):
+    cluster = await make_cluster(prefill=0, decode=5)
+    alive, request = list(cluster.decode), sequence(seed=3)
+    for worker in alive:
+        worker.pause_at = 1
+    reading = asyncio.create_task(collect(cluster.dispatcher.generate(request)))
+    for at in (1, 2, 3, 4):
+        await until(lambda: any(worker.paused.is_set() for worker in alive))
+        victim = next(worker for worker in alive if worker.paused.is_set())
+        await cluster.dispatcher.queries.status(victim.worker_id)  # what it sent has arrived
+        alive.remove(victim)
+        for worker in alive:
+            worker.pause_at = at + 1
+        await victim.kill()
+    await until(lambda: alive[0].paused.is_set())
+    alive[0].resume.set()
+    assert await reading == (expected_tokens(alphabet, request), "length")
+    assert cluster.dispatcher.stats.retries == 4
+
+
+def test_deaths_without_a_token_in_between_end_a_request_and_a_token_starts_the_count_again():
+    """A request that kills every worker must not kill all of them."""
+
+    def deaths(retries, num_tokens):
+        count = 0
+        with pytest.raises(WorkerLost):
+            while count < 99:
+                retries.failed(AttemptFailed(f"d{count}", "lost", "gone"), num_tokens)
+                count += 1
+        return count
+
+    assert deaths(Retries(), 0) == 4
+    retries = Retries()
+    for num_tokens in range(1, 50):
+        assert retries.failed(AttemptFailed("d0", "lost", "gone"), num_tokens)
+    assert deaths(retries, 49) == 3
+    retries, fault = Retries(), AttemptFailed("d0", "engine", "broken")
+    assert retries.failed(fault, 1) and retries.failed(fault, 2)
+    with pytest.raises(EngineFailed):
+        retries.failed(fault, 3)  # what a worker reports counts whether tokens come or not
+    with pytest.raises(WorkerLost):
+        Retries(budget=0).failed(AttemptFailed("d0", "lost", "gone"))
 
 
 async def test_with_no_worker_left_the_sequence_fails_cleanly(make_cluster):
