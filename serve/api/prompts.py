@@ -13,7 +13,7 @@ from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody
 from kvrelay.serve.api.tools import with_shown_tools
 from kvrelay.serve.bodies.messages import Message, ToolCall
 from kvrelay.serve.requests.generation import Prompt
-from kvrelay.serve.text.tokenising import encode_text
+from kvrelay.serve.text.tokenizer import encode_text
 
 MAX_PROMPTS = 64  # of one completions request: as many sequences as a worker runs by default
 

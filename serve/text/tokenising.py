@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from kvrelay.errors import Overloaded
 from kvrelay.serve.text.tokenizer import Tokenizer
 
-LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
 MAX_CHARS = 16 << 20  # of all texts on the threads or queued for them; a single text may have more
 _RETRY_AFTER_S = 1.0
 _CHARS_PER_TOKEN = 6  # few texts have more; of those that fit, only these are tokenised in part and then as a whole
@@ -57,15 +56,3 @@ def _encode(codec: Tokenizer, text: str, most_tokens: int | None, add_special_to
 
 
 THREADS = TextThreads()  # of this process
-
-
-async def encode_text(
-    codec: Tokenizer, text: str, *, most_tokens: int | None = None, add_special_tokens: bool = True
-) -> list[int]:
-    """Tokens of `text`; of one with more than `most_tokens` perhaps only the first, but more than that and a margin.
-
-    A long text is tokenised on a thread, so that the event loop is not blocked. Raises InvalidRequest, Overloaded.
-    """
-    if len(text) <= LONG_TEXT_CHARS:
-        return codec.encode(text, add_special_tokens=add_special_tokens)
-    return await THREADS.encode(codec, text, most_tokens, add_special_tokens=add_special_tokens)

@@ -338,3 +338,20 @@ class ChoiceText:
         if self._matcher is None:
             return left
         return self._matcher.push(left) + self._matcher.flush()
+
+
+LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
+
+
+async def encode_text(
+    codec: Tokenizer, text: str, *, most_tokens: int | None = None, add_special_tokens: bool = True
+) -> list[int]:
+    """Tokens of `text`; of one with more than `most_tokens` perhaps only the first, but more than that and a margin.
+
+    A long text is tokenised on a thread, so that the event loop is not blocked. Raises InvalidRequest, Overloaded.
+    """
+    if len(text) <= LONG_TEXT_CHARS:
+        return codec.encode(text, add_special_tokens=add_special_tokens)
+    from kvrelay.serve.text.tokenising import THREADS  # only where a text is long
+
+    return await THREADS.encode(codec, text, most_tokens, add_special_tokens=add_special_tokens)

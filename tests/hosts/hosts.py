@@ -47,7 +47,8 @@ set -e
 hostname {name}
 mkdir -p {folder}/home {folder}/work
 mount -t overlay overlay -o lowerdir={home},upperdir={folder}/home,workdir={folder}/work {home}
-mount --bind {folder}/tmp /tmp
+{kept}
+mount --rbind {folder}/tmp /tmp
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/resolv.conf /etc/resolv.conf
 mount -t tmpfs -o size=2g tmpfs /dev/shm
@@ -177,8 +178,15 @@ class Hosts:
         names = ["127.0.0.1 localhost", *(f"{self.address(other)} host{other}" for other in self._all())]
         (folder / "hosts").write_text("\n".join(names) + "\n")
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # none: other names fail at once, not after 10 s
+        # what runs there stays visible where it lies in /tmp itself: the checkout, its Python
+        kept = {path for path in (Path(__file__).parents[2], Path(sys.prefix)) if path.is_relative_to("/tmp")}
+        places = [(path, folder / "tmp" / path.relative_to("/tmp")) for path in sorted(kept)]
         script = _BOOT.format(
-            name=f"host{host}", folder=folder, home=Path.home(), sshd=shutil.which("sshd", path=_PATH)
+            name=f"host{host}",
+            folder=folder,
+            home=Path.home(),
+            sshd=shutil.which("sshd", path=_PATH),
+            kept="\n".join(f"mkdir -p {place} && mount --bind {path} {place}" for path, place in places),
         )
         unshare = ["unshare", "-m", "-u", "-i", "-p", "-f", "--mount-proc", "--kill-child"]
         command = ["ip", "netns", "exec", self._name(host), *unshare, "sh", "-c", script]

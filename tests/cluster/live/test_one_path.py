@@ -21,7 +21,7 @@ from tests.small_cluster import small_cluster
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_FILES = 69
+MAX_FILES = 70
 SETTINGS = {
     "model": {"dtype": "float32", "max_model_len": 1024},
     "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},

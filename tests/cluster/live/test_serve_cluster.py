@@ -1,5 +1,6 @@
 """`kvrelay serve` as a user runs it: real model, real Ray, real processes; then scaling, a killed worker, Ctrl-C."""
 
+import contextlib
 import json
 import os
 import re
@@ -364,7 +365,11 @@ def starting() -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
 
         def raylets() -> list[psutil.Process]:
             assert started.process.poll() is None, started.log.read_text()
-            return [one for one in family.children(recursive=True) if "raylet" in one.name()]
+            found = []
+            for one in family.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                    found += [one] if "raylet" in one.name() else []
+            return found
 
         yield started.process, started.log, until(raylets, START_S, "raylet")[0]
     finally:

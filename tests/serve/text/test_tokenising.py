@@ -7,7 +7,8 @@ import pytest
 from tokenizers import AddedToken
 
 from kvrelay.errors import Overloaded
-from kvrelay.serve.text.tokenising import LONG_TEXT_CHARS, TextThreads, encode_text
+from kvrelay.serve.text.tokenising import TextThreads
+from kvrelay.serve.text.tokenizer import LONG_TEXT_CHARS, encode_text
 from tests.serve.text.family_folders import FAMILIES
 
 PIECES = ["the ", "fox", " " * 700, "\n" * 90, "你好", "🎉", "<mask>", "aaaaaaaa", "é", "\t x", "12345", "</s>"]
