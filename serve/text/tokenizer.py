@@ -20,6 +20,7 @@ import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
 from kvrelay.plane.messages import TokenLogprob, TokenOutput
+from kvrelay.serve.text import tokenising
 from kvrelay.serve.text.chat_template import ChatTemplate, template_of_request
 from kvrelay.serve.text.model_folder import (
     checked_vocab_size,
@@ -32,6 +33,7 @@ from kvrelay.serve.text.model_folder import (
 from kvrelay.serve.text.stop import StopMatcher
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
 
 
 class Detokenizer(Protocol):
@@ -340,9 +342,6 @@ class ChoiceText:
         return self._matcher.push(left) + self._matcher.flush()
 
 
-LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
-
-
 async def encode_text(
     codec: Tokenizer, text: str, *, most_tokens: int | None = None, add_special_tokens: bool = True
 ) -> list[int]:
@@ -352,6 +351,4 @@ async def encode_text(
     """
     if len(text) <= LONG_TEXT_CHARS:
         return codec.encode(text, add_special_tokens=add_special_tokens)
-    from kvrelay.serve.text.tokenising import THREADS  # only where a text is long
-
-    return await THREADS.encode(codec, text, most_tokens, add_special_tokens=add_special_tokens)
+    return await tokenising.THREADS.encode(codec.encode, text, most_tokens, add_special_tokens=add_special_tokens)

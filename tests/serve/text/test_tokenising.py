@@ -49,10 +49,10 @@ async def test_one_text_may_be_longer_than_the_budget_and_what_ends_makes_room()
     threads = TextThreads(max_chars=10)
     codec = SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))
     for text in ("x" * 11, "x" * 11, "x"):
-        assert len(await threads.encode(codec, text)) == len(text)
-    held = threads.encode(codec, "x" * 11)
+        assert len(await threads.encode(codec.encode, text)) == len(text)
+    held = threads.encode(codec.encode, "x" * 11)
     running = held.send(None)  # on its thread
     with pytest.raises(Overloaded):
-        await threads.encode(codec, "x")
+        await threads.encode(codec.encode, "x")
     held.close()
-    assert running is not None and len(await threads.encode(codec, "x")) == 1
+    assert running is not None and len(await threads.encode(codec.encode, "x")) == 1
