@@ -180,6 +180,8 @@ def worker_starts(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     environment = {"KVRELAY_CACHE": str(cache)}
     with running_serve(folder, *flags, environment=environment) as served:
         for number in range(2 * options.rounds):
+            if not (cache / "packed").exists():
+                raise SystemExit(f"{options.dtype} weights are not packed on this processor: choose another --dtype")
             if not (is_prepared := number % 2 == 0):
                 shutil.rmtree(cache / "packed")
             rows.append({"start": _start_name("replica", is_prepared), **one_more_replica(served)})
