@@ -103,7 +103,7 @@ def least_kept(places: Tensor, num_bits: int, weights: Tensor, need: Tensor) -> 
 
 
 def least_kept_by_sort(places: Tensor, num_bits: int, weights: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
-    """As `least_kept`: a third to half of its time for a vocabulary of 128k on an H200."""
+    """As `least_kept`. On an H200 the reference, which sorts, took 0.4 to 1.2 times as long as the search."""
     ordered, order = places.sort(dim=1, descending=True)
     weights = weights.gather(1, order)
     index = (weights.cumsum(dim=1) < need).sum(dim=1, keepdim=True).clamp(max=places.shape[1] - 1)  # NaN reach nothing

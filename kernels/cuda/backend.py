@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 Draw = Callable[[Tensor, SamplingSettings, Tensor, TokenMasks | None], Tensor]
-# With top-k or top-p, up to here a sort is faster than Triton's program per row (bench/results/2026-11-26-h200.md).
+# With top-k or top-p: the reference's sort was faster than Triton's program per row for 1 row, mostly for 64, and
+# seldom for 256 (bench/results/2026-11-26-h200.md). This sort has not been timed.
 _FEW_ROWS = 128
 
 

@@ -32,8 +32,8 @@ from kvrelay.serve.text.model_folder import (
 )
 from kvrelay.serve.text.stop import StopMatcher
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
@@ -258,6 +258,18 @@ class Tokenizer:
         )
 
 
+async def encode_text(
+    codec: Tokenizer, text: str, *, most_tokens: int | None = None, add_special_tokens: bool = True
+) -> list[int]:
+    """Tokens of `text`; of one with more than `most_tokens` perhaps only the first, but more than that and a margin.
+
+    A long text is tokenised on a thread, so that the event loop is not blocked. Raises InvalidRequest, Overloaded.
+    """
+    if len(text) <= LONG_TEXT_CHARS:
+        return codec.encode(text, add_special_tokens=add_special_tokens)
+    return await tokenising.THREADS.encode(codec.encode, text, most_tokens, add_special_tokens=add_special_tokens)
+
+
 # ---- a choice's text
 
 
@@ -340,15 +352,3 @@ class ChoiceText:
         if self._matcher is None:
             return left
         return self._matcher.push(left) + self._matcher.flush()
-
-
-async def encode_text(
-    codec: Tokenizer, text: str, *, most_tokens: int | None = None, add_special_tokens: bool = True
-) -> list[int]:
-    """Tokens of `text`; of one with more than `most_tokens` perhaps only the first, but more than that and a margin.
-
-    A long text is tokenised on a thread, so that the event loop is not blocked. Raises InvalidRequest, Overloaded.
-    """
-    if len(text) <= LONG_TEXT_CHARS:
-        return codec.encode(text, add_special_tokens=add_special_tokens)
-    return await tokenising.THREADS.encode(codec.encode, text, most_tokens, add_special_tokens=add_special_tokens)
