@@ -5,6 +5,7 @@ import torch: of the model it needs only the tokenizer.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -47,6 +48,7 @@ from kvrelay.serve.requests.stopping import finish
 from kvrelay.serve.telemetry.history import PERIOD_S, History
 from kvrelay.serve.telemetry.metrics import ingress_metrics
 from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
 
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 3.0
 FRESH_S = 2.0  # how long an ingress uses a session of KV hints that it has looked up
 REGISTRY_S = 5.0
+READY_S = 10.0
 _RETRY_AFTER_S = 1.0
 
 
@@ -108,6 +111,15 @@ class SharedSessions:
             raise Unavailable(message, _RETRY_AFTER_S, "sessions_unavailable") from error
 
 
+async def until_ready(workers: Membership, limit_s: float = READY_S) -> None:
+    """Wait for a decode worker: a registry that has just moved lists none before their next heartbeats. Where none
+    comes within the limit, requests get 503.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await workers.wait_for(Membership.is_ready)
+
+
 class IngressReplica:
     """One ingress. `workers` are the application's other deployments; requests do not pass their handles."""
 
@@ -134,6 +146,7 @@ class IngressReplica:
         self._exporting = asyncio.create_task(
             export_metrics(self._metrics, {"ingress": INGRESS}), name="export metrics"
         )
+        await until_ready(self._dispatcher.workers)  # from the end of this function on Serve sends it requests
 
     def _metrics(self) -> Iterable[Metric]:
         parts = self._dispatcher

@@ -174,6 +174,8 @@ async def send_heartbeats(
                 on_order(order)
         except (RayError, TimeoutError) as error:
             logger.warning("worker %s cannot reach the registry: %s", record.worker_id, error)
+            await asyncio.sleep(_RETRY_S)  # it may have restarted: until then it does not list this worker
+            continue
         await asyncio.sleep(HEARTBEAT_S)
 
 

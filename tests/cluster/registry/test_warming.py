@@ -5,11 +5,12 @@ import io
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 from rich.console import Console
 
 from kvrelay.cluster.commands.status import render
-from kvrelay.cluster.registry.actor import listed_as_warming
-from kvrelay.cluster.registry.members import Registry, WorkerRecord
+from kvrelay.cluster.registry.actor import listed_as_warming, send_heartbeats
+from kvrelay.cluster.registry.members import HEARTBEAT_S, Registry, WorkerRecord
 
 pytestmark = pytest.mark.pure
 
@@ -64,6 +65,27 @@ async def test_a_worker_that_fails_while_it_loads_leaves_at_once():
             await until_listed(actor)
             raise MemoryError
     assert actor.ports() == {}
+
+
+async def test_a_worker_is_soon_listed_again_by_a_registry_that_has_restarted(monkeypatch: pytest.MonkeyPatch):
+    actor, slept = Actor(), list[float]()
+    failures = [RayError(), RayError()]
+
+    def heartbeat(record: WorkerRecord) -> None:
+        if failures:
+            raise failures.pop()
+        actor._heartbeat(record)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if actor.seen:
+            raise asyncio.CancelledError
+
+    actor.heartbeat = Method(heartbeat)
+    monkeypatch.setattr("kvrelay.cluster.registry.actor.asyncio.sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await send_heartbeats(actor, WARMING)
+    assert actor.ports() == {"decode-a": 0} and slept == [1.0, 1.0, HEARTBEAT_S]
 
 
 def test_status_shows_workers_that_warm_up_and_those_that_drain_in_80_columns():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.cluster.deployments.ingress import until_ready
 from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport
@@ -388,6 +389,24 @@ async def test_a_worker_that_restarts_is_used_again(make_cluster):
     async with asyncio.timeout(10):
         await cluster.dispatcher.workers.wait_for(lambda d: d.is_ready())
     assert len((await collect(cluster.dispatcher.generate(sequence())))[0]) == 8
+
+
+async def test_a_new_ingress_takes_no_request_before_it_has_a_decode_worker_or_has_waited_its_time(make_cluster):
+    cluster = await make_cluster(prefill=0)
+    workers = cluster.dispatcher.workers
+    members = [link.member for link, _ in workers.all_links()]
+    workers.set_members([])
+    async with asyncio.timeout(10):
+        await workers.wait_for(lambda d: not d.is_ready())
+    waiting = asyncio.create_task(until_ready(workers, limit_s=60))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    workers.set_members(members)
+    async with asyncio.timeout(10):
+        await waiting
+    assert workers.is_ready()
+    workers.set_members([])
+    await until_ready(workers, limit_s=0.05)
 
 
 async def test_a_worker_no_longer_listed_ends_its_streams_but_gets_no_new_ones(make_cluster):
