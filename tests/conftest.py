@@ -33,6 +33,14 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+    if item.get_closest_marker("long") is not None and _scale() < 1:
+        pytest.skip("runs with make test-all")
+
+
+def _scale():
+    from tests.scale import SCALE
+
+    return SCALE
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ class FakeWorker:
         self.pairing: Callable[[wire.Pair], PairReport | None] = self.fits  # None: it says nothing
         self.prefetched: wire.Prefetched | None = wire.Prefetched(query_id=0)  # its answer; None: it says nothing
         self.audited: tuple[int, list[int]] | None = None  # its answer; None: it says nothing
+        self.is_frozen = False  # it answers nothing, and its connections stay
         self.cached_tokens = 0
         self.cached: list[bytes] = []  # of its snapshot, as of event kv_seq
         self.kv_seq = 0
@@ -176,7 +177,8 @@ class FakeWorker:
             while True:
                 message = wire.decode_to_worker(await connection.receive())
                 self.received.append(message)
-                self._handle(connection, message)
+                if not self.is_frozen:
+                    self._handle(connection, message)
                 async with self.changed:
                     self.changed.notify_all()
         finally:
@@ -194,6 +196,8 @@ class FakeWorker:
         elif isinstance(message, wire.Abort):
             if self._connections.get(message.request_id) is connection:  # as a real worker: who asked may abort
                 self.end(message.request_id)
+        elif isinstance(message, wire.Ping):
+            self._send(connection, wire.Pong())
         elif isinstance(message, wire.Subscribe):
             for part in parts_of(KvSnapshot(seq=self.kv_seq, hashes=self.cached), self.part_hashes):
                 self._send(connection, part)

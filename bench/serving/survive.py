@@ -12,7 +12,7 @@ with the one that the unharmed cluster gave. A part is killed with SIGKILL (or s
 watched until the cluster is whole again.
 
 Columns: requests that failed, answers that differed (goal 0), streams that broke in their middle, the longest time
-without any token for any client, and seconds until every part is back.
+without any token for any client, the longest that one stream stood still, and seconds until every part is back.
 """
 
 import argparse
@@ -177,6 +177,7 @@ def titled(*words: str) -> Callable[[Cluster], list[int]]:
 
 EVERYTHING = titled()
 REGISTRY, CONTROLLER = titled("ray::RegistryActor"), titled("ray::ServeController")
+PREFILL, DECODE = titled("ray::ServeReplica:kvrelay:prefill"), titled("ray::ServeReplica:kvrelay:decode")
 FAULTS = [
     Fault("registry", REGISTRY),
     Fault("registry (stopped)", REGISTRY, is_stopped=True),
@@ -186,8 +187,10 @@ FAULTS = [
     Fault("proxy actor", titled("ray::HAProxyManager")),
     Fault("first ingress", titled("ray::ServeReplica:kvrelay:ingress")),
     Fault("other ingress", titled("ray::ServeReplica:kvrelay:ingress")),
-    Fault("prefill worker", titled("ray::ServeReplica:kvrelay:prefill")),
-    Fault("decode worker", titled("ray::ServeReplica:kvrelay:decode")),
+    Fault("prefill worker", PREFILL),
+    Fault("decode worker", DECODE),
+    Fault("prefill worker (stopped)", PREFILL, is_stopped=True),
+    Fault("decode worker (stopped)", DECODE, is_stopped=True),
     Fault("GCS", titled("gcs_server"), after=lambda cluster: cluster.restart_gcs()),
 ]
 HOST_FAULTS = [
@@ -206,6 +209,7 @@ class Row:
     broken: int
     wrong: int
     longest_gap_s: float
+    longest_stall_s: float  # of one stream, between two reads or until the first one
     whole_s: float | None  # None: not within WHOLE_S
     first_failure: str
 
@@ -245,6 +249,7 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
         outcome.broken,
         outcome.wrong,
         outcome.longest_gap_s,
+        max([*outcome.itl_s, *outcome.ttft_s], default=0.0),
         whole_s,
         outcome.first_failure,
     )
@@ -252,14 +257,14 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| killed | requests | failed | of those, broken streams | wrong | longest silence s | whole after s |",
-        "|---|---|---|---|---|---|---|",
+        "| part | requests | failed | broken streams | wrong | longest silence s | longest stall s | whole after s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         whole = "not" if row.whole_s is None else f"{row.whole_s:.1f}"
         lines.append(
             f"| {row.part} | {row.requests} | {row.failed} | {row.broken} | {row.wrong} "
-            f"| {row.longest_gap_s:.1f} | {whole} |"
+            f"| {row.longest_gap_s:.1f} | {row.longest_stall_s:.1f} | {whole} |"
         )
     return "\n".join(lines)
 

@@ -65,7 +65,7 @@ class Scenario(_Section):
     report_s: float = Field(0.05, gt=0, description="least time between load reports of a busy worker")
     noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of a random factor on each step's time")
     detect_s: float = Field(1.0, ge=0, description="time until ingresses know that a worker has crashed")
-    freeze_limit_s: float = Field(10.0, gt=0, description="time after which a frozen worker is dropped")
+    freeze_limit_s: float = Field(1.3, gt=0, description="time after which a frozen worker is dropped")
     start_s: float = Field(60.0, ge=0, description="time until a started worker takes requests")
     ttft_s: float = Field(5.0, gt=0, description="TTFT that counts as kept, whether or not an SLO is set")
     tpot_s: float = Field(0.1, gt=0, description="mean time per further token that counts as kept")

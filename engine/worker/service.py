@@ -339,6 +339,8 @@ class WorkerServer:
                 if request_id in link.requests:
                     self._requests.remove(request_id)
                     self._ends.release(request_id, reason)
+            case wire.Ping():
+                link.send(wire.Pong())
             case wire.Subscribe():
                 self._ends.target.subscribed()
                 self._reports.subscribe(link)

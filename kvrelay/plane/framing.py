@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from kvrelay.errors import ConnectionLost, ProtocolError
@@ -23,6 +24,7 @@ class FrameReader(asyncio.StreamReader):
 
     def __init__(self) -> None:
         super().__init__()
+        self.heard_s = time.monotonic()  # when the last bytes came
         self._max_bytes = 0  # of a frame
         self._num_buffered = 0  # bytes fed and not yet read
         self._take: Callable[[bytes], None] | None = None
@@ -49,6 +51,7 @@ class FrameReader(asyncio.StreamReader):
         await ended
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # transports pass bytes
+        self.heard_s = time.monotonic()
         if self._take is not None:
             self._cut(data)
             return
@@ -182,6 +185,11 @@ class Connection:
         name = writer.get_extra_info("peername")
         self.peer: str = peer or (f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer")
         self._sender: ThreadSender | None = None
+
+    @property
+    def heard_s(self) -> float:
+        """When the peer's last bytes came, by time.monotonic."""
+        return self._reader.heard_s
 
     def allow_threads(self) -> None:
         """Enable `send_from_thread`, except under TLS. The connection must be closed by `abort` or `aclose`."""

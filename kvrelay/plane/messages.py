@@ -22,7 +22,7 @@ from kvrelay.plane.reports import (
     WorkerInfo,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either sign: each is a class in queues and metrics
 DRAINED = "drained"  # Failed.code of a sequence that outlasted its worker's drain: no fault
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker returns to prefill: no fault
@@ -221,6 +221,10 @@ class Abort(WireMessage, frozen=True, tag="abort"):
     choice: int | None = None
 
 
+class Ping(WireMessage, frozen=True, tag="ping"):
+    """Answered by Pong at once."""
+
+
 class Subscribe(WireMessage, frozen=True, tag="subscribe"):
     """From now on send KvEvents and LoadReport; first a KvSnapshot, or its first part."""
 
@@ -307,6 +311,10 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
 
     protocol: int
     info: WorkerInfo
+
+
+class Pong(WireMessage, frozen=True, tag="pong"):
+    """The answer to Ping."""
 
 
 class RoleNow(WireMessage, frozen=True, tag="role"):
@@ -417,6 +425,7 @@ ToWorker = Union[
     Prefill,
     Generate,
     Abort,
+    Ping,
     Subscribe,
     StatusQuery,
     CacheReset,
@@ -429,6 +438,7 @@ ToWorker = Union[
 ]
 FromWorker = Union[
     Welcome,
+    Pong,
     RoleNow,
     Reserved,
     Refused,

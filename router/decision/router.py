@@ -135,6 +135,10 @@ class Router:
         """From now on these pairs of workers are not chosen; any other may be."""
         self._workers.set_incompatible_pairs(pairs)
 
+    def set_suspected(self, workers: frozenset[str]) -> None:
+        """These workers do not answer: they get nothing while any other worker of the role may take it."""
+        self._workers.suspected = workers
+
     # ---- requests
 
     def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal | Deferred:

@@ -8,6 +8,7 @@ a decision are those of the common cost, so that decisions of different policies
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -300,9 +301,10 @@ class SnapshotTaker:
         self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
         columns, excluded = self.workers.columns(role), request.excluded | unpaired
-        rows = columns.usable(
-            request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE, excluded=excluded
-        )
+        usable = partial(columns.usable, request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE)
+        rows = usable(excluded=excluded | self.workers.suspected)
+        if rows is not None and not len(rows) and self.workers.suspected:  # better a worker that may answer than none
+            rows = usable(excluded=excluded)
         return columns.table(rows, held[role], self.workers.prefill_rate, now_s)
 
     def held(self, request: RouteRequest) -> dict[Role, PrefixHits]:

@@ -234,6 +234,7 @@ class LiveWorkers:
         """`index_row`: a worker's row in the answers of the prefix index."""
         self.accounts: dict[str, WorkerAccount] = {}
         self.incompatible: IncompatiblePairs = {}
+        self.suspected: frozenset[str] = frozenset()  # workers that do not answer
         self._prefill_rate: float | None = None
         self._model, self._index_row = model, index_row
         self._columns: dict[str, Columns] | None = None

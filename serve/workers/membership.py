@@ -20,6 +20,7 @@ from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadRe
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
+from kvrelay.serve.workers.liveness import LivenessWatch
 from kvrelay.serve.workers.pairs import PairWatch
 from kvrelay.serve.workers.queries import IndexAudits, Queries, QueryAnswer
 from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, WorkerLink
@@ -120,7 +121,7 @@ class Placer:
 
 
 class Membership:
-    """The members, their links and pairs. 17 attributes: most are the parts that get what the links deliver."""
+    """The members, their links and pairs. 18 attributes: most are the parts that get what the links deliver."""
 
     def __init__(
         self,
@@ -149,11 +150,13 @@ class Membership:
         self._tasks: list[asyncio.Task[None]] = []
         self.pairs = PairWatch(links.send, self._pairs_changed, clock)
         self.audits = IndexAudits(router.index, links, queries)
+        self._liveness = LivenessWatch(links, router, placer.wake_deferred)
 
     async def start(self) -> None:
         """Connect to the members, now and as they come."""
         self._is_open = True
-        self._tasks = [asyncio.create_task(self.pairs.run()), asyncio.create_task(self.audits.run())]
+        watches = self.pairs, self.audits, self._liveness
+        self._tasks = [asyncio.create_task(watch.run()) for watch in watches]
         for link in self._links.members():
             link.start()
 

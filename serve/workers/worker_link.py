@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -70,7 +70,7 @@ class WorkerLink:
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
-        self._last_frame_s = 0.0
+        self._dropped = ""  # why this ingress dropped the connection
 
     @property
     def worker_id(self) -> str:
@@ -81,9 +81,14 @@ class WorkerLink:
         return self.info is not None
 
     @property
+    def heard_s(self) -> float:
+        """When its last bytes came; 0 while there is no connection."""
+        return self._connection.heard_s if self._connection is not None else 0.0
+
+    @property
     def silent_s(self) -> float:
-        """Seconds since its last frame; meaningless while it is down."""
-        return time.monotonic() - self._last_frame_s
+        """Seconds since then."""
+        return time.monotonic() - self.heard_s
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-{self.worker_id}")
@@ -93,6 +98,14 @@ class WorkerLink:
         if self._connection is None or self.info is None:
             raise ConnectionLost("the worker is not connected")
         self._connection.send_nowait(wire.encode(message))
+
+    def drop(self, why: str) -> None:
+        """End the connection, as if the worker had: what it still sends is never read, and once it notices it frees
+        what it holds for this ingress. Then connect again.
+        """
+        self._dropped = why
+        if self._connection is not None:
+            self._connection.abort()
 
     def retire(self) -> None:
         """The registry no longer lists the worker: keep the link until its sequences end, or it falls silent."""
@@ -126,7 +139,7 @@ class WorkerLink:
 
     async def _connect_and_read(self) -> bool:
         """Serve one connection until it ends. True when the worker was up."""
-        was_up, why = False, "this ingress closed the connection"
+        was_up, why, self._dropped = False, "this ingress closed the connection", ""
         try:
             self._connection = await plane.connect(
                 self.member.host, self.member.port, self._secret, timeout_s=CONNECT_TIMEOUT_S, tls=self._tls
@@ -135,7 +148,7 @@ class WorkerLink:
             was_up = True
             await self._connection.read_all(self._take)
         except (PlaneError, msgspec.DecodeError, TimeoutError) as error:
-            why = str(error) or type(error).__name__
+            why = self._dropped or str(error) or type(error).__name__
             log = logger.debug if isinstance(error, ConnectionLost) else logger.warning
             log("worker %s: %s", self.worker_id, why)
         finally:
@@ -157,11 +170,9 @@ class WorkerLink:
         if why := self._events.accept(self, message.info):
             raise ProtocolError(why)
         self.info = message.info
-        self._last_frame_s = time.monotonic()
         self.send(wire.Subscribe())
 
     def _take(self, frame: bytes) -> None:
-        self._last_frame_s = time.monotonic()
         self._events.deliver(self, wire.decode_from_worker(frame))
 
 
@@ -241,6 +252,10 @@ class Links:
         """Whether a sequence that was sent over this link still runs there."""
         return any(submission.is_held_by(link) for submission in self.submissions.values())
 
+    def holders(self) -> set[WorkerLink]:
+        """The links over which a sequence was sent that still runs there."""
+        return {link for submission in self.submissions.values() for link in submission.holders()}
+
     def link_lost(self, link: WorkerLink, why: str) -> None:
         self.losses[link.member.role] += self.is_member(link)
         for submission in list(self.submissions.values()):
@@ -304,6 +319,9 @@ class Submission:
     def has(self, worker_id: str) -> bool:
         """Whether the worker holds something."""
         return worker_id in self._holders
+
+    def holders(self) -> Iterable[WorkerLink]:
+        return self._holders.values()
 
     def is_held_by(self, link: WorkerLink) -> bool:
         return self._holders.get(link.worker_id) is link

@@ -83,6 +83,7 @@ TO_WORKER = [
     wire.Prefill(request=REQUEST),
     wire.Generate(request=REQUEST),
     wire.Abort(request_id="r1", reason="client"),
+    wire.Ping(),
     wire.Subscribe(),
     wire.StatusQuery(query_id=3),
     wire.CacheReset(query_id=4),
@@ -111,6 +112,7 @@ FROM_WORKER = [
     Paired(report=PAIR),
     PairsSeen(reports=[PAIR]),
     wire.RoleNow(role="both"),
+    wire.Pong(),
     wire.Prefetched(query_id=5, pool_tokens=16, host_tokens=32, coming_tokens=48, problem="full", message="m"),
 ]
 

@@ -3,7 +3,8 @@
 Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, for structured output, tools and reasoning, and
 for clusters of several hosts (deploy, roles that change, migration, dashboards, their simulation and verification),
 which need code that was not there. Again, by little, for what the edge lacked: limits of open bodies, connections and
-long texts, and disk folders that nobody else can read.
+long texts, disk folders that nobody else can read, and
+workers that no longer answer.
 """
 
 from pathlib import Path
@@ -14,15 +15,15 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_400,
+    "kvrelay": 5_420,
     "kernels": 6_600,
     "kvcache": 6_320,
-    "engine": 11_800,
+    "engine": 11_820,
     "kvtransfer": 6_100,
     "prefill": 1_100,
     "decode": 1_370,
     "router": 6_250,
-    "serve": 9_310,
+    "serve": 9_500,
     "cluster": 18_250,
     "bench": 11_830,
 }

@@ -230,6 +230,32 @@ async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder, monk
             os.kill(worker.pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+async def test_a_frozen_worker_is_taken_over_and_holds_nothing_once_it_goes_on(folder, part):
+    wanted = request("a", 900, max_tokens=60)
+    async with local_cluster(settings(), folder, num_prefill=2, num_decode=2, num_inside=0) as cluster:
+        frozen = []
+
+        def freeze(count):
+            if count >= 5 and not frozen:
+                frozen.append(worker_of(cluster, part))
+                stop(frozen[0].pid)
+
+        task = asyncio.create_task(collect(cluster, wanted, after=freeze if part == "decode" else None))
+        if part == "prefill":
+            await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))
+            frozen.append(worker_of(cluster, part))
+            stop(frozen[0].pid)
+        try:
+            assert await asyncio.wait_for(task, 60) == oracle(folder, wanted)
+            (record,) = cluster.dispatcher.requests.find("a")
+            assert cluster.dispatcher.stats.retries == 1 and getattr(record, part) != frozen[0].member.worker_id
+        finally:
+            os.kill(frozen[0].pid, signal.SIGCONT)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 4)
+        await every_pool_adds_up(cluster)
+
+
 async def test_a_decode_worker_killed_during_a_beam_search_has_it_begun_anew_elsewhere(folder):
     """Killed when it has reported all beams: nothing of the answer is out by then, and all of it is as if nothing had
     been.
