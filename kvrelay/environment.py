@@ -1,14 +1,15 @@
 """The only reader of environment variables that are no settings of a section.
 
-KVRELAY_API_KEY and KVRELAY_SECRET (secrets), KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or
-off), KVRELAY_LOG_LEVEL and KVRELAY_LOG_FILE (log messages), and variables of Ray, Hugging Face and
-OpenTelemetry. Imports
-nothing of ours.
+KVRELAY_API_KEY and KVRELAY_SECRET (secrets; KVRELAY_API_KEY_FILE and KVRELAY_SECRET_FILE name files with them),
+KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or off), KVRELAY_LOG_LEVEL and KVRELAY_LOG_FILE
+(log messages), and variables of Ray, Hugging Face and OpenTelemetry. Imports nothing of ours but errors.
 """
 
 import logging
 import os
 from pathlib import Path
+
+from kvrelay.errors import ConfigError
 
 API_KEY_VARIABLE = "KVRELAY_API_KEY"
 SECRET_VARIABLE = "KVRELAY_SECRET"
@@ -17,14 +18,41 @@ LOG_FILE_VARIABLE = "KVRELAY_LOG_FILE"
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
+_taken: dict[str, str] = {}  # secrets that are no longer in the environment
+
+
 def environment_api_key() -> str | None:
-    """KVRELAY_API_KEY; None when it is unset or empty."""
-    return os.environ.get(API_KEY_VARIABLE) or None
+    """KVRELAY_API_KEY, else what the file KVRELAY_API_KEY_FILE holds; None: neither is set. Raises ConfigError."""
+    return _secret(API_KEY_VARIABLE)
 
 
 def environment_secret() -> str | None:
-    """KVRELAY_SECRET; None when it is unset or empty."""
-    return os.environ.get(SECRET_VARIABLE) or None
+    """KVRELAY_SECRET, else what the file KVRELAY_SECRET_FILE holds; None: neither is set. Raises ConfigError."""
+    return _secret(SECRET_VARIABLE)
+
+
+def take_secrets() -> list[str]:
+    """Take the secrets out of this process's environment, so that no child gets them. Returns them; the functions
+    above have them as before.
+    """
+    for name in (API_KEY_VARIABLE, SECRET_VARIABLE):
+        if value := os.environ.pop(name, ""):
+            _taken[name] = value
+    return list(_taken.values())
+
+
+def _secret(name: str) -> str | None:
+    if value := os.environ.get(name) or _taken.get(name):
+        return value
+    if not (file := os.environ.get(f"{name}_FILE")):
+        return None
+    try:
+        value = Path(file).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}_FILE: {file}: {error}") from error
+    if not value:
+        raise ConfigError(f"{name}_FILE: {file} is empty")
+    return value
 
 
 def ray_dashboard_address() -> str | None:

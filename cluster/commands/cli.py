@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvrelay import __version__
+from kvrelay.cluster.launch.concealment import conceal
 from kvrelay.environment import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.settings.choices import BackendName, ChecksMode, Dtype, KvDtype, Quantization, TransportName
@@ -97,9 +98,7 @@ def serve(
     checks: Annotated[str | None, typer.Option(help=f"checksums of transferred KV: {_choices(ChecksMode)}")] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name in the API")] = None,
     chat_template: Annotated[str | None, typer.Option(help="Jinja file; default: the model's own template")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="clients must send this key; $KVRELAY_API_KEY keeps it out of ps")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="clients must send this key; default: $KVRELAY_API_KEY")] = None,
     cores_per_worker: Annotated[int | None, typer.Option(help="CPU cores each worker is pinned to")] = None,
     log_level: Annotated[
         str | None, typer.Option(help=f"messages shown: {', '.join(LOG_LEVELS)}; info includes each request")
@@ -171,6 +170,7 @@ def _placeholder() -> None:
 def main() -> None:
     """The console script."""
     arguments = sys.argv[1:]
+    conceal(arguments)
     if _command(arguments) == "serve":
         from kvrelay.cluster.launch.supervisor import supervise
 

@@ -219,6 +219,21 @@ def test_secrets_come_of_the_settings_then_of_the_environment(monkeypatch):
     assert with_secrets(own) == own
 
 
+def test_a_secret_can_stand_in_a_file_that_the_environment_names(monkeypatch, tmp_path):
+    file = tmp_path / "key"
+    monkeypatch.delenv("KVRELAY_API_KEY", raising=False)
+    monkeypatch.setenv("KVRELAY_API_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=f"KVRELAY_API_KEY_FILE: {file}: .*No such file"):
+        with_secrets(Settings())
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match=f"KVRELAY_API_KEY_FILE: {file} is empty"):
+        with_secrets(Settings())
+    file.write_text("from a file\n")
+    assert with_secrets(Settings()).serve.api_key == "from a file"
+    monkeypatch.setenv("KVRELAY_API_KEY", "nearer")
+    assert with_secrets(Settings()).serve.api_key == "nearer"
+
+
 def test_yaml_cannot_run_code(tmp_path):
     path = tmp_path / "evil.yaml"
     path.write_text("model: !!python/object/apply:os.getcwd []\n")

@@ -221,6 +221,7 @@ def test_services_fit_the_image_the_deployed_file_and_our_shutdown(dockerfile):
 
 def test_secrets_reach_a_node_by_the_names_that_it_reads():
     script = (ROOT / "configs/ray-node.sh").read_text()
-    names = re.search(r"for name in ([A-Z_ ]+);", script)
-    assert names is not None and {name.lower() for name in names[1].split()} == set(compose()["secrets"])
+    names = re.search(r"for variable in ([A-Z_ ]+);", script)
+    assert names is not None
+    assert {name.lower().rpartition("_")[0] for name in names[1].split()} == set(compose()["secrets"])
     assert subprocess.run(["bash", "-n", ROOT / "configs/ray-node.sh"]).returncode == 0

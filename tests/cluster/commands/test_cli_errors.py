@@ -1,5 +1,6 @@
 """Wrong use of the command line: one clear line, the nearest known word, the right exit code, never a traceback."""
 
+import ast
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from kvrelay import __version__
 from kvrelay.cluster.commands import kv
 from kvrelay.cluster.commands.cli import run
 from kvrelay.cluster.launch import endpoints
+from kvrelay.cluster.launch.concealment import secrets_among
 from kvrelay.cluster.launch.ray_session import RaySession, free_port
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import ConfigError
@@ -274,3 +276,34 @@ def test_settings_that_the_model_or_machine_cannot_take_are_told_before_ray_star
         for number, handler in handlers:
             signal.signal(number, handler)
     assert code == 1 and told in text
+
+
+PEEP = """
+import os, subprocess, sys
+from pathlib import Path
+from kvrelay.cluster.launch.concealment import conceal
+from kvrelay.environment import environment_api_key, environment_secret
+conceal(sys.argv[1:])
+child = subprocess.run([sys.executable, "-c", "import os; print(sorted(os.environ))"], capture_output=True, text=True)
+seen = [Path(f"/proc/self/{name}").read_text() for name in ("cmdline", "environ")]
+print([*seen, child.stdout, environment_api_key(), environment_secret(), sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("flags", [["--api-key", "k3y"], ["--api-key=k3y"], ["--set", "serve.api_key=k3y"]])
+def test_a_secret_is_soon_gone_from_the_command_line_the_environment_and_every_child(flags: list[str]):
+    env = {**os.environ, "KVRELAY_API_KEY": "of the environment", "KVRELAY_SECRET": "s3cret"}
+    command = [sys.executable, "-c", PEEP, "serve", "--port", "80", *flags, "--model", "keyk3ys"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    cmdline, environ, childs, key, secret, arguments = ast.literal_eval(done.stdout)
+    given = cmdline.split("\0")[3:-1]
+    assert given == [*(flag.replace("k3y", "xxx") for flag in ("serve", "--port", "80", *flags)), "--model", "keyk3ys"]
+    assert "of the environment" not in environ and "s3cret" not in environ
+    assert "KVRELAY_API_KEY" not in childs and "KVRELAY_SECRET" not in childs and "PATH" in childs
+    assert (key, secret) == ("of the environment", "s3cret") and arguments[3:-2] == flags  # this process has them
+
+
+def test_the_secrets_of_a_command_are_known_by_their_flags():
+    given = ["serve", "--api-key", "a", "--set", "engine.block_size=16", "--set=cluster.secret=b", "--config", "c"]
+    assert secrets_among(given) == ["a", "b"]
+    assert secrets_among(["bench", "--api-key"]) == secrets_among(["status", "--api-key="]) == []

@@ -96,7 +96,7 @@ POD = f"{CLUSTER}/workerGroupSpecs/0/template/spec"
         (f"{POD}/terminationGracePeriodSeconds", kubernetes_validate.ValidationError),
         (f"{POD}/securityContext/runAsNonRoot", kubernetes_validate.ValidationError),
         (f"{POD}/containers/0/readinessProbe/failureThreshold", kubernetes_validate.ValidationError),
-        (f"{POD}/containers/0/env/0/valueFrom/secretKeyRef", kubernetes_validate.ValidationError),
+        (f"{POD}/volumes/2/secret/items/0/key", kubernetes_validate.ValidationError),
         (f"{POD}/volumes/1/emptyDir/sizeLimit", kubernetes_validate.ValidationError),
     ],
 )
@@ -182,15 +182,17 @@ def test_containers_run_without_rights_and_get_their_secrets_from_one_secret(nam
         assert pod["runAsNonRoot"] and [pod["runAsUser"], pod["runAsGroup"]] == [int(user[1]), int(user[2])]
         own = container(group)["securityContext"]
         assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        refs = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container(group)["env"] if "valueFrom" in one}
-        assert refs == {
-            "KVRELAY_API_KEY": {"name": "kvrelay", "key": "api-key"},
-            "KVRELAY_SECRET": {"name": "kvrelay", "key": "secret"},
-        }
+        variables = {
+            one["name"]: one["value"] for one in container(group)["env"]
+        }  # files: a value can be read in /proc
         mounts = {one["mountPath"]: one["name"] for one in container(group)["volumeMounts"]}
         volumes = {one["name"]: one for one in group["template"]["spec"]["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert "/var/cache/kvrelay" in mounts and set(volumes) == set(mounts.values())
+        held = {one["path"] for one in volumes["secrets"]["secret"]["items"]}
+        for name in ("KVRELAY_API_KEY_FILE", "KVRELAY_SECRET_FILE"):
+            folder, _, file = variables[name].rpartition("/")
+            assert mounts[folder] == "secrets" and file in held
     assert "api_key" not in json.dumps(serve_file(spec))
 
 
