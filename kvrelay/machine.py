@@ -1,4 +1,5 @@
-"""The machine's topology from sysfs (physical cores with their hyperthreads, NUMA nodes), and its free memory.
+"""The machine's topology from sysfs (physical cores with their hyperthreads, NUMA nodes), its free memory, and which
+addresses nobody else reaches.
 
 Where sysfs cannot be read, every CPU counts as a core without a node. Imports nothing of ours.
 """
@@ -8,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 SYSFS = Path("/sys")
@@ -124,3 +126,11 @@ def _cgroup_left(folder: Path, limit: str, use: str) -> int | None:
     except (OSError, ValueError):
         return None
     return int(most) - used + int(stat.get("inactive_file", 0)) if most.isdigit() else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at this address or name."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -6,7 +6,6 @@ import signal
 import time
 from functools import partial
 from http import HTTPStatus
-from ipaddress import ip_address
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +26,7 @@ from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.supervisor import StopSignals, report
 from kvrelay.config import Settings
 from kvrelay.environment import API_KEY_VARIABLE
+from kvrelay.machine import is_loopback
 
 PROBE_S = 15.0  # for another ingress to know its workers
 EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
@@ -66,10 +66,7 @@ def serve(settings: Settings, console: Console) -> int:
 
 def exposure(host: str, api_key: str | None, where: str = "") -> list[str]:
     """A warning where the API listens beyond this machine and takes requests from anyone. `where`: to set the key."""
-    with contextlib.suppress(ValueError):
-        if ip_address(host).is_loopback:
-            return []
-    if api_key or host == "localhost":
+    if api_key or is_loopback(host):
         return []
     what = f"the API listens on {host} without an API key: open to all that can reach it"
     return [f"{what}; set {API_KEY_VARIABLE}{where}"]

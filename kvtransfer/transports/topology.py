@@ -15,7 +15,6 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -23,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from kvrelay.kvtransfer.transports.base import NAMESPACES, host_id
-from kvrelay.machine import UNKNOWN_NODE, entries, node_cpus, text
+from kvrelay.machine import UNKNOWN_NODE, entries, is_loopback, node_cpus, text
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +30,7 @@ _MULTI_RAIL_RATIO = 2.0  # a NIC this much slower than the fastest is no rail be
 _PCI = re.compile(r"pci[0-9a-f]+:[0-9a-f]+|[0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 _ETHERNET = "1"  # ARPHRD_ETHER
 _TOKEN = secrets.token_hex(8)
+_PLAIN = "not encrypted, for a private network"
 
 
 class PciDevice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -217,20 +217,13 @@ def ucx_devices(topology: Topology, device: str, host: str) -> list[str]:
     A worker at a loopback address needs no card at all. Beside RDMA stays the Ethernet device of
     `host`, for peers that have no RDMA.
     """
-    if _is_loopback(host):
+    if is_loopback(host):
         return ["lo"]
     ethernet = [nic for nic in topology.nics if nic.is_up and nic.kind == "ethernet"]
     own = [nic.name for nic in ethernet if host in nic.addresses]
     if rdma := rdma_nics(topology, device):
         return [f"{nic.name}:{nic.port}" for nic in rdma] + own
     return own if len(ethernet) > 1 else []
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # ---- paths
@@ -242,7 +235,8 @@ def rank_paths(
     """(transport, why), best first; transports that cannot reach from one to the other are left out.
 
     Args:
-        offers: what both sides can use, best first: that order stands, but UCX over TCP comes last.
+        offers: what both sides can use, best first. NIXL is left out where it has no RDMA and TCP is among them: a
+            target that dies while UCX reads can take the source's process down.
     """
     near = [name for name in offers if _is_near(source, target, name)]
     whys = {**dict.fromkeys(near, "same host"), "tcp": "TCP on one host" if "tcp" in near else "TCP"}
@@ -251,10 +245,11 @@ def rank_paths(
     if "nixl" in near:
         whys["nixl"] = "same host, through UCX"
     elif (ours := rdma_nics(source, source_device)) and (theirs := rdma_nics(target, target_device)):
-        whys["nixl"] = f"RDMA {_named(ours[0])}, to {_named(theirs[0])}"
+        whys["nixl"] = f"RDMA {_named(ours[0])}, to {_named(theirs[0])}; {_PLAIN}"
     else:
-        whys["nixl"] = "TCP through UCX: slow, and a target that dies during a read can take the source down"
-        offers = sorted(offers, key="nixl".__eq__)
+        whys["nixl"] = f"TCP through UCX: slow, a target that dies in a read can take the source down; {_PLAIN}"
+    if "tcp" in offers and "RDMA" not in whys["nixl"]:
+        del whys["nixl"]
     return [(name, whys[name]) for name in offers if name in whys]
 
 

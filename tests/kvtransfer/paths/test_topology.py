@@ -229,7 +229,6 @@ def test_one_process_before_one_host_before_sockets(tmp_path):
     assert rank_paths(machine, machine, "cpu", "cpu", ALL) == [
         ("loopback", "same process"),
         ("shm", "same host"),
-        ("nixl", "same host, through UCX"),
         ("tcp", "TCP on one host"),
     ]
 
@@ -244,25 +243,26 @@ def test_an_unknown_host_is_nobodys_neighbour(tmp_path):
     assert list(ranked(machine, machine, offers=["loopback", "shm", "tcp"])) == ["tcp"]
 
 
-def test_between_hosts_without_rdma_sockets_go_first_and_the_danger_is_named(tmp_path):
+def test_without_rdma_nixl_is_left_out_where_sockets_serve_and_else_its_danger_is_named(tmp_path):
+    """Over UCX's TCP a target that is killed can abort the source."""
     source, target = cloud_vm(tmp_path / "a"), cloud_vm(tmp_path / "b", host="vm-2")
-    paths = rank_paths(source, target, "cpu", "cpu", ALL)
-    assert paths[0] == ("tcp", "TCP")
-    assert [name for name, _ in paths] == ["tcp", "nixl"]
-    assert "a target that dies during a read can take the source down" in paths[1][1]
+    assert rank_paths(source, target, "cpu", "cpu", ALL) == [("tcp", "TCP")]
+    ((name, why),) = rank_paths(source, target, "cuda:0", "cuda:0", ["cuda_ipc", "nixl"])  # sockets read no GPU
+    assert name == "nixl" and "a target that dies in a read can take the source down; not encrypted" in why
+    assert list(ranked(source, target, offers=["nixl"])) == ["nixl"]  # by name
 
 
 def test_rdma_goes_before_tcp_and_names_both_nics(tmp_path):
     source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
     assert rank_paths(source, target, "cuda:0", "cuda:2", ["nixl", "tcp"]) == [
-        ("nixl", "RDMA mlx5_0, 200 Gb/s, to mlx5_2, 200 Gb/s"),
+        ("nixl", "RDMA mlx5_0, 200 Gb/s, to mlx5_2, 200 Gb/s; not encrypted, for a private network"),
         ("tcp", "TCP"),
     ]
 
 
 def test_rdma_on_one_side_only_is_no_rdma(tmp_path):
     source, target = dgx(tmp_path / "a"), cloud_vm(tmp_path / "b")
-    assert list(ranked(source, target)) == ["tcp", "nixl"]
+    assert list(ranked(source, target)) == ["tcp"]
 
 
 def test_gpus_of_one_host_go_through_ucx(tmp_path):
@@ -292,10 +292,10 @@ def test_containers_of_one_kernel_are_offered_only_what_their_namespaces_allow(t
         cloud_vm(tmp_path), within={"shm": "net1", "cuda_ipc": "ipc1", "nixl": "all1", "tcp": "net1"}
     )
     pod = msgspec.structs.replace(source, process="q", within={**source.within, "cuda_ipc": "ipc2", "nixl": "all2"})
-    assert list(ranked(source, pod, offers=["shm", "cuda_ipc", "tcp", "nixl"])) == ["shm", "tcp", "nixl"]
+    assert list(ranked(source, pod, offers=["shm", "cuda_ipc", "tcp", "nixl"])) == ["shm", "tcp"]
     other = msgspec.structs.replace(pod, within=dict.fromkeys(source.within, "other"))
     assert rank_paths(source, other, "cpu", "cpu", ["shm", "tcp", "nixl"])[0] == ("tcp", "TCP")
-    assert list(ranked(source, other)) == ["tcp", "nixl"]
+    assert list(ranked(source, other)) == ["tcp"]
 
 
 def test_this_machine_names_the_namespaces_of_each_transport():
