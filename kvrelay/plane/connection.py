@@ -3,9 +3,9 @@
 Both ends prove that they know the cluster's secret before the first frame (HMAC challenge, both ways), so that no other
 process on the network can inject work. With `tls` the same happens inside TLS.
 
-Without TLS a server also listens on an abstract Unix socket named after its address, where a small frame costs less
-than half the CPU of loopback TCP. A client of the same user on the same machine connects there; any other takes TCP.
-Imports nothing of ours but errors, framing, ports and tls.
+Unless TLS is wanted everywhere, a server also listens on an abstract Unix socket named after its address, where a small
+frame costs less than half the CPU of loopback TCP. A client of the same user on the same machine connects there; any
+other takes TCP. Imports nothing of ours but errors, framing, ports and tls.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from functools import partial
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError, TlsMismatch
 from kvrelay.plane.framing import Connection, FrameReader
 from kvrelay.plane.ports import listen
-from kvrelay.plane.tls import ClusterTls
+from kvrelay.plane.tls import ClusterTls, tls_at
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +107,10 @@ async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[FrameRead
     loop, reader = asyncio.get_running_loop(), FrameReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     transport: asyncio.WriteTransport
-    if tls is None and (sock := local_socket(host, port)) is not None:
+    if _is_plain_here(tls) and (sock := local_socket(host, port)) is not None:
         transport, _ = await loop.create_unix_connection(lambda: protocol, sock=sock)
     else:
+        tls = tls_at(tls, host)
         context = None if tls is None else tls.client()
         transport, _ = await loop.create_connection(lambda: protocol, host, port, ssl=context)
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
@@ -141,16 +142,18 @@ class Server:
         listener = listen(host, port, backlog=_BACKLOG)
         self._listeners = [listener]
         bound = int(listener.getsockname()[1])
-        if self._tls is None and (local := local_listener(host, bound, _BACKLOG)) is not None:
+        if _is_plain_here(self._tls) and (local := local_listener(host, bound, _BACKLOG)) is not None:
             self._listeners.append(local)
         for one in self._listeners:
             one.setblocking(False)
-        self._accepting = [asyncio.create_task(self._accept(one), name="accept") for one in self._listeners]
+        wanted = (tls_at(self._tls, host), None)  # on the Unix socket there is none
+        accepting = zip(self._listeners, wanted, strict=False)
+        self._accepting = [asyncio.create_task(self._accept(*one), name="accept") for one in accepting]
         return bound
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, tls: ClusterTls | None) -> None:
         async for sock in connections(listener):
-            task = asyncio.create_task(self._serve(sock), name="connection")
+            task = asyncio.create_task(self._serve(sock, tls), name="connection")
             self._tasks.add(task)
             task.add_done_callback(partial(self._on_served, sock))
 
@@ -158,12 +161,12 @@ class Server:
         self._tasks.discard(task)
         sock.close()  # also where the task was cancelled before it began
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def _serve(self, sock: socket.socket, tls: ClusterTls | None) -> None:
         """Serve one connection, from its first byte to its end."""
         peer, writer, connection = "a peer", None, None
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                reader, writer = await self._streams(sock)
+                reader, writer = await self._streams(sock, tls)
                 connection = Connection(reader, writer)
                 peer = connection.peer
                 await _authenticate(reader, writer, self._secret, is_server=True)
@@ -183,14 +186,15 @@ class Server:
                 connection.abort()
             _abort(writer)
 
-    async def _streams(self, sock: socket.socket) -> tuple[FrameReader, asyncio.StreamWriter]:
+    @staticmethod
+    async def _streams(sock: socket.socket, tls: ClusterTls | None) -> tuple[FrameReader, asyncio.StreamWriter]:
         """The socket as streams, inside TLS where that is on. Raises TlsMismatch, ssl.SSLError, OSError."""
         loop = asyncio.get_running_loop()
-        if self._tls is not None:
+        if tls is not None:
             await _expect_tls(sock)
         reader = FrameReader()
         protocol = asyncio.StreamReaderProtocol(reader)
-        context = None if self._tls is None else self._tls.server()
+        context = None if tls is None else tls.server()
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         _tune(writer)
@@ -263,6 +267,11 @@ async def connections(listener: socket.socket) -> AsyncIterator[socket.socket]:
 
 
 # ---- the Unix socket beside a server's port
+
+
+def _is_plain_here(tls: ClusterTls | None) -> bool:
+    """Whether processes of one machine may talk without TLS."""
+    return tls is None or not tls.is_everywhere
 
 
 def local_name(host: str, port: int) -> str:

@@ -4,6 +4,8 @@ Without files, every process derives the same authority from the cluster's secre
 itself a certificate for a day, anew every few hours; its key stays in memory. With files, they are the operator's
 own and are read again every few hours, so that rotated ones are taken up. TLS 1.3 only, and both ends verify. Names are
 not compared, since workers are reached by address: let the authority sign for nothing but this cluster.
+
+Both ends know from the address alone whether a connection is under TLS (`tls_at`), so they need no agreement.
 """
 
 import os
@@ -22,6 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvrelay.errors import ConfigError
+from kvrelay.machine import is_loopback
 from kvrelay.settings.cluster import ClusterSettings
 
 _LABEL = b"kvrelay cluster authority v1"
@@ -148,15 +151,20 @@ def _context(identity: Identity, *, is_server: bool) -> ssl.SSLContext:
 class ClusterTls:
     """One process's contexts for both ends, made anew before what they show grows old. For use from any thread."""
 
-    def __init__(self, identify: Callable[[], Identity], *, renew_s: float = _RENEW_S) -> None:
-        """Raises ConfigError when there is no usable identity."""
+    def __init__(
+        self, identify: Callable[[], Identity], *, is_everywhere: bool = True, renew_s: float = _RENEW_S
+    ) -> None:
+        """`is_everywhere`: at loopback addresses too, and in place of Unix sockets. Raises ConfigError when there is no
+        usable identity.
+        """
         self._identify, self._renew_s, self._lock = identify, renew_s, threading.Lock()
+        self.is_everywhere = is_everywhere
         self._contexts = self._made()
 
     @classmethod
-    def derived(cls, secret: bytes) -> "ClusterTls":
+    def derived(cls, secret: bytes, *, is_everywhere: bool = True) -> "ClusterTls":
         """Of the authority that the cluster's secret makes."""
-        return cls(lambda: _issue_now(secret))
+        return cls(lambda: _issue_now(secret), is_everywhere=is_everywhere)
 
     def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         identity = self._identify()
@@ -182,6 +190,12 @@ def cluster_tls(settings: ClusterSettings, secret: bytes) -> ClusterTls | None:
     """What the settings say; None: no TLS. Raises ConfigError naming the file at fault."""
     if not settings.tls:
         return None
+    is_everywhere = settings.tls is True
     if (folder := settings.tls_dir) is None:
-        return ClusterTls.derived(secret)
-    return ClusterTls(lambda: read_identity(folder))
+        return ClusterTls.derived(secret, is_everywhere=is_everywhere)
+    return ClusterTls(lambda: read_identity(folder), is_everywhere=is_everywhere)
+
+
+def tls_at(tls: ClusterTls | None, host: str) -> ClusterTls | None:
+    """What connections to a server that listens at `host` are under; None: they are plain."""
+    return tls if tls is not None and (tls.is_everywhere or not is_loopback(host)) else None

@@ -17,6 +17,7 @@ PreemptionSetting = Literal["auto", "swap", "recompute", "return-to-prefill"]
 Speculation = Literal["auto", "ngram", "model", "off"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 OnMiss = Literal["refuse", "queue"]
+TlsMode = Literal["auto"] | bool
 PlannerMode = Literal["auto", "off"]
 ToolParser = Literal[
     "auto",

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from kvrelay.settings.choices import PlannerMode, UnknownFields
+from kvrelay.settings.choices import PlannerMode, TlsMode, UnknownFields
 from kvrelay.settings.section import Section, setting
 
 NEVER_NONE = {  # deployment -> why it always has one
@@ -43,7 +43,7 @@ class ServeSettings(Section):
     api_key: str | None = setting(
         None,
         "Requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if set. Ray's dashboard shows a key "
-        "given on the command line, or in a file for `serve deploy`.",
+        "given in a file for `serve deploy`.",
     )
 
 
@@ -76,17 +76,18 @@ class ClusterSettings(Section):
     secret: str | None = setting(
         None,
         "Authenticates workers to each other until Ray stops; default: $KVRELAY_SECRET, else random at start. Ray's "
-        "dashboard shows a secret given on the command line, or in a file for `serve deploy`.",
+        "dashboard shows a secret given in a file for `serve deploy`.",
     )
     worker_ports: str | None = setting(
         None,
         "Ports that workers and nodes of the KV store listen on for requests and KV, such as 20000-20099: up to six "
         "for each process of a host; default: any free port.",
     )
-    tls: bool = setting(
-        False,
-        "Mutual TLS 1.3 between workers and ingresses, for requests and for KV over tcp. Not for nixl, and not needed "
-        "for what stays on the host (shm).",
+    tls: TlsMode = setting(
+        "auto",
+        "Mutual TLS 1.3 between workers, ingresses and nodes of the KV store, for requests and for KV over tcp; auto: "
+        "for what listens at an address that other hosts reach, not at a loopback address nor on Unix sockets; true: "
+        "for those too. Not for nixl.",
     )
     tls_dir: str | None = setting(
         None,

@@ -6,6 +6,7 @@ tiny random checkpoint in float32 that only the head has: other hosts fetch it f
 
 import contextlib
 import re
+import socket
 import sys
 import tempfile
 import threading
@@ -128,11 +129,18 @@ class Scenario:
         check(found[0] != wrong, "the control differs")
 
     def paths(self) -> None:
-        """Between hosts KV takes TCP, and no path of one host is proposed, tried or named as a problem."""
+        """Between hosts KV takes TCP, and no path of one host is proposed, tried or named as a problem. Workers answer
+        nobody without TLS.
+        """
         status = self.ray.status()
         listed = [path for pair in status["pairs"] for path in pair["paths"]]
         check(any(path["path"] == "tcp" and path["is_chosen"] for path in listed), f"KV takes TCP: {listed}")
         check(not [path for path in listed if path["problem"]], f"no path has a problem: {listed}")
+        for worker in status["workers"]:
+            host, _, port = worker["address"].rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=30) as plain:
+                plain.sendall(bytes(40))
+                check(plain.recv(8) == b"kvrelayT", f"{worker['worker_id']} speaks TLS alone")
 
     def ports(self) -> None:
         """Open to other hosts are the ports of the docs' firewall table, all those that the cluster file pins among

@@ -14,13 +14,13 @@ from kvrelay.config import settings_from
 from kvrelay.errors import AuthenticationFailed, ConfigError, ConnectionLost, TlsMismatch
 from kvrelay.plane import connection as plane
 from kvrelay.plane import tls
-from kvrelay.plane.tls import ClusterTls, cluster_tls, issue
+from kvrelay.plane.tls import ClusterTls, cluster_tls, issue, tls_at
 
 pytestmark = pytest.mark.pure
 
 
 SECRET = b"the cluster's secret"
-HOST = "127.0.0.1"
+HOST, ANYWHERE = "127.0.0.1", "0.0.0.0"
 DAY = timedelta(days=1)
 
 
@@ -119,6 +119,8 @@ async def test_a_client_of_another_authority_is_refused_though_it_knows_the_secr
 
 async def test_a_client_without_a_certificate_is_refused(caplog):
     class Anonymous:
+        is_everywhere = True
+
         def client(self):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -254,9 +256,46 @@ async def test_the_operators_own_certificates_are_used_instead(folder):
 
 
 def test_off_is_off():
-    assert configured() is None
     assert configured(tls="off") is None
-    assert configured(tls="on") is not None
+    assert configured(tls="on").is_everywhere
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_by_default_a_server_that_only_its_own_host_reaches_has_no_tls(host):
+    assert tls_at(configured(), host) is None
+    assert tls_at(configured(tls=True), host) is not None
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "0.0.0.0", "2001:db8::7", "gpu-host"])
+def test_by_default_any_other_server_has(host):
+    assert tls_at(configured(), host) is not None
+    assert tls_at(configured(tls=False), host) is None
+
+
+async def test_by_default_what_comes_from_another_host_is_under_tls_and_what_stays_here_is_not(monkeypatch):
+    """0.0.0.0 stands for an address that other hosts reach."""
+    server = plane.Server(echo, SECRET, tls=configured())
+    port = await server.start(ANYWHERE)
+    try:
+        here = await plane.connect(ANYWHERE, port, SECRET, tls=configured())
+        assert plane.peer_uid(here._writer.get_extra_info("socket")) == os.getuid()  # on the Unix socket
+        await here.aclose()
+        monkeypatch.setattr(plane, "local_socket", lambda host, port: None)  # as on another host
+        there = await plane.connect(ANYWHERE, port, SECRET, tls=configured())
+        assert there._writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        await there.send(b"the patient's name")
+        assert await there.receive() == b"the patient's name"
+        await there.aclose()
+        with pytest.raises(TlsMismatch, match=r"cluster\.tls"):
+            await plane.connect(ANYWHERE, port, SECRET)
+    finally:
+        await server.aclose()
+
+
+async def test_by_default_nothing_is_under_tls_at_a_loopback_address():
+    async with serving(configured()) as port, tapped(port) as (door, heard):
+        assert await exchange(door, configured()) == b"the patient's name"
+    assert b"patient" in heard
 
 
 @pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt"])
@@ -286,4 +325,4 @@ def test_an_expired_file_is_told_at_the_start(folder):
 
 def test_the_folder_needs_tls(folder):
     with pytest.raises(ConfigError, match=r"set cluster\.tls: on"):
-        configured(tls_dir=folder)
+        configured(tls=False, tls_dir=folder)

@@ -42,6 +42,7 @@ def _values(field: FieldInfo) -> str:
     kinds = _kinds(field.annotation)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
+        choices += [True, False] * (bool in kinds)
         return ", ".join(f"`{choice}`" for choice in choices)
     extra = field.json_schema_extra
     unit = str(extra.get("unit") or "") if isinstance(extra, dict) else ""

@@ -36,7 +36,7 @@ from kvrelay.kvtransfer.transports.tcp.protocol import (
 )
 from kvrelay.plane.connection import connections
 from kvrelay.plane.ports import listen
-from kvrelay.plane.tls import ClusterTls
+from kvrelay.plane.tls import ClusterTls, tls_at
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class TcpExporter:
     def __init__(self, memory: KvMemory, secret: bytes, host: str, tls: ClusterTls | None = None) -> None:
         assert memory.view is not None
         self._memory, self._pool = memory, bytes_of(memory.view).toreadonly()
-        self._secret, self._host, self._tls = secret, host, tls
+        self._secret, self._host, self._tls = secret, host, tls_at(tls, host)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._peers: dict[int, TcpPeer] = {}  # by their number; a thread takes itself out
@@ -213,6 +213,7 @@ class TcpReader:
             source = msgspec.msgpack.decode(descriptor, type=TcpDescriptor)
         except msgspec.DecodeError as error:
             raise TransportError(f"malformed descriptor: {error}") from error
+        self._tls = tls_at(self._tls, source.host)
         if source.is_tls != (self._tls is not None):
             there, here = ("on", "off") if source.is_tls else ("off", "on")
             raise TransportError(f"cluster.tls is {there} at the source and {here} here: set it alike")

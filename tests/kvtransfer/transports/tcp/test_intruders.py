@@ -17,7 +17,7 @@ from kvrelay.kvtransfer.transports.tcp import channels
 from kvrelay.kvtransfer.transports.tcp import protocol as streams
 from kvrelay.kvtransfer.transports.tcp import reader as stream_reader
 from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, greet_source
-from kvrelay.kvtransfer.transports.tcp.reader import tcp
+from kvrelay.kvtransfer.transports.tcp.reader import TcpDescriptor, tcp
 from kvrelay.plane.tls import ClusterTls
 from tests.fakes import until
 from tests.kvtransfer.copies import plan_copies
@@ -295,6 +295,25 @@ async def test_ends_that_differ_in_tls_are_told_the_setting(kv, is_source_on):
     try:
         with pytest.raises(TransportError, match=r"cluster\.tls is (on|off) at the source"):
             await reader.connect(exporter.describe())
+    finally:
+        await reader.aclose()
+        await exporter.aclose()
+
+
+@pytest.mark.parametrize(("host", "is_tls"), [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_by_default_kv_is_under_tls_where_other_hosts_reach_the_source(kv, host, is_tls):
+    ours = tcp(tls=ClusterTls.derived(SECRET, is_everywhere=False))
+    exporter = ours.make_exporter(kv.lib.allocate(), SECRET, host)
+    reader = ours.make_reader(kv.lib.allocate(), SECRET, host)
+    await exporter.start()
+    try:
+        assert msgspec.msgpack.decode(exporter.describe(), type=TcpDescriptor).is_tls is is_tls
+        await reader.connect(exporter.describe())
+        plain = tcp().make_reader(kv.lib.allocate(), SECRET, host)
+        if is_tls:
+            with pytest.raises(TransportError, match=r"cluster\.tls is on at the source"):
+                await plain.connect(exporter.describe())
+        await plain.aclose()
     finally:
         await reader.aclose()
         await exporter.aclose()
