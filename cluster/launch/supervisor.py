@@ -1,5 +1,5 @@
-"""The parent process of `kvrelay serve`: it forwards signals to the driver, which runs Ray, and ends what the driver
-cannot.
+"""The processes of `kvrelay serve` that never import Ray: the one in front, and below it the supervisor, which forwards
+signals to the driver, which runs Ray, and ends what the driver cannot.
 
 In the driver, Ray's C++ waits for its daemons for 30 s and more, sometimes while holding Python's lock (Ray 2.60:
 `wait_for_persisted_port`, `CCoreWorkerProcess.Initialize`), and calls `_exit(1)` when a daemon ends. Neither a handler
@@ -9,7 +9,11 @@ process adopts the orphans among its descendants (it is a "child subreaper").
 
 The first Ctrl-C, SIGTERM or SIGHUP raises StopRequested in the driver. The exception may get lost: Ray's C++ drops what
 a handler raises in its callbacks, and its Python code may catch it. So the supervisor repeats the request with AGAIN
-until `serve` stops. Linux only. Must not import Ray.
+until `serve` stops.
+
+The process in front is the one that is killed by its id. The supervisor below it has a session of its own, and outlives
+that: it then ends everything and removes the folder. If the supervisor dies, the kernel kills the driver, and the
+process in front ends the rest. Linux only. Must not import Ray.
 """
 
 import contextlib
@@ -133,15 +137,14 @@ def end_descendants(*, grace_s: float) -> list[int]:
 
 # ---- the supervisor
 
-ONE_PRESS_S = (
-    0.5  # terminals, make and timeout may deliver one Ctrl-C twice, and the group has received what we forward
-)
+ONE_PRESS_S = 0.5  # terminals, make and timeout may deliver one Ctrl-C twice
 REPEAT_S = 1.0
 REACH_S = 10.0  # from the signal until the driver must begin to stop
 END_S = 15.0  # from there until it must have ended
 KILLED = 130
 _PR_SET_PDEATHSIG = 1
-_WATCHED = {*STOPS, signal.SIGCHLD}
+_ALONE = signal.SIGRTMIN + 1  # to the supervisor: the process in front has died
+_WATCHED = {*STOPS, signal.SIGCHLD, _ALONE}
 Say = Callable[[str], None]  # prints a line of rich markup
 
 
@@ -164,21 +167,51 @@ class _Pipe:
 
 
 def supervise(say: Say) -> None:
-    """Fork. Returns only in the driver; the parent ends here with the driver's exit status."""
-    adopt_orphans()
-    receiver, sender = os.pipe()
+    """Fork twice. Returns only in the driver; the other two end here with the driver's exit status."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    parent = os.getpid()
-    driver = os.fork()
-    if driver:
+    if supervisor := _fork(_ALONE):
+        sys.exit(_in_front(supervisor))
+    os.setsid()  # what is sent to the group of the process in front must not reach this one, or nobody is left
+    receiver, sender = os.pipe()
+    if driver := _fork(signal.SIGKILL):
         os.close(sender)
         sys.exit(Supervisor(driver, receiver, say).run())
     os.close(receiver)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has died already
-        os._exit(1)
     _Pipe.sender = sender
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _fork(number: int) -> int:
+    """Adopt the orphans of a new process, which gets the signal `number` when this one dies; its id, there 0."""
+    adopt_orphans()
+    parent = os.getpid()
+    if child := os.fork():
+        return child
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it has died already
+        os._exit(1)
+    return 0
+
+
+def _in_front(supervisor: int) -> int:
+    """Pass signals on until the supervisor has ended; returns its exit status, after ending what it has left."""
+    while True:
+        number = signal.sigwaitinfo(_WATCHED).si_signo
+        if number in STOPS:
+            os.kill(supervisor, number)
+        elif (status := _reap(supervisor)) is not None:
+            end_descendants(grace_s=0.0)
+            return status if status >= 0 else 128 - status
+
+
+def _reap(child: int) -> int | None:
+    """Reap children; the exit status of this one once it has ended. Negative: the signal that ended it."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == child:
+                status = os.waitstatus_to_exitcode(found[1])
+    return status
 
 
 def report(line: str) -> None:
@@ -208,9 +241,9 @@ class Supervisor:
         while True:
             number = self._next_signal()
             self._read_pipe()
-            if number in STOPS and self._is_second_press():
+            if number == _ALONE or (number in STOPS and self._is_second_press()):
                 return self._end(KILLED, "killing everything")
-            if (status := self._driver_status()) is not None:
+            if (status := _reap(self._driver)) is not None:
                 return self._after(status)
             match next_step(time.monotonic(), self._requested_s, self._stopping_s):
                 case "repeat" if number is None:
@@ -251,17 +284,8 @@ class Supervisor:
         if self._is_failing:
             return True
         self._requested_s = now_s
-        os.kill(self._driver, signal.SIGINT)  # the terminal may have sent it already; Ray has no handler for SIGINT
+        os.kill(self._driver, signal.SIGINT)  # for which Ray has no handler
         return False
-
-    def _driver_status(self) -> int | None:
-        """Reap children; the driver's exit status once it has ended. Negative: the signal that ended it."""
-        status = None
-        with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] == self._driver:
-                    status = os.waitstatus_to_exitcode(found[1])
-        return status
 
     def _after(self, status: int) -> int:
         self._read_pipe()
@@ -276,5 +300,6 @@ class Supervisor:
         end_descendants(grace_s=0.0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._say(f"[yellow]{why}[/yellow]")
+        with contextlib.suppress(OSError):  # the terminal may have gone, with the process in front
+            self._say(f"[yellow]{why}[/yellow]")
         return status

@@ -160,8 +160,21 @@ def test_a_driver_that_dies_leaves_its_logs_and_no_process(tmp_path):
         assert not serving.left()[0] and serving.left()[1]
 
 
-def test_whoever_kills_the_process_in_front_kills_the_driver(tmp_path):
+def test_whoever_kills_the_process_in_front_ends_everything(tmp_path):
     with stuck(tmp_path, "swallows") as serving:
-        driver = psutil.Process(serving.process.pid).children()[0]
-        serving.process.kill()
-        assert psutil.wait_procs([driver], timeout=LIMIT_S)[1] == []
+        others = psutil.Process(serving.process.pid).children(recursive=True)
+        assert serving.child in {process.pid for process in others}
+        os.killpg(serving.process.pid, signal.SIGKILL)
+        assert psutil.wait_procs(others, timeout=LIMIT_S)[1] == []
+        assert serving.left() == NOTHING
+
+
+def test_the_process_in_front_ends_what_a_dead_supervisor_leaves_and_keeps_the_logs(tmp_path):
+    with stuck(tmp_path, "swallows") as serving:
+        (supervisor,) = psutil.Process(serving.process.pid).children()
+        others = supervisor.children(recursive=True)
+        supervisor.kill()
+        assert psutil.wait_procs(others, timeout=LIMIT_S)[1] == []
+        serving.output()
+        assert serving.process.returncode == 128 + signal.SIGKILL
+        assert not serving.left()[0] and serving.left()[1]
