@@ -260,8 +260,24 @@ def own_application() -> str:
 
 async def join_application(name: str, deployed: Deployed) -> tuple[Any, JoinSettings]:
     """The application's registry, and what the replica `name` needs to join. Raises VersionMismatch."""
+    _listen_at_own_address(ray.util.get_node_ip_address())
     registry = connect_registry(deployed["secret"], api_key=deployed["api_key"], app_name=own_application())
     return registry, await join(registry, name, deployed)
+
+
+def _listen_at_own_address(host: str) -> None:
+    """Have this replica's gRPC server, which is Serve's for calls between deployments, listen at the address of its
+    node. Serve has it listen at every address of the machine, and asks for no token there.
+    """
+    from ray._common.network_utils import build_address
+    from ray.serve._private import replica
+
+    if (add_port := getattr(replica, "add_port_to_grpc_server", None)) is None:
+        logger.warning(
+            "this version of Ray is unknown: Serve may listen at all addresses for calls between deployments"
+        )
+        return
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, build_address(host, 0))
 
 
 async def deployed_workers() -> int:

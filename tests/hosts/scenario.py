@@ -144,7 +144,7 @@ class Scenario:
 
     def ports(self) -> None:
         """Open to other hosts are the ports of the docs' firewall table, all those that the cluster file pins among
-        them, and one more of each replica: Serve's gRPC between deployments, which it binds to `[::]:0`.
+        them, and one more of each replica: Serve's gRPC between deployments, at any port.
         """
         named = firewall_table()
         for host, kind in ((1, "head"), (2, "worker"), (3, "worker")):

@@ -3,10 +3,10 @@
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 
 import aiohttp
+import psutil
 import pytest
 
 from bench.served import running_serve
@@ -100,7 +100,8 @@ def test_open_streams_end_whole_and_those_that_take_too_long_with_an_error(tmp_p
     except ModelNotFound as error:
         pytest.skip(f"the default model cannot be had here: {error}")
     with running_serve(tmp_path, *FLAGS, "--set", f"cluster.drain_timeout_s={DRAIN_S}") as served:
+        family = psutil.Process(served.process.pid).children(recursive=True)
+        assert served.open_ports() == {}  # HAProxy's neither
         asyncio.run(scale_and_stop(served))
         assert f"within {DRAIN_S} s (Ctrl-C again to kill)" in served.log.read_text()
-        left = subprocess.run(["pgrep", "-g", str(served.process.pid)], capture_output=True, text=True, check=False)
-        assert not left.stdout, left.stdout
+        assert psutil.wait_procs(family, timeout=0)[1] == []

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.served import ServeProcess, start_serve
 from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.dashboards.panels import CACHE_ROWS, DASHBOARDS, REQUESTS_ROWS
-from kvrelay.cluster.launch.dashboard import RayDashboard
+from kvrelay.cluster.launch.dashboard import RayDashboard, token_path
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings
@@ -121,7 +122,8 @@ def start(temp: Path, *flags: str) -> ServeProcess:
     """The command with a temporary folder of its own, so that what it leaves behind can be seen."""
     scratch = temp / "t"
     scratch.mkdir()
-    return start_serve(temp, *flags, environment={"TMPDIR": str(scratch), "RAY_metrics_report_interval_ms": "5000"})
+    environment = {"TMPDIR": str(scratch), "RAY_metrics_report_interval_ms": "5000", "KVRELAY_SECRET": SECRET}
+    return start_serve(temp, *flags, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     temp = Path(f"/tmp/kv{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
     temp.mkdir()
     shared = frozenset(Path("/dev/shm").iterdir())
-    started = start(temp, "--dtype", "float32", "--api-key", API_KEY, "--set", f"cluster.secret={SECRET}")
+    started = start(temp, "--dtype", "float32", "--api-key", API_KEY)
     try:
         started.wait_until_started(START_S)
         yield Served(started.process, started.url, started.dashboard, started.log, temp, shared)
@@ -154,6 +156,11 @@ def test_the_printed_curl_line_works_as_printed(served: Served):
     assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]"), done.stdout[-500:]
 
 
+def test_no_other_user_can_enter_the_folder_in_which_rays_folders_are_open(served: Served):
+    (folder,) = (served.temp / "t").iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 def test_without_the_key_nothing_is_answered(served: Served):
     with served.client().with_options(api_key="another") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
@@ -163,6 +170,23 @@ def test_the_dashboards_account_of_the_application_holds_no_secret(served: Serve
     details = RayDashboard(served.dashboard).details()
     assert details["applications"]["kvrelay"]["deployed_app_config"]["args"]["model"] == {"dtype": "float32"}
     assert API_KEY not in json.dumps(details) and SECRET not in json.dumps(details)
+
+
+def test_no_process_shows_a_secret_in_its_arguments_or_environment_and_no_log_has_one(served: Served):
+    family = psutil.Process(served.process.pid)
+    shown = {Path(f"/proc/{one.pid}/{name}") for one in [family, *family.children(recursive=True)]
+             for name in ("cmdline", "environ")}  # fmt: skip
+    written = {path for path in (served.temp / "t").rglob("*") if path.is_file()} | {served.log}
+    assert len(shown) > 20 and len(written) > 20
+    secrets, token = (API_KEY.encode(), SECRET.encode()), token_path().read_bytes().strip()
+    for path in shown | written:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            text = path.read_bytes()
+            assert not any(secret in text for secret in (*secrets, token)), path
+
+
+def test_other_machines_reach_no_port(served: Served):
+    assert ServeProcess(served.process, served.url, served.log).open_ports() == {}
 
 
 def test_a_chat_answers_and_streams_the_same_text(served: Served):
@@ -235,7 +259,7 @@ def title_of(line: str) -> str:
 def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(served: Served, tmp_path: Path):
     """Through the files in the session's folder, as an operator would use them."""
     need("prometheus")
-    (folder,) = (served.temp / "t").glob("kvrelay-*/session_latest/metrics")
+    (folder,) = (served.temp / "t").glob("kvrelay-*/r/session_latest/metrics")
     with running(folder / "prometheus" / "prometheus.yml", tmp_path, every_s=2.0) as prometheus:
 
         def differences() -> list[str] | None:
@@ -401,7 +425,15 @@ def test_ctrl_c_while_ray_waits_for_a_daemon_that_hangs_leaves_nothing_either(st
 def test_a_driver_that_dies_takes_every_process_with_it(starting):
     process, log, _ = starting
     family = psutil.Process(process.pid).children(recursive=True)
-    psutil.Process(process.pid).children()[0].kill()
+    psutil.Process(process.pid).children()[0].children()[0].kill()  # the supervisor's child
     assert process.wait(STOP_S) == 128 + signal.SIGKILL, log.read_text()
     assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
     assert "has died" in log.read_text() and len(list((log.parent / "t").iterdir())) == 1  # its logs
+
+
+def test_a_killed_kvrelay_serve_takes_every_process_and_its_folder_with_it(starting):
+    process, log, _ = starting
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert psutil.wait_procs(family, timeout=STOP_S)[1] == []
+    assert list((log.parent / "t").iterdir()) == []
