@@ -1,5 +1,5 @@
 """The machine's topology from sysfs (physical cores with their hyperthreads, NUMA nodes), its free memory, and which
-addresses nobody else reaches.
+addresses are its own alone.
 
 Where sysfs cannot be read, every CPU counts as a core without a node. Imports nothing of ours.
 """

@@ -171,7 +171,7 @@ def supervise(say: Say) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     if supervisor := _fork(_ALONE):
         sys.exit(_in_front(supervisor))
-    os.setsid()  # what is sent to the group of the process in front must not reach this one, or nobody is left
+    os.setsid()  # what is sent to the group of the process in front must not reach this one
     receiver, sender = os.pipe()
     if driver := _fork(signal.SIGKILL):
         os.close(sender)

@@ -173,9 +173,9 @@ def test_the_dashboards_account_of_the_application_holds_no_secret(served: Serve
 
 
 def test_no_process_shows_a_secret_in_its_arguments_or_environment_and_no_log_has_one(served: Served):
-    family = psutil.Process(served.process.pid)
-    shown = {Path(f"/proc/{one.pid}/{name}") for one in [family, *family.children(recursive=True)]
-             for name in ("cmdline", "environ")}  # fmt: skip
+    front = psutil.Process(served.process.pid)
+    family = [Path("/proc", str(one.pid)) for one in (front, *front.children(recursive=True))]
+    shown = {one / name for one in family for name in ("cmdline", "environ")}
     written = {path for path in (served.temp / "t").rglob("*") if path.is_file()} | {served.log}
     assert len(shown) > 20 and len(written) > 20
     secrets, token = (API_KEY.encode(), SECRET.encode()), token_path().read_bytes().strip()
