@@ -17,7 +17,7 @@ from bench.engine.inprocess import random_prompt
 from bench.gpu.engines import BLOCK_SIZE, request
 from bench.gpu.models import folder_of
 from bench.gpu.section import Context, LeftOut
-from bench.served import running_serve
+from kvrelay.cluster.chaos.served import running_serve
 from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec

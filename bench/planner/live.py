@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import show
-from bench.served import running_serve
+from kvrelay.cluster.chaos.served import running_serve
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import request_json

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.serving import processes
+from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.launch.ray_session import free_port
 
 MARK = "KVRELAY_BENCH_MARK"

@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.serving.survive_clusters import ServeCluster
+from kvrelay.cluster.chaos.cluster import ServeCluster
 from kvrelay.cluster.launch.http_json import request_text
 
 COUNTS = {"ingress": 1, "prefill": 1, "decode": 2}

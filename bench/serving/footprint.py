@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import show
-from bench.serving import processes
+from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.launch.local import spawn
 from kvrelay.cluster.launch.ray_session import RaySession, free_port
 from kvrelay.config import Settings, settings_from

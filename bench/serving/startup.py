@@ -35,8 +35,8 @@ from typing import Any
 import psutil
 
 from bench.figures import show
-from bench.served import ServeProcess, running_serve
-from bench.serving import processes
+from kvrelay.cluster.chaos import processes
+from kvrelay.cluster.chaos.served import ServeProcess, running_serve
 from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import request_json

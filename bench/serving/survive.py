@@ -28,7 +28,8 @@ from typing import Any
 
 import aiohttp
 
-from bench.serving.survive_clusters import Cluster, HostsCluster, RayCluster, ServeCluster
+from bench.serving.survive_clusters import HostsCluster, RayCluster
+from kvrelay.cluster.chaos.cluster import PARTS, Cluster, ServeCluster
 
 PROMPTS = [
     f"Write {count} sentences about {what}. " * 6
@@ -176,8 +177,8 @@ def titled(*words: str) -> Callable[[Cluster], list[int]]:
 
 
 EVERYTHING = titled()
-REGISTRY, CONTROLLER = titled("ray::RegistryActor"), titled("ray::ServeController")
-PREFILL, DECODE = titled("ray::ServeReplica:kvrelay:prefill"), titled("ray::ServeReplica:kvrelay:decode")
+REGISTRY, CONTROLLER = titled(PARTS["registry"]), titled(PARTS["controller"])
+PREFILL, DECODE = titled(PARTS["prefill"]), titled(PARTS["decode"])
 FAULTS = [
     Fault("registry", REGISTRY),
     Fault("registry (stopped)", REGISTRY, is_stopped=True),
@@ -185,8 +186,8 @@ FAULTS = [
     Fault("Serve controller (stopped)", CONTROLLER, is_stopped=True),
     Fault("HAProxy", lambda cluster: cluster.processes(lambda line: "haproxy" in line and "-f" in line)),
     Fault("proxy actor", titled("ray::HAProxyManager")),
-    Fault("first ingress", titled("ray::ServeReplica:kvrelay:ingress")),
-    Fault("other ingress", titled("ray::ServeReplica:kvrelay:ingress")),
+    Fault("first ingress", titled(PARTS["ingress"])),
+    Fault("other ingress", titled(PARTS["ingress"])),
     Fault("prefill worker", PREFILL),
     Fault("decode worker", DECODE),
     Fault("prefill worker (stopped)", PREFILL, is_stopped=True),

@@ -1,78 +1,25 @@
-"""Clusters that bench/serving/survive.py damages: `kvrelay serve`, and a Ray of the user's with Redis behind its GCS.
-
-Their processes are found by a mark in the environment, which every one of them inherits.
-"""
+"""More clusters that bench/serving/survive.py damages: a Ray of the user's with Redis behind its GCS, and hosts."""
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
-from bench.served import start_serve
-from bench.serving import processes
+from kvrelay.cluster.chaos import processes
+from kvrelay.cluster.chaos.cluster import MARK, Cluster
+from kvrelay.cluster.chaos.served import START_S
 from kvrelay.cluster.deployments.serve_config import serve_config
-from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
-from kvrelay.cluster.launch.http_json import request_json
 from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
-from kvrelay.cluster.launch.ray_session import free_port
+from kvrelay.cluster.launch.ray_session import LOOPBACK, free_port
 from kvrelay.config import settings_from
 from tests.hosts.hosts import Hosts, why_not
 
-MARK = "KVRELAY_BENCH_MARK"
-LOOPBACK = "127.0.0.1"
-START_S = 240.0
 REBOOT_S = 10.0
-COUNTS = {"ingress": 2, "prefill": 2, "decode": 2}
-SETTINGS = {"engine.kv_memory": "128MiB"}
 
 
-class Cluster:
-    """A running cluster; a context manager. `url`: where clients send everything."""
-
-    def __init__(self, model: str, counts: Mapping[str, int] = COUNTS, settings: Mapping[str, Any] = SETTINGS) -> None:
-        self.source, self._counts, self._settings, self.mark = model, counts, settings, uuid.uuid4().hex
-        self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
-        self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
-        self.port, self.dashboard_url = free_port(LOOPBACK), ""
-        self._spawned: list[subprocess.Popen[bytes]] = []
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> "Cluster":
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        raise NotImplementedError
-
-    def restart_gcs(self) -> None:
-        raise NotImplementedError
-
-    def stop(self) -> list[int]:
-        """End everything; returns the processes that had to be killed after the orderly end."""
-        left = sorted(processes.carrying(MARK, self.mark) - {os.getpid()})
-        for pid in left:
-            _signal(pid, signal.SIGKILL)
-        for process in self._spawned:  # Redis writes its title over its environment, so it carries no mark
-            process.kill()
-            process.wait(10)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return left
+class OnRay(Cluster):
+    """Deployed on a Ray that it starts itself."""
 
     def ray_environment(self, address: str) -> dict[str, str]:
         """For `ray start`: Redis, which this starts at `address`, and HAProxy."""
@@ -96,74 +43,8 @@ class Cluster:
         config |= {"proxy_location": proxies, "http_options": {"host": host, "port": self.port}}
         RayDashboard(self.dashboard_url).deploy(json.loads(json.dumps(config)))
 
-    def spawn(self, command: list[str], name: str) -> None:
-        """Start a process that ends with the cluster, and log to a file of this name."""
-        with (self.folder / f"{name}.log").open("w") as output:
-            self._spawned.append(
-                subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
-                )
-            )
 
-    def processes(self, matches: Callable[[str], bool]) -> list[int]:
-        """Its processes by what `ps` shows of them, oldest first."""
-        found = processes.carrying(MARK, self.mark) - {os.getpid()}
-        return sorted(pid for pid in found if matches(" ".join(processes.command_line(pid))))
-
-    def model(self) -> str:
-        return str(request_json("GET", f"{self.url}/v1/models", timeout_s=10.0)["data"][0]["id"])
-
-    def is_whole(self) -> bool:
-        """Whether every replica runs, and the ingress that answers is connected to every worker."""
-        try:
-            app = RayDashboard(self.dashboard_url).application()
-            states = {
-                name: [one["state"] for one in of.get("replicas", [])]
-                for name, of in app.get("deployments", {}).items()
-            }
-            status = request_json("GET", f"{self.url}/kvrelay/status", timeout_s=10.0)
-        except (ClusterError, KeyError):
-            return False
-        workers = [one["role"] for one in status["workers"] if one["is_up"]]
-        wanted = {name: ["RUNNING"] * count for name, count in self._counts.items()}
-        roles = [role for role in ("decode", "prefill") for _ in range(self._counts[role])]
-        return states == wanted and sorted(workers) == roles
-
-    def wait_until_whole(self) -> None:
-        deadline_s = time.monotonic() + START_S
-        while not self.is_whole():
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"the cluster did not start; see {self.folder}")
-            time.sleep(0.5)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-class ServeCluster(Cluster):
-    """`kvrelay serve` on this machine."""
-
-    def start(self) -> None:
-        flags = [part for role, count in self._counts.items() for part in (f"--{role}", str(count))]
-        flags += [part for key, value in self._settings.items() for part in ("--set", f"{key}={value}")]
-        model = ("--model", self.source, "--dtype", "float32")
-        self._serve = start_serve(self.folder, *model, *flags, environment=self.environment)
-        self.url = self._serve.url
-        self._serve.wait_until_started(START_S)
-        self.dashboard_url = self._serve.dashboard
-        self.wait_until_whole()
-
-    def stop(self) -> list[int]:
-        if hasattr(self, "_serve"):
-            self._serve.stop()
-        return super().stop()
-
-
-class RayCluster(Cluster):
+class RayCluster(OnRay):
     """`ray start --head` with Redis for the GCS, and the application behind Serve's HAProxy."""
 
     def start(self) -> None:
@@ -202,7 +83,7 @@ class RayCluster(Cluster):
         self.spawn(self._gcs_command, "gcs")
 
 
-class HostsCluster(Cluster):
+class HostsCluster(OnRay):
     """A head without replicas and two hosts with one replica of each kind, each in namespaces of its own; HAProxy on
     every host. Clients use the last host's, as a load balancer in front would after the loss of another one.
     """
@@ -245,7 +126,7 @@ class HostsCluster(Cluster):
         self._hosts.start(host)
         self._start_ray(host)
 
-    def stop(self) -> list[int]:
+    def stop(self) -> list[str]:
         if hasattr(self, "_hosts"):
             self._hosts.close()
         return super().stop()

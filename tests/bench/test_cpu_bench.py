@@ -10,11 +10,12 @@ import textwrap
 import pytest
 from aiohttp import web
 
-from bench.serving import cpu, processes
+from bench.serving import cpu
 from bench.serving import cpu_goals as goals
 from bench.serving import cpu_load as load
 from bench.serving import cpu_servers as servers
 from bench.serving.cpu_load import Arrivals, Wave
+from kvrelay.cluster.chaos import processes
 
 pytestmark = pytest.mark.alone
 

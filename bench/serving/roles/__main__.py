@@ -24,7 +24,7 @@ import aiohttp
 
 from bench.figures import show
 from bench.serving.survive import Load
-from bench.serving.survive_clusters import ServeCluster
+from kvrelay.cluster.chaos.cluster import ServeCluster
 from kvrelay.cluster.launch.http_json import request_json
 
 COUNTS = {"ingress": 1, "prefill": 1, "decode": 2}

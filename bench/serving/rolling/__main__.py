@@ -28,11 +28,13 @@ import aiohttp
 import yaml
 
 from bench.serving.survive import Load, Outcome
-from bench.serving.survive_clusters import COUNTS, LOOPBACK, Cluster, HostsCluster, RayCluster
+from bench.serving.survive_clusters import HostsCluster, RayCluster
 from kvrelay import __version__
+from kvrelay.cluster.chaos.cluster import COUNTS, Cluster
 from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.http_json import request_json
+from kvrelay.cluster.launch.ray_session import LOOPBACK
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 BEFORE_S = 10.0

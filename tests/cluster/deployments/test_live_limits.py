@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from bench.served import running_serve
+from kvrelay.cluster.chaos.served import running_serve
 from tests.checkpoints import chat_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ import aiohttp
 import psutil
 import pytest
 
-from bench.served import running_serve
+from kvrelay.cluster.chaos.served import running_serve
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings

@@ -7,7 +7,7 @@ import pytest
 
 from bench.serving.drain import COUNTS, TIMEOUT_S, moves, scale
 from bench.serving.survive import PROMPTS, Load, Outcome
-from bench.serving.survive_clusters import SETTINGS, ServeCluster
+from kvrelay.cluster.chaos.cluster import SETTINGS, ServeCluster
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.scale_down import running_workers
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from bench.serving.survive import FAULTS, PROMPTS, Row, measure
-from bench.serving.survive_clusters import Cluster, RayCluster, ServeCluster
+from bench.serving.survive_clusters import RayCluster
+from kvrelay.cluster.chaos.cluster import Cluster, ServeCluster
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings

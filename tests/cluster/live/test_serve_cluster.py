@@ -22,8 +22,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.served import ServeProcess, start_serve
 from kvrelay.cluster.autoscaling.policies import worker_name
+from kvrelay.cluster.chaos.served import ServeProcess, start_serve
 from kvrelay.cluster.dashboards.panels import CACHE_ROWS, DASHBOARDS, REQUESTS_ROWS
 from kvrelay.cluster.launch.dashboard import RayDashboard, token_path
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint

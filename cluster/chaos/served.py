@@ -1,4 +1,4 @@
-"""`kvrelay serve` as a process of its own, for benches and tests that look at it from outside."""
+"""`kvrelay serve` as a process of its own, to be looked at, and damaged, from outside."""
 
 import contextlib
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.ray_session import free_port
 
 START_S, STOP_S, POLL_S = 240.0, 60.0, 0.2
@@ -35,11 +36,11 @@ class ServeProcess:
         return found[1]
 
     def wait_until_started(self, limit_s: float = START_S) -> None:
-        """Raises RuntimeError with its last lines."""
+        """Raises ClusterError with its last lines."""
         deadline_s = time.monotonic() + limit_s
         while "Ctrl-C stops everything" not in (text := self.log.read_text(errors="replace")):
             if self.process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"kvrelay serve did not start:\n{text[-3000:]}")
+                raise ClusterError(f"kvrelay serve did not start:\n{text[-3000:]}")
             time.sleep(POLL_S)
 
     def open_ports(self) -> dict[int, str]:
@@ -87,7 +88,7 @@ def start_serve(folder: Path, *flags: str, environment: Mapping[str, str] | None
 def running_serve(
     folder: Path, *flags: str, environment: Mapping[str, str] | None = None, limit_s: float = START_S
 ) -> Iterator[ServeProcess]:
-    """Started, and stopped at the end. Raises RuntimeError as `wait_until_started`."""
+    """Started, and stopped at the end. Raises ClusterError as `wait_until_started`."""
     served = start_serve(folder, *flags, environment=environment)
     try:
         served.wait_until_started(limit_s)

@@ -9,7 +9,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """One process at one moment. `pss_bytes` shares common pages out among their users, so that sums are right."""
 
     pid: int
@@ -80,13 +80,13 @@ def find(matches: Callable[[list[str]], bool]) -> list[int]:
     return [pid for pid in pids() if pid != os.getpid() and (line := command_line(pid)) and matches(line)]
 
 
-def usage(pid: int) -> Usage | None:
+def usage(pid: int) -> ProcessUsage | None:
     """None when the process has gone."""
     fields = _stat(pid)
     if len(fields) < 13 or not is_alive(pid):
         return None
     cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-    return Usage(pid, _short_name(pid), memory(pid, "Pss")[0], cpu_s)
+    return ProcessUsage(pid, short_name(pid), memory(pid, "Pss")[0], cpu_s)
 
 
 def memory(pid: int, *names: str) -> list[int]:
@@ -96,7 +96,13 @@ def memory(pid: int, *names: str) -> list[int]:
     return [found.get(f"{name}:", 0) for name in names]
 
 
-def _short_name(pid: int) -> str:
+def shared_files(pid: int) -> set[str]:
+    """Files of /dev/shm that it maps."""
+    lines = _read(pid, "maps").decode("utf-8", "replace").splitlines()
+    return {path for line in lines if (path := line.partition(" /dev/shm/")[2])}
+
+
+def short_name(pid: int) -> str:
     """Enough of the command line to know what it is: programs by name, python by what it runs."""
     line = command_line(pid)
     if not line:
