@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-all test-fast test-gpu test-fake-gpu lint docs check links install clean
+.PHONY: serve test test-all test-fast test-gpu test-fake-gpu test-chaos lint docs check links install clean
 
 serve: $(STAMP)
 	@exec $(PY) -m kvrelay.cluster.commands.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -64,6 +64,10 @@ test-gpu: $(if $(filter $(PY),$(GPU_PY)),$(STAMP))
 # what the CUDA backend costs on the host, counted without a GPU; needs nvcc 13.0 and 7 GB
 test-fake-gpu:
 	@tests/fake_cuda/run.sh $(ARGS)
+
+# a cluster whose parts are killed and damaged under load, for an hour: make test-chaos ARGS="--seconds 3600 --soak"
+test-chaos: $(STAMP)
+	@$(PY) -m kvrelay.cluster.commands.cli chaos $(ARGS)
 
 clean:
 	@rm -rf $(VENV) .imports build dist *.egg-info

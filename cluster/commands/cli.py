@@ -39,6 +39,7 @@ _LAZY = {  # command -> module and function, and its summary
     "plan": ("cluster.commands.plan:command", "Compute how many prefill and decode workers a workload needs."),
     "dashboards": ("cluster.commands.dashboards:command", "Write Grafana dashboards and Prometheus alert rules."),
     "bench": ("cluster.loadgen.cli:command", "Load an OpenAI server; report latency and throughput."),
+    "chaos": ("cluster.chaos.cli:command", "Kill, stop and damage parts of a cluster of its own; check every token."),
 }
 
 app = typer.Typer(

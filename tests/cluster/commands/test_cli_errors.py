@@ -199,7 +199,8 @@ def test_the_command_starts_without_ray_torch_or_transformers():
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "status", "doctor", "scale", "kv", "profile", "trace", "simulate", "plan", "verify", "bench"]
+    "command",
+    ["serve", "status", "doctor", "scale", "kv", "profile", "trace", "simulate", "plan", "verify", "bench", "chaos"],
 )
 def test_help_imports_nothing_heavy(command: str):
     program = (

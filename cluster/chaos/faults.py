@@ -1,0 +1,225 @@
+"""The faults: what each does to a cluster, how it is undone, and what shows that it is over.
+
+Left to the tests of hosts in namespaces: cut and slow links. Not done: one-way links; clock steps, since one process
+alone cannot be given another clock; and changed bits in shared memory, whose files are anonymous.
+"""
+
+import asyncio
+import mmap
+import random
+import signal
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from kvrelay.cluster.chaos.clients import ChaosClients
+from kvrelay.cluster.chaos.cluster import PARTS, Cluster, send_signal
+from kvrelay.cluster.errors import ClusterError
+
+MEMORY_BYTES = 1 << 30  # at most, of memory pressure, and at most a quarter of what is available
+STAGES = ("before", "midway", "queued")  # of a request whose client leaves
+QUEUED_REQUESTS = 24
+FLIPS = 64  # places in each of a disk tier's files
+DISK_BYTES = 48 << 20  # less than the workers' disk tiers may take together
+_ALLOCATE = f"""
+import sys, time
+memory = bytearray(int(sys.argv[1]))
+memory[::{mmap.PAGESIZE}] = bytes([1]) * len(memory[::{mmap.PAGESIZE}])
+time.sleep(600)
+"""
+
+
+class FaultKind(ABC):
+    """One kind of fault. `part`: what it harms; only one fault of a part is under way at a time."""
+
+    part: str
+    is_held = False  # for some seconds, then undone
+
+    @abstractmethod
+    async def strike(self, choice: float) -> None:
+        """`choice`, in [0, 1): which of several."""
+
+    def undo(self) -> None:
+        """After it was held."""
+        return
+
+    def is_over(self) -> bool:
+        """Whether nothing of it is left, but for what the part itself lacks."""
+        return True
+
+
+async def _processes(cluster: Cluster, part: str) -> list[int]:
+    """Raises ClusterError: there are none."""
+    if not (pids := await asyncio.to_thread(cluster.part, part)):
+        raise ClusterError(f"the cluster has no process of its {part}")
+    return pids
+
+
+class Kill(FaultKind):
+    """kill -9 of one of the part's processes. Over when there are as many again."""
+
+    def __init__(self, cluster: Cluster, part: str) -> None:
+        self._cluster, self.part = cluster, part
+        self._before: list[int] = []
+        self._pid = 0
+
+    async def strike(self, choice: float) -> None:
+        self._before = await _processes(self._cluster, self.part)
+        self._pid = self._before[int(choice * len(self._before))]
+        send_signal(self._pid, signal.SIGKILL)
+
+    def is_over(self) -> bool:
+        now = self._cluster.part(self.part)
+        return self._pid not in now and len(now) >= len(self._before)
+
+
+class Stop(FaultKind):
+    """SIGSTOP of one of the part's processes, which goes on when this is undone, unless it was replaced meanwhile."""
+
+    is_held = True
+
+    def __init__(self, cluster: Cluster, part: str) -> None:
+        self._cluster, self.part, self._pid = cluster, part, 0
+
+    async def strike(self, choice: float) -> None:
+        pids = await _processes(self._cluster, self.part)
+        self._pid = pids[int(choice * len(pids))]
+        send_signal(self._pid, signal.SIGSTOP)
+
+    def undo(self) -> None:
+        send_signal(self._pid, signal.SIGCONT)
+
+
+class Leave(FaultKind):
+    """Clients close their connections: `before` the first token, `midway` or while most are `queued`."""
+
+    part = "clients"
+
+    def __init__(self, clients: ChaosClients, stage: str) -> None:
+        self._clients, self._stage = clients, stage
+
+    async def strike(self, choice: float) -> None:
+        if self._stage == "midway":
+            await self._clients.leave_midway(choice)
+        else:
+            count = QUEUED_REQUESTS if self._stage == "queued" else 1
+            await self._clients.leave_before_first_token(choice, num_requests=count)
+
+
+class FillDisk(FaultKind):
+    """The file system of the disk tier is full."""
+
+    part, is_held = "disk", True
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "filler"
+
+    async def strike(self, choice: float) -> None:
+        await asyncio.to_thread(self._fill)
+
+    def _fill(self) -> None:
+        with self._file.open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 20)):
+                    pass
+            except OSError:
+                return
+
+    def undo(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+class CorruptDisk(FaultKind):
+    """Bytes change in the files of the disk tier."""
+
+    part = "disk"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def strike(self, choice: float) -> None:
+        await asyncio.to_thread(self._flip, random.Random(choice))
+
+    def _flip(self, draw: random.Random) -> None:
+        for path in sorted(self._folder.glob("worker-*/*")):
+            if path.name in ("lock", "manifest.json") or not (size := path.stat().st_size):
+                continue
+            with suppress(FileNotFoundError), path.open("r+b") as file:
+                for _ in range(FLIPS):
+                    at = draw.randrange(size)
+                    file.seek(at)
+                    (byte,) = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte ^ 0xFF]))
+
+
+class MemoryPressure(FaultKind):
+    """Another process takes memory, within MEMORY_BYTES, and touches all of it."""
+
+    part, is_held = "memory", True
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def strike(self, choice: float) -> None:
+        num_bytes = min(MEMORY_BYTES, psutil.virtual_memory().available // 4)
+        self._process = self._cluster.spawn([sys.executable, "-c", _ALLOCATE, str(num_bytes)], "pressure")
+
+    def undo(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class Nothing(FaultKind):
+    """The control: how long streams are silent without a fault."""
+
+    part = "control"
+
+    async def strike(self, choice: float) -> None:
+        return
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A file system of DISK_BYTES at `folder`; yields False where this user may mount none."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "kvrelay-chaos", str(folder)]
+    try:
+        is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except OSError:
+        is_mounted = False
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultTargets:
+    """What faults harm. `disk`: the disk tier's folder."""
+
+    cluster: Cluster
+    clients: ChaosClients
+    disk: Path
+
+
+FULL_DISK = "full-disk"  # only where the disk tier has a file system of its own
+FAULTS: dict[str, Callable[[FaultTargets], FaultKind]] = {
+    "nothing": lambda to: Nothing(),
+    **{f"kill-{part}": partial(lambda part, to: Kill(to.cluster, part), part) for part in PARTS},
+    **{f"stop-{part}": partial(lambda part, to: Stop(to.cluster, part), part) for part in PARTS if part != "ingress"},
+    **{f"leave-{stage}": partial(lambda stage, to: Leave(to.clients, stage), stage) for stage in STAGES},
+    "corrupt-disk": lambda to: CorruptDisk(to.disk),
+    FULL_DISK: lambda to: FillDisk(to.disk),
+    "memory": lambda to: MemoryPressure(to.cluster),
+}

@@ -1,0 +1,80 @@
+"""What a cluster must have given back: blocks, descriptors, memory. And faults that damage files."""
+
+import pytest
+
+from kvrelay.cluster.chaos.faults import CorruptDisk
+from kvrelay.cluster.chaos.history import Problem
+from kvrelay.cluster.chaos.report import CONTROL, ChaosReport, growth
+from kvrelay.cluster.chaos.run import FD_SLACK, ProcessSample, StruckFault, fd_leaks, pool_problem
+
+pytestmark = pytest.mark.pure
+
+
+def worker(**load):
+    idle = {"used_blocks": 0, "leased_blocks": 0, "quarantined_blocks": 0, "free_blocks": 100, "total_blocks": 100}
+    return {"worker_id": "decode-0", "is_up": True, "load": idle | load}
+
+
+def test_a_worker_whose_blocks_are_all_free_or_cached_has_no_problem():
+    assert pool_problem(worker()) == ""
+
+
+@pytest.mark.parametrize(
+    "load",
+    [{"free_blocks": 99}, {"used_blocks": 1, "free_blocks": 99}, {"leased_blocks": 1}, {"quarantined_blocks": 1}],
+)
+def test_a_block_that_is_held_or_lost_is_a_problem(load):
+    assert "decode-0" in pool_problem(worker(**load))
+
+
+def test_a_worker_that_does_not_answer_is_a_problem():
+    assert pool_problem({"worker_id": "decode-0", "is_up": False, "error": "no answer"}) == "decode-0: no answer"
+
+
+def sample(at_s, pid=1, fds=10, mib=100.0):
+    return ProcessSample(at_s, pid, "ray::x", int(mib * (1 << 20)), fds)
+
+
+def test_descriptors_of_a_process_that_lives_throughout_are_compared():
+    assert fd_leaks([sample(0)], [sample(9, fds=10 + FD_SLACK), sample(9, pid=2, fds=500)]) == []
+    (line,) = fd_leaks([sample(0)], [sample(9, fds=11 + FD_SLACK)])
+    assert "10 descriptors, then 43" in line
+
+
+def test_growth_is_of_the_second_half_alone():
+    warm_up = [sample(at, mib=at) for at in range(0, 300, 5)]
+    flat = [sample(at, mib=300) for at in range(300, 605, 5)]
+    assert growth(warm_up + flat)["ray::x (1)"] == pytest.approx(0.0, abs=1e-6)
+    rising = [sample(at, mib=300 + at / 60) for at in range(300, 605, 5)]
+    assert growth(warm_up + rising)["ray::x (1)"] == pytest.approx(60.0, rel=0.01)
+    assert growth([sample(0), sample(600, pid=2), sample(610, pid=2)]) == {}  # too short a life
+
+
+def report(**other):
+    empty = {"counts": {}, "faults": [], "problems": [], "leaks": [], "tokens_per_s": {}, "samples": [], "left_out": {}}
+    return ChaosReport("tiny", 0, 60.0, **(empty | other))
+
+
+def test_a_run_is_fine_unless_something_is_wrong_leaked_or_not_back():
+    assert report(faults=[StruckFault("kill-decode", 1.0, 0.5, 9.0)]).is_fine
+    assert not report(problems=[Problem(1, "a wrong token", is_wrong=True)]).is_fine
+    assert not report(leaks=["process 7"]).is_fine
+    assert not report(faults=[StruckFault("kill-decode", 1.0, 0.5, None)]).is_fine
+
+
+def test_the_control_is_no_fault():
+    found = report(faults=[StruckFault(CONTROL, 1.0, 0.1, 0.0), StruckFault("memory", 2.0, 0.3, 0.0)])
+    assert found.num_faults == 1
+    assert found.silences()["all faults"].max == 0.3
+
+
+async def test_blocks_on_disk_are_corrupted_and_nothing_else(tmp_path):
+    folder = tmp_path / "worker-0"
+    folder.mkdir()
+    (folder / "segment-0").write_bytes(bytes(1 << 16))
+    for name in ("lock", "manifest.json"):
+        (folder / name).write_text("as it was")
+    await CorruptDisk(tmp_path).strike(0.5)
+    assert any((folder / "segment-0").read_bytes())
+    assert len((folder / "segment-0").read_bytes()) == 1 << 16
+    assert {(folder / name).read_text() for name in ("lock", "manifest.json")} == {"as it was"}
