@@ -19,7 +19,8 @@ from kvrelay.cluster.chaos.history import ClientStream, StreamHistory, silence_s
 from kvrelay.cluster.chaos.schedule import PlannedFault, planned_faults
 from kvrelay.cluster.errors import ClusterError
 
-WHOLE_S = 120.0  # the longest wait for a part, and for the pools' blocks, to be back
+WHOLE_S = 300.0  # the longest wait for a part to be back: Serve starts nothing while its controller is down, too
+POOLS_S = 60.0  # and for the pools' blocks, in the end
 POLL_S = 0.5
 SURE = 4  # looks in a row: each ingress has its own view, and any of them answers
 SAMPLE_S = 5.0
@@ -166,7 +167,7 @@ class ChaosRun:
 
     async def _pool_leaks(self) -> list[str]:
         """Workers that do not have all of their blocks free or cached in the end."""
-        end_s = self._clock() + WHOLE_S
+        end_s = self._clock() + POOLS_S
         while True:
             try:
                 workers = (await asyncio.to_thread(self._cluster.status))["workers"]

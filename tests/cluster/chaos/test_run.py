@@ -81,7 +81,7 @@ async def test_a_part_that_does_not_come_back_is_reported_and_left_alone(make, m
 
 
 async def test_blocks_that_are_not_back_in_the_end_are_leaks(make, monkeypatch):
-    monkeypatch.setattr(module, "WHOLE_S", 0.05)
+    monkeypatch.setattr(module, "POOLS_S", 0.05)
     load = {"used_blocks": 2, "leased_blocks": 0, "quarantined_blocks": 0, "free_blocks": 8, "total_blocks": 10}
     run = make(FakeCluster([{"worker_id": "decode-0", "is_up": True, "load": load}]))
     await run.run({}, **RUN)
