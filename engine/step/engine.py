@@ -27,6 +27,7 @@ from kvrelay.engine.step.requests import Batch, Requests, rejection_message
 from kvrelay.grammar.compiler import CompiledGrammar
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.pool.resident_audit import ResidentAudit
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import BlockId
 
@@ -120,7 +121,8 @@ class Engine:
             max_model_len=max_len,
             has_grammars=extensions.grammars is not None,
         )
-        self.reports = EngineMonitor(scheduler, speeds, drafts, backend, clock)
+        self._audit = audit = ResidentAudit(pool, cache.memory.layout.block_bytes, cache.storage.sums)
+        self.reports = EngineMonitor(scheduler, speeds, drafts, backend, audit, clock)
         self._failed: list[tuple[str, str]] = []  # since the last step
 
     @property
@@ -206,6 +208,8 @@ class Engine:
         now_s, result = self._clock(), StepResult(self._outputs.take_unsent(), failed=self._failed)
         self._failed = []
         self.pool.tick(now_s)
+        if self.cache.memory.view is not None:  # a GPU would have to wait for the checksums
+            self._audit.sweep(now_s)
         was_in_flight = batch.in_flight is not None
         if was_in_flight and not self._may_look_ahead():
             self._collect(result)

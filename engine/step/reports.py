@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvrelay.engine.execution.runner import InFlightStep
 from kvrelay.engine.scheduling.preempt import MeasuredSpeeds
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -16,6 +18,7 @@ from kvrelay.engine.step.config import StepResult
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.index.changes import EventLog
 from kvrelay.kvcache.memory.swap import SwapArea
+from kvrelay.kvcache.pool.resident_audit import ResidentAudit
 from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport
 
 FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
@@ -173,9 +176,11 @@ class EngineMonitor:
         speeds: MeasuredSpeeds,
         drafts: DraftSteps,
         backend: Backend,
+        audit: ResidentAudit,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler, self._speeds, self._drafts, self._backend = scheduler, speeds, drafts, backend
+        self._audit = audit
         self.timing, self._clock, self._collected_s = StepTiming(), clock, -math.inf
         self._events, self._load_seq = EventLog(), 0
 
@@ -220,6 +225,7 @@ class EngineMonitor:
         """This engine's load now; the transfer fields are the worker's to fill."""
         self._load_seq += 1
         saved = self._backend.cascade_saved_tokens
-        return load_report(
+        report = load_report(
             self._load_seq, self._scheduler, self.timing, self._drafts.load(), cascade_saved_tokens=saved
         )
+        return msgspec.structs.replace(report, tiers=report.tiers + self._audit.tier_loads())

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
 from kvrelay import fp8
@@ -50,6 +51,12 @@ class KvStorage:
         """Copy whole blocks, all layers: pairs of (source, target), in order. On CUDA: on the current stream."""
         for source, target in copies:
             self.tensor[target] = self.tensor[source]
+
+    def sums(self, blocks: Sequence[int]) -> list[int]:
+        """Checksums of whole blocks, all layers, in host memory."""
+        view, size = self.memory.view, self.memory.layout.block_bytes
+        assert view is not None
+        return [xxhash.xxh3_64_intdigest(view[block * size : (block + 1) * size]) for block in blocks]
 
     def fill_with_noise(self, blocks: Sequence[BlockId]) -> None:
         """Random numbers in every layer of these blocks, since untouched pages copy faster than real ones.

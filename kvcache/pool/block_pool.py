@@ -351,6 +351,21 @@ class BlockPool:
                 if node.is_open:
                     self._offer(node)
 
+    def discard(self, block: int) -> int:
+        """Evict this block and all that continue its chain; returns how many. 0: it is not cached, or one is held."""
+        node = self._tree.node(block)
+        if node is None or node.num_locked or (offset := node.blocks.index(block)) < node.held:
+            return 0
+        count = 0
+        while (leaf := self._tree.leaf_below(node)) is not node:
+            count += self._evict_from(leaf, len(leaf.blocks))
+        return count + self._evict_from(node, len(node.blocks) - offset)
+
+    def idle_blocks(self, first: int, count: int) -> tuple[list[int], int]:
+        """Up to `count` cached blocks without a reference, by id from `first` on and round; the id after the last."""
+        blocks = self._ledger.idle(first)[:count].tolist()
+        return blocks, blocks[-1] + 1 if blocks else 0
+
     def eviction_candidates(self, count: int) -> list[IndexedBlock]:
         """Up to `count` unreferenced blocks, roughly in eviction order."""
         return list(islice(self._queue.candidates(), count))

@@ -49,6 +49,11 @@ class BlockLedger:
         compiled = bind(self.refs, self.generations, self.owners) if bind is not None else own
         self.take, self.acquire, self.release, self.held, self.assign, self.common = compiled
 
+    def idle(self, first: int) -> NDArray[np.int64]:
+        """Indexed blocks without a reference, ascending from `first` on, then the others."""
+        found = np.flatnonzero((self.ref_array == 0) & (self.owner_array >= 0))
+        return np.roll(found, -int(np.searchsorted(found, first)))
+
     def _take(self, table: BlockIds) -> None:
         for block in table:
             self.refs[block] = 1

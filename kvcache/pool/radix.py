@@ -96,6 +96,12 @@ class RadixTree:
             node = node.parent
         return node
 
+    def leaf_below(self, node: RadixNode) -> RadixNode:
+        """Any leaf at the end of a path through this node; perhaps the node itself."""
+        while node.children:
+            node = next(iter(node.children.values()))
+        return node
+
     def find(self, chain: HashChain, limit: int) -> Match:
         """The longest prefix of the chain's first `limit` blocks."""
         blocks = array("i")

@@ -85,7 +85,7 @@ class KvPathLoad(msgspec.Struct):
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tier below a worker's pool: its content now, and counters since the worker's start."""
 
-    tier: str  # "host", "disk", or the remote store's kind
+    tier: str  # "host", "disk", or the remote store's kind; "pool": see ResidentAudit
     num_blocks: int = 0
     num_bytes: int = 0  # as stored
     capacity_bytes: int = 0  # 0: not limited here

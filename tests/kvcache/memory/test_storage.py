@@ -41,3 +41,16 @@ def test_copies_are_whole_blocks_made_in_order(order):
     storage.copy_blocks([(BlockId(0), BlockId(1)), (BlockId(1), BlockId(2)), (BlockId(4), BlockId(0))])
     for block, content in enumerate((4, 0, 0, 3, 4)):
         assert torch.equal(storage.tensor[block], before[content])
+
+
+def test_any_changed_bit_changes_the_sum_of_its_block_alone():
+    storage = KvStorage(LAYOUT, CPU)
+    storage.fill_with_noise([BlockId(i) for i in range(3)])
+    view, before = storage.memory.view, storage.sums([0, 1, 2])
+    for bit in range(0, 8 * LAYOUT.block_bytes, 37):
+        at = LAYOUT.block_bytes + bit // 8
+        view[at] ^= 1 << bit % 8
+        after = storage.sums([2, 1, 0])
+        assert after[1] != before[1] and (after[0], after[2]) == (before[2], before[0])
+        view[at] ^= 1 << bit % 8
+    assert storage.sums([0, 1, 2]) == before

@@ -25,6 +25,7 @@ SIZE = 4  # tokens of a block
 BLOCKS = 40
 BURST = 40
 KINDS = ["start"] * 4 + ["grow"] * 6 + ["end"] * 3 + ["fork", "pin", "tick", "press", "unpin", "reset", "publish"]
+KINDS += ["discard"]
 
 
 @functools.lru_cache(4096)
@@ -123,6 +124,8 @@ class Life(RuleBasedStateMachine):
             self.press(rng.randint(0, BLOCKS // 2))
         elif kind in ("unpin", "reset") and not rng.randrange(8):
             (self.unpin if kind == "unpin" else self.reset)()
+        elif kind == "discard":
+            self.discard(pick % BLOCKS)
         elif kind == "publish":
             self.publish()
 
@@ -225,6 +228,16 @@ class Life(RuleBasedStateMachine):
         self.pool.reset_cache()
         self.pins.clear()
         assert self.seqs or self.pool.counts().free == BLOCKS
+
+    @rule(block=st.integers(0, BLOCKS - 1))
+    def discard(self, block):
+        """A block and all that continue it are given up, unless one of them is held."""
+        known = [self.pool.match(self.chain_of(one)).blocks for one in self.named()]
+        after = {other for one in known if block in one for other in one[one.index(block) :]}
+        held = {b for seq in self.seqs for b in seq.blocks} | set(self.pins)
+        num_free = self.pool.counts().free
+        assert self.pool.discard(block) == (0 if after & held else len(after))
+        assert self.pool.counts().free == num_free + (0 if after & held else len(after))
 
     @rule(count=st.integers(0, BLOCKS))
     def press(self, count):
