@@ -39,8 +39,9 @@ def catalogue(max_model_len: int, *, seed: int) -> list[ChaosRequest]:
     shared, longest = tokens(SHARED_TOKENS), max_model_len - 64
     shapes = [(1, 40), (BLOCK_TOKENS, 1), (BLOCK_TOKENS, 48), (BLOCK_TOKENS + 1, 16), (100, 1), (100, 64), (300, 120)]
     shapes += [(longest, 1), (longest, 64), (BLOCK_TOKENS, min(400, longest)), (100, min(400, longest - 100))]
-    own = [ChaosRequest(tokens(length), count) for length, count in shapes]
-    return own + [ChaosRequest(shared + tokens(length), count) for length, count in ((1, 32), (32, 64), (200, 200))]
+    found = [ChaosRequest(tokens(length), count) for length, count in shapes]
+    found += [ChaosRequest(shared + tokens(length), count) for length, count in ((1, 32), (32, 64), (200, 200))]
+    return [one for one in found if one.prompt and 0 < one.num_tokens <= max_model_len - len(one.prompt)]
 
 
 class ChaosClients:

@@ -18,13 +18,8 @@ from kvrelay.cluster.chaos.report import ChaosReport, plot, render
 from kvrelay.cluster.chaos.run import ChaosObservations, ChaosRun, shared_left
 from kvrelay.errors import ConfigError
 
-SETTINGS = {
-    "model.max_model_len": 1024,
-    "engine.kv_memory": "16MiB",
-    "engine.num_threads": 1,
-    "cache.host_memory": "16MiB",
-    "cache.disk_size": "16MiB",
-}
+SETTINGS = {"model.max_model_len": 1024, "engine.num_threads": 1, "cache.disk_size": "16MiB"}
+TINY_KV, OTHER_KV = "16MiB", "128MiB"  # of the pool and of the host tier: small, so that blocks are evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,10 @@ def _session(options: ChaosOptions, console: Console) -> tuple[ChaosReport, str]
             left_out[FULL_DISK] = "this user may not mount a file system"
             kinds = tuple(kind for kind in kinds if kind != FULL_DISK)
         source = options.model or str(tiny_checkpoint("llama", scratch / "tiny-llama"))
+        kv = OTHER_KV if options.model else TINY_KV
+        own = {"engine.kv_memory": kv, "cache.host_memory": kv, "cache.disk_path": disk}
         with console.status("starting a cluster"):
-            cluster = stack.enter_context(ServeCluster(source, COUNTS, SETTINGS | {"cache.disk_path": disk}))
+            cluster = stack.enter_context(ServeCluster(source, COUNTS, SETTINGS | own))
         with console.status(f"faults for {options.seconds:g} s"):
             seen, history = asyncio.run(_harm(cluster, options, kinds, disk))
         with console.status("stopping the cluster"):

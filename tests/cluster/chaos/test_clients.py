@@ -119,11 +119,16 @@ async def test_clients_run_until_it_is_over():
     assert {body["stream"] for body in server.bodies} == {True, False} and not history.running
 
 
+def shapes(max_model_len):
+    return [(len(one.prompt), one.num_tokens) for one in catalogue(max_model_len, seed=0)]
+
+
 def test_requests_have_every_shape():
-    shapes = {(len(one.prompt), one.num_tokens) for one in catalogue(1024, seed=0)}
-    assert {(1, 40), (16, 1), (16, 48), (960, 64)} <= shapes
-    assert all(length + count <= 1024 for length, count in shapes)
-    assert len({one.prompt[:64] for one in catalogue(1024, seed=0)}) < len(shapes)  # prefixes in common
-    assert all(
-        length + count <= 512 for one in catalogue(512, seed=0) for length, count in [(len(one.prompt), one.num_tokens)]
-    )
+    assert {(1, 40), (16, 1), (16, 48), (960, 64)} <= set(shapes(1024))
+    assert len({one.prompt[:64] for one in catalogue(1024, seed=0)}) < len(shapes(1024))  # prefixes in common
+
+
+@pytest.mark.parametrize("max_model_len", [64, 352, 1024])
+def test_every_request_fits_the_context(max_model_len):
+    assert shapes(max_model_len)
+    assert all(0 < length < length + count <= max_model_len for length, count in shapes(max_model_len))
