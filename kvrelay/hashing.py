@@ -23,7 +23,12 @@ HASH_SEED = "kvrelay-blake2b-128-v1"
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 
+NAMESPACE_END = "\0"  # in a salt: what stands before it is a namespace; clients cannot send it
 _TENANT = b"tenant"  # BLAKE2's personalisation: such a digest never equals a block's
+_NAMESPACE = b"namespace"
+_SALT = b"salt"
+_ACCOUNT_BYTES = HASH_BYTES // 2
+TENANT_CHARS = 16  # of a tenant's name
 _NATIVE = Path(__file__).parent / "native"
 
 
@@ -38,18 +43,40 @@ HASH_TABLE = _library("kvrelay_hash_table", "hash_table", "table")
 
 @functools.lru_cache(1024)
 def root_hash(salt: str = "") -> BlockHash:
-    """The parent of a sequence's first block; differs for each tenant's salt."""
-    return BlockHash(hashlib.blake2b(f"{HASH_SEED}\0{salt}".encode(), digest_size=HASH_BYTES).digest())
+    """The parent of a sequence's first block; differs for each tenant's salt.
+
+    All roots of one namespace begin with the same 8 bytes, so that quotas hold for a namespace and not for each of the
+    salts that its client may choose. The other 8 keep those salts apart.
+    """
+    namespace, end, _ = salt.partition(NAMESPACE_END)
+    seeded = f"{HASH_SEED}\0{salt}".encode()
+    if not end:
+        return BlockHash(hashlib.blake2b(seeded, digest_size=HASH_BYTES).digest())
+    account = hashlib.blake2b(namespace.encode(), digest_size=_ACCOUNT_BYTES, person=_NAMESPACE)
+    own = hashlib.blake2b(seeded, digest_size=HASH_BYTES - _ACCOUNT_BYTES)
+    return BlockHash(account.digest() + own.digest())
 
 
 _PLAIN_ROOT = root_hash()
 
 
 def tenant_name(root: BlockHash) -> str:
-    """A tenant's name from its root hash, which reveals neither salt nor root; "" without a salt."""
+    """A tenant's name from one of its root hashes, which reveals neither salt nor root; "" without a salt."""
     if root == _PLAIN_ROOT:
         return ""
-    return hashlib.blake2b(root, digest_size=8, person=_TENANT).hexdigest()
+    return hashlib.blake2b(account_of(root), digest_size=TENANT_CHARS // 2, person=_TENANT).hexdigest()
+
+
+def account_of(root: BlockHash) -> bytes:
+    """What quotas count by: a namespace, or without one a salt."""
+    return root[:_ACCOUNT_BYTES]
+
+
+def salt_name(salt: str) -> str:
+    """A digest that differs for each salt and begins with its tenant's name; "" for ""."""
+    root = root_hash(salt)
+    tenant = tenant_name(root)
+    return tenant and tenant + hashlib.blake2b(root, digest_size=8, person=_SALT).hexdigest()
 
 
 def tenant_of(name: str) -> str:

@@ -120,7 +120,7 @@ class Pinning:
         seq.is_pinned = True
         if hints.session in self._ended:
             return
-        self._pool.pin(seq.block_chain(), count, hints.pin_s)
+        self._pool.pin(seq.block_chain(), count, hints.pin_s, hints.pin_share)
         if self._tiers is not None:
             self._tiers.pin(seq, count, hints.pin_s)
         self._record(seq, count, hints.pin_s)
@@ -128,7 +128,7 @@ class Pinning:
     def pin_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> None:
         """Keep the first blocks of a prompt, which are in the pool, for a request that is yet to come."""
         if num_in_pool:
-            self._pool.pin(seq.block_chain(), num_in_pool, ttl_s)
+            self._pool.pin(seq.block_chain(), num_in_pool, ttl_s, seq.request.hints.pin_share)
         self._record(seq, len(seq.block_chain()), ttl_s)
 
     def end(self, session: str) -> None:
@@ -149,15 +149,14 @@ class Pinning:
             if tiers is not None:
                 tiers.controller.unpin(record.hashes(), shared)
         for record in others:
-            self._pool.pin(_chain(record), len(record), record.until_s - now_s)
+            self._pool.pin(_chain(record), len(record), record.until_s - now_s, record.pin_share)
             if tiers is not None:
                 tiers.host.pin(record.hashes(), tiers.host.now_s() + record.until_s - now_s)
 
     def _record(self, seq: Seq, count: int, ttl_s: float) -> None:
-        now_s, chain = self._pool.now_s, seq.block_chain()
-        record = PinRecord(
-            seq.request.hints.session, chain.root, bytes(chain.data[: count * HASH_BYTES]), now_s + ttl_s
-        )
+        now_s, chain, hints = self._pool.now_s, seq.block_chain(), seq.request.hints
+        digests = bytes(chain.data[: count * HASH_BYTES])
+        record = PinRecord(hints.session, chain.root, digests, now_s + ttl_s, hints.pin_share)
         if record.digests:
             self._records.add(record, now_s)
 

@@ -61,8 +61,8 @@ def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) ->
         return "more block hashes than full blocks"
     if any(len(digest) != HASH_BYTES for digest in request.block_hashes):
         return f"a block hash is not {HASH_BYTES} bytes long"
-    if not 0 <= request.hints.pin_s < math.inf:
-        return "pin_s must be finite and not negative"
+    if not (0 <= request.hints.pin_s < math.inf and 0 <= (request.hints.pin_share or 0.0) <= 1):
+        return "pin_s must be finite and not negative, pin_share a share"
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         return f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
     if request.deadline_s is not None and not 0 < request.deadline_s < math.inf:

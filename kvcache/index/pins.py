@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Generic, TypeVar
 
-from kvrelay.hashing import HASH_BYTES
+from kvrelay.hashing import HASH_BYTES, account_of
 from kvrelay.types import BlockHash
 
 Key = TypeVar("Key", bound=Hashable)
@@ -67,27 +67,30 @@ class TimedPins(Generic[Key]):
 
 
 class PinLedger:
-    """Pinned blocks: at most `quota` of each tenant, identified by its root hash, and `most` in all: clients choose
-    their cache salts, and so as many root hashes as they like.
+    """Pinned blocks: at most `quota` of each account (hashing.account_of), and `most` in all: where API keys have no
+    namespaces, clients choose their cache salts, and so as many accounts as they like.
 
     A pin is one reference held by this ledger, however often a block is pinned; the block pool counts it.
     """
 
     def __init__(self, quota: int, most: int) -> None:
         self._quota, self._most = quota, most
-        self.tenants: dict[int, BlockHash] = {}  # of each pinned block
+        self.tenants: dict[int, bytes] = {}  # the account of each pinned block
         self._pins: TimedPins[int] = TimedPins()
-        self._num_of: Counter[BlockHash] = Counter()
+        self._num_of: Counter[bytes] = Counter()
 
-    def add(self, tenant: BlockHash, blocks: Iterable[int], until_s: float) -> tuple["array[int]", int]:
+    def add(
+        self, root: BlockHash, blocks: Iterable[int], until_s: float, quota: int | None = None
+    ) -> tuple["array[int]", int]:
         """Pin blocks from the first on, within the quota: (newly pinned ones, number of these blocks pinned now).
 
-        A pinned block keeps the later of the two times.
+        A pinned block keeps the later of the two times. quota: of this account; None: as of every one.
         """
-        fresh, count = array("i"), 0
+        fresh, count, tenant = array("i"), 0, account_of(root)
+        quota = self._quota if quota is None else quota
         for block in blocks:
             if block not in self.tenants:
-                if self._num_of[tenant] >= self._quota or len(self.tenants) >= self._most:
+                if self._num_of[tenant] >= quota or len(self.tenants) >= self._most:
                     break
                 self.tenants[block] = tenant
                 self._num_of[tenant] += 1
@@ -126,6 +129,7 @@ class PinRecord:
     root: BlockHash
     digests: bytes  # concatenated hashes of its blocks
     until_s: float
+    pin_share: float | None = None  # as in KvHints
 
     def __len__(self) -> int:
         return len(self.digests) // HASH_BYTES

@@ -290,13 +290,13 @@ class BlockPool:
 
     # ---- pins
 
-    def pin(self, chain: HashChain, count: int, ttl_s: float) -> int:
+    def pin(self, chain: HashChain, count: int, ttl_s: float, share: float | None = None) -> int:
         """Pin the first `count` blocks of this chain, those that are cached, for `ttl_s` seconds; returns how many.
 
-        Fewer, from the first on, when the tenant's quota is used up.
+        Fewer, from the first on, when the tenant's quota is used up: `share` of the pool; None: the pool's `pin_share`.
         """
-        found = self.match(chain, count)
-        fresh, pinned = self._pins.add(chain.root, found.blocks, self.now_s + ttl_s)
+        found, quota = self.match(chain, count), None if share is None else int(share * self.num_blocks)
+        fresh, pinned = self._pins.add(chain.root, found.blocks, self.now_s + ttl_s, quota)
         self.acquire(fresh)
         return pinned
 

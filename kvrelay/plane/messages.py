@@ -99,6 +99,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0  # eviction priority of its blocks: higher stays longer
     pin_s: float = 0.0  # how long the prompt's blocks are pinned, from when they are full
     session: str = ""  # tenant included; routing policies may follow it, `EndPins` ends its pins; "": none
+    pin_share: float | None = None  # of a worker's pool, that its tenant may pin; None: as every tenant
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

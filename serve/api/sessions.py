@@ -1,15 +1,15 @@
 """Sessions: hints about KV that requests inherit by naming one. The table is pure; times are the caller's clock, in
 seconds.
 
-A session belongs to one tenant, the one whose `cache_salt` it was made with; its key holds a digest of that, never the
-salt. It expires after IDLE_S without use.
+A session belongs to the salt that it was made with (the `cache_salt`, after the namespace of the API key); its key
+holds a digest of that, never the salt. It expires after IDLE_S without use.
 """
 
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvrelay.errors import InvalidRequest, Overloaded
-from kvrelay.hashing import root_hash, tenant_name
+from kvrelay.hashing import TENANT_CHARS, salt_name
 
 MAX_SESSIONS = 4096
 MAX_TENANT_SESSIONS = 1024
@@ -29,17 +29,22 @@ class SessionHints:
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """`tenant` is a digest; "" for requests without a salt."""
+    """`salt` is a digest (hashing.salt_name); "" for requests without a salt."""
 
-    tenant: str
+    salt: str
     name: str
 
     @classmethod
     def of(cls, salt: str, name: str) -> "SessionKey":
-        return cls(tenant_name(root_hash(salt)), name)
+        return cls(salt_name(salt), name)
+
+    @property
+    def tenant(self) -> str:
+        """Which tenant's it is: of one API key, all salts."""
+        return self.salt[:TENANT_CHARS]
 
     def __str__(self) -> str:
-        return f"{self.tenant}/{self.name}"
+        return f"{self.salt}/{self.name}"
 
 
 class Sessions(Protocol):
@@ -106,7 +111,7 @@ class SessionTable:
 
 def too_many_sessions() -> Overloaded:
     return Overloaded(
-        f"there are too many sessions ({MAX_SESSIONS}, {MAX_TENANT_SESSIONS} of one cache_salt): delete some, "
+        f"there are too many sessions ({MAX_SESSIONS}, {MAX_TENANT_SESSIONS} of one tenant): delete some, "
         f"or wait until they have been idle for {IDLE_S:.0f} s",
         _RETRY_AFTER_S,
     )

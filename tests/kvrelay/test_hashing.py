@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay import hashing
-from kvrelay.hashing import HASH_BYTES, HashChain, block_hashes, pack_tokens, root_hash, tenant_name
+from kvrelay.hashing import (
+    HASH_BYTES,
+    NAMESPACE_END,
+    TENANT_CHARS,
+    HashChain,
+    account_of,
+    block_hashes,
+    pack_tokens,
+    root_hash,
+    salt_name,
+    tenant_name,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -191,6 +202,21 @@ def test_a_chain_grows_as_if_it_had_been_made_at_once(tokens, cut):
     chain.extend(pack_tokens(tokens, len(chain) * 4), 4)
     assert chain.hashes() == block_hashes(tokens, 4, "s")
     assert len(chain) == len(tokens) // 4 and chain.last == (chain.hashes() or [root_hash("s")])[-1]
+
+
+def test_all_salts_of_a_namespace_have_one_account_and_roots_of_their_own():
+    roots = [root_hash(f"secret{NAMESPACE_END}{salt}") for salt in ("", "a", "b")]
+    assert len(set(roots)) == 3 and {len(root) for root in roots} == {HASH_BYTES}
+    assert len({account_of(root) for root in roots}) == len({tenant_name(root) for root in roots}) == 1
+    others = [root_hash(salt) for salt in ("", "a", "secret", f"other{NAMESPACE_END}a")]
+    assert not {account_of(root) for root in roots} & {account_of(root) for root in others}
+
+
+def test_a_salts_name_differs_for_each_and_begins_with_its_tenants():
+    salts = ["a", "b", f"secret{NAMESPACE_END}", f"secret{NAMESPACE_END}a"]
+    names = [salt_name(salt) for salt in salts]
+    assert len(set(names)) == 4 and salt_name("") == ""
+    assert [name[:TENANT_CHARS] for name in names] == [tenant_name(root_hash(salt)) for salt in salts]
 
 
 def test_a_tenants_name_gives_neither_salt_nor_root_away():

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from kvrelay.hashing import HashChain, pack_tokens, root_hash, tenant_name
+from kvrelay.hashing import NAMESPACE_END, HashChain, pack_tokens, root_hash, tenant_name
 from kvrelay.kvcache.eviction.policies import EntryUsage, Lru
 from kvrelay.kvcache.pool.block_pool import BlockCounts, BlockPool
 
@@ -387,6 +387,16 @@ def test_each_tenant_pins_within_its_own_quota_from_the_first_block_on():
         assert set(blocks[:2]) <= set(pool.pinned) and blocks[2] not in pool.pinned
     pool.tick(5.0)
     assert pool.pin(chain_of(prompt(1, 3), "a"), 3, 5.0) == 2  # the quota is back
+    pool.check()
+
+
+def test_a_tenant_with_a_namespace_has_one_quota_over_all_its_salts_and_it_may_be_its_own():
+    pool = pool_of(80, pin_share=0.25)
+    chains = [chain_of(prompt(1, 2), f"secret{NAMESPACE_END}{number}") for number in range(40)]
+    for number in range(40):
+        cached_chain(pool, prompt(1, 2), salt=f"secret{NAMESPACE_END}{number}")
+    assert sum(pool.pin(chain, 2, 5.0, 0.1) for chain in chains) == 8
+    assert sum(pool.pin(chain, 2, 5.0) for chain in chains) == 20
     pool.check()
 
 
