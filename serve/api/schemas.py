@@ -17,11 +17,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import from_json
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import MAX_PRIORITY
 from kvrelay.serve.bodies.grammars import GrammarFields
 from kvrelay.serve.bodies.messages import (
+    MAX_MESSAGE_ITEMS,
     MAX_TOOLS,
     Body,
     Function,
@@ -29,7 +31,6 @@ from kvrelay.serve.bodies.messages import (
     Message,
     Tool,
     ToolChoice,
-    check_num_messages,
 )
 from kvrelay.serve.bodies.unknown_fields import refuse_or_ignore
 
@@ -226,13 +227,30 @@ def _place(location: tuple[int | str, ...]) -> str:
     return place
 
 
+def _check_num_messages(body: bytes) -> None:
+    """Raise InvalidRequest for a chat body with too many messages, parts and calls, before each of them is checked."""
+    if body.count(b"{") <= MAX_MESSAGE_ITEMS:  # as in almost every body
+        return
+    try:
+        messages = from_json(body).get("messages")
+    except (ValueError, AttributeError):  # the schema reports it
+        return
+    count = 0
+    for message in messages if isinstance(messages, list) else ():
+        lists = (message.get("content"), message.get("tool_calls")) if isinstance(message, dict) else ()
+        count += 1 + sum(len(one) for one in lists if isinstance(one, list))
+    if count > MAX_MESSAGE_ITEMS:
+        what = f"at most {MAX_MESSAGE_ITEMS} messages, parts of content and tool calls in all, not {count}"
+        raise InvalidRequest(f"messages: {what}", "messages", 400, "invalid_value")
+
+
 B = TypeVar("B", bound=BaseModel)
 
 
 def parse(body_type: type[B], body: bytes) -> B:
     """The checked body. Raises InvalidRequest naming the first field at fault."""
     if issubclass(body_type, ChatBody):
-        check_num_messages(body)
+        _check_num_messages(body)
     try:
         return body_type.model_validate_json(body)
     except ValidationError as error:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import from_json
 
 from kvrelay.errors import InvalidRequest
 
@@ -55,23 +54,6 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name for it
     refusal: str | None = None
-
-
-def check_num_messages(body: bytes) -> None:
-    """Raise InvalidRequest for a chat body with too many messages, parts and calls, before each of them is checked."""
-    if body.count(b"{") <= MAX_MESSAGE_ITEMS:  # as in almost every body
-        return
-    try:
-        messages = from_json(body).get("messages")
-    except (ValueError, AttributeError):  # the schema reports it
-        return
-    count = 0
-    for message in messages if isinstance(messages, list) else ():
-        lists = (message.get("content"), message.get("tool_calls")) if isinstance(message, dict) else ()
-        count += 1 + sum(len(one) for one in lists if isinstance(one, list))
-    if count > MAX_MESSAGE_ITEMS:
-        what = f"at most {MAX_MESSAGE_ITEMS} messages, parts of content and tool calls in all, not {count}"
-        raise InvalidRequest(f"messages: {what}", "messages", 400, "invalid_value")
 
 
 # ---- tools
