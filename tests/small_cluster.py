@@ -16,6 +16,7 @@ from kvrelay.engine.worker.service import WorkerService
 from kvrelay.grammar.gate import GrammarGate
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.queries import make_router
 from kvrelay.serve.workers.worker_link import Member
@@ -57,7 +58,8 @@ async def small_cluster(folder: Path, settings: Mapping[str, Any] = CHAT_SETTING
     card = ModelCard("tiny", checked.model.max_model_len or 1024, 0)
     codec = Tokenizer(folder)
     gate = GrammarGate(folder, codec.vocab_size, codec.eos_ids)
-    app = create_app(dispatcher, codec, checked, card, OwnSessions(dispatcher.clock), gate.check)
+    access = Access(checked.serve.api_key, checked.serve.api_keys_file, secret)
+    app = create_app(dispatcher, codec, checked, card, OwnSessions(dispatcher.clock), access, gate.check)
     async with contextlib.aclosing(gate), connected(dispatcher, workers):
         yield app
 

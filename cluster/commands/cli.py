@@ -32,6 +32,7 @@ _LAZY = {  # command -> module and function, and its summary
     "verify": ("cluster.verify.cli:command", "Compare the tokens of every serving path with Hugging Face generate."),
     "prepare": ("cluster.commands.prepare:command", "Compile a model's kernels ahead of time; needs no GPU."),
     "models": ("cluster.commands.models:command", "List the cache of converted models, or clear it."),
+    "keys": ("cluster.tenants.cli:command", "Add API keys of tenants to a file, list and remove them."),
     "kv": ("cluster.commands.kv:command", "Write a prompt's KV to a file, or continue from such a file."),
     "profile": ("cluster.commands.profile:command", "Profile engine steps with torch, or measure a speed profile."),
     "trace": ("cluster.commands.trace:command", "Write a workload as a trace file, or summarise it."),

@@ -11,7 +11,14 @@ from rich.markup import escape
 from kvrelay import __version__
 from kvrelay.cluster.commands.doctor import Address, ApiKey, App
 from kvrelay.cluster.commands.progress import StartProgress, show_progress
-from kvrelay.cluster.commands.serve import announce, check_pairs, exposure, probe_path, report_sizes
+from kvrelay.cluster.commands.serve import (
+    announce,
+    check_pairs,
+    exposure,
+    probe_path,
+    report_sizes,
+    require_operators_key,
+)
 from kvrelay.cluster.deployments.serve_file import ServeFile, cluster_warnings, read_serve_file, with_other_applications
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import switch
@@ -51,6 +58,8 @@ def command(
         console.print(f"{file} is valid: {name}{one.summary()}", highlight=False, markup=False, soft_wrap=True)
         host = (one.config.get("http_options") or {}).get("host", "0.0.0.0")  # Serve's default in files
         key = api_key or one.settings.serve.api_key or environment_api_key()
+        if wait and not check:
+            require_operators_key(one.settings.serve, key)
         exposed = [] if one.is_kubernetes else exposure(host, key, " where `ray start` runs, unless it is set there")
         _warn(console, [*one.warnings, *exposed])
     if check and address is None:

@@ -26,7 +26,10 @@ from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.supervisor import StopSignals, report
 from kvrelay.config import Settings
 from kvrelay.environment import API_KEY_VARIABLE
+from kvrelay.errors import ConfigError
 from kvrelay.machine import is_loopback
+from kvrelay.serve.tenants.access import read_keys
+from kvrelay.settings.cluster import ServeSettings
 
 PROBE_S = 15.0  # for another ingress to know its workers
 EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
@@ -40,6 +43,9 @@ def serve(settings: Settings, console: Console) -> int:
     try:
         with signals:
             _check_chat_template(settings.model.chat_template)
+            require_operators_key(settings.serve, settings.serve.api_key)
+            if settings.serve.api_keys_file:
+                read_keys(Path(settings.serve.api_keys_file))
             session.check_ports()
             for line in exposure(settings.serve.host, settings.serve.api_key):
                 console.print(f"[yellow]warning:[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
@@ -93,6 +99,15 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, finish_s
         console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
     elif is_fine:
         console.print("[dim]stopped[/dim]")
+
+
+def require_operators_key(settings: ServeSettings, key: str | None) -> None:
+    """Before anything is started. Raises ConfigError: there are tenants, and no key of the operator."""
+    if settings.api_keys_file and not key:
+        raise ConfigError(
+            f"serve.api_keys_file needs an operator's key besides: set {API_KEY_VARIABLE}; with it kvrelay checks the "
+            "cluster, and shows and changes it later"
+        )
 
 
 def _check_chat_template(file: str | None) -> None:

@@ -33,6 +33,7 @@ from kvrelay.cluster.deployments.worker import join_application, log_as_replica,
 from kvrelay.cluster.registry.actor import follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry.versions import Deployed
+from kvrelay.cluster.tenants.following import exchange_usage, follow_keys
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import InvalidRequest, KvrelayError, PeerLost
 from kvrelay.grammar.gate import GrammarGate
@@ -40,13 +41,14 @@ from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.planning.roles import change_notice, change_problem
 from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.api.endpoint import INGRESS, check_api_key, error_response, read_json_body
+from kvrelay.serve.api.endpoint import INGRESS, bearer_token, error_response, read_json_body
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import Unavailable
 from kvrelay.serve.requests.stopping import finish
 from kvrelay.serve.telemetry.history import PERIOD_S, History
 from kvrelay.serve.telemetry.metrics import ingress_metrics
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.queries import make_router
@@ -131,6 +133,8 @@ class IngressReplica:
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._registry, joined = await join_application(f"ingress-{own_replica()}", deployed)
         self._settings = with_api_key(settings_from(settings), joined.api_key)
+        keys = self._settings.serve
+        self._access = await asyncio.to_thread(Access, keys.api_key, keys.api_keys_file, joined.secret)
         model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
@@ -142,9 +146,11 @@ class IngressReplica:
         finish_before_stop(partial(finish, self._dispatcher, self._settings.cluster.drain_timeout_s))
         self._following = asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry")
         self._history = History()
-        self._recording = asyncio.create_task(self._record_history(), name="history")
-        self._exporting = asyncio.create_task(
-            export_metrics(self._metrics, {"ingress": INGRESS}), name="export metrics"
+        self._background = (
+            asyncio.create_task(self._record_history(), name="history"),
+            asyncio.create_task(export_metrics(self._metrics, {"ingress": INGRESS}), name="export metrics"),
+            asyncio.create_task(follow_keys(self._access), name="follow keys"),
+            asyncio.create_task(exchange_usage(self._access, self._registry, own_replica()), name="exchange usage"),
         )
         await until_ready(self._dispatcher.workers)  # from the end of this function on Serve sends it requests
 
@@ -156,7 +162,7 @@ class IngressReplica:
         sessions = SharedSessions(self._registry, time.monotonic)
         check = self._grammars.check
         parts = self._dispatcher, self._tokenizer, self._settings, self._card
-        app = create_app(*parts, sessions, check, self._history)
+        app = create_app(*parts, sessions, self._access, check, self._history)
         app.router.routes.append(Route("/kvrelay/status", self._endpoint(self.status), methods=["GET"]))
         app.router.routes.append(Route("/kvrelay/role", self._endpoint(self.set_role), methods=["POST"]))
         app.router.routes.append(Route("/kvrelay/retire", self._endpoint(self.retire), methods=["POST"]))
@@ -175,11 +181,11 @@ class IngressReplica:
         self._dispatcher.workers.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in workers])
 
     def _endpoint(self, answer: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
-        """`answer` behind the API key; a POST gives it its body."""
+        """`answer` behind the operator's key; a POST gives it its body."""
 
         async def handle(request: Request) -> Response:
             try:
-                check_api_key(request, self._settings.serve.api_key)
+                self._access.operator(bearer_token(request))
                 body = [await read_json_body(request, _MAX_BODY_BYTES)] if request.method == "POST" else []
                 return JSONResponse(await answer(*body))
             except KvrelayError as error:
@@ -302,9 +308,8 @@ class IngressReplica:
 
     async def __del__(self) -> None:
         if following := getattr(self, "_following", None):
-            following.cancel()
-            self._recording.cancel()
-            self._exporting.cancel()
+            for task in (following, *self._background):
+                task.cancel()
             await self._dispatcher.aclose()
             await self._grammars.aclose()
             await asyncio.to_thread(tracing.shutdown)

@@ -113,10 +113,10 @@ def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bo
     for key, source in (("model.source", settings.model.source), ("engine.draft_model", settings.engine.draft_model)):
         if source is not None and (why := source_problem(source)):
             raise ConfigError(f"{key}: {why}")
-    if (template := settings.model.chat_template) and not Path(template).is_absolute():
-        raise ConfigError(
-            f"model.chat_template: {template!r}: replicas run in other folders, so write an absolute path"
-        )
+    files = {"model.chat_template": settings.model.chat_template, "serve.api_keys_file": settings.serve.api_keys_file}
+    for key, file in files.items():
+        if file and not Path(file).is_absolute():
+            raise ConfigError(f"{key}: {file!r}: replicas run in other folders, so write an absolute path")
     given = {f"{section}.{key}" for section, values in args.items() for key in values or {}}
     warnings = [f"{key} has no effect here; set {other}" for key, other in _NO_EFFECT.items() if key in given]
     warnings += [f"Ray's dashboard shows {key}; set {other} instead" for key, other in _SECRETS.items() if key in given]

@@ -1,8 +1,8 @@
 """The registry as a named Ray actor, and how other processes use it.
 
-Each application has one of its own. It also keeps the sessions of KV hints, which ingresses share, the planner's state,
-and the application's secret and API key: these outlive redeployments and stay out of the application's arguments, which
-the dashboard shows.
+Each application has one of its own. It also keeps what ingresses share (sessions of KV hints, and what tenants with
+quotas use), the planner's state, and the application's secret and API key: these outlive redeployments and stay out of
+the application's arguments, which the dashboard shows.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from kvrelay.cluster.registry.members import HEARTBEAT_S, Order, Orders, Registr
 from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
 from kvrelay.cluster.registry.versions import Deployed, Installed, refusal
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
+from kvrelay.serve.tenants.quotas import Report, UsageTable
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class RegistryActor:
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
+        self._usage = UsageTable()
         self._orders = Orders()
         self._states: dict[str, bytes] = {}
         self._watching: tuple[asyncio.Task[None], ...] = ()
@@ -99,6 +101,10 @@ class RegistryActor:
     async def delete_session(self, key: SessionKey) -> SessionHints | None:
         """The removed hints; None: no such session."""
         return self._sessions.delete(key)
+
+    async def exchange_usage(self, ingress: str, report: Report) -> Report:
+        """What tenants use at this ingress, for what they use at the others."""
+        return self._usage.exchange(ingress, report, time.monotonic())
 
     async def watch(self, version: str, timeout_s: float) -> Roster:
         """The roster once its version differs from `version`, or after `timeout_s`; with "" at once."""

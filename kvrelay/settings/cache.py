@@ -40,7 +40,11 @@ class CacheSettings(Section):
         "arrived), wait (for all, even where computing is quicker), timeout (waits at most 2 s), off.",
     )
     tenant_share: float = setting(
-        1.0, "Largest share of a worker's host tier, and of its disk tier, for blocks of one cache_salt.", gt=0, le=1
+        1.0,
+        "Largest share of a worker's host tier, and of its disk tier, for blocks of one tenant: an API key with a "
+        "namespace, or a cache_salt.",
+        gt=0,
+        le=1,
     )
 
     @property
@@ -63,7 +67,9 @@ class StoreSettings(Section):
     disk_size: Size = setting(10 << 30, "Most disk space of each node in disk_path.")
     replicas: int = setting(2, "Copies of each block, as far as there are machines.", unit="copies", ge=1, le=8)
     tenant_quota: Size | None = setting(
-        None, "Most memory for blocks of one cache_salt on each machine; default: no limit."
+        None,
+        "Most memory on each machine for blocks of one tenant: an API key with a namespace, or a cache_salt; default: "
+        "no limit.",
     )
 
 

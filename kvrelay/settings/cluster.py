@@ -45,6 +45,11 @@ class ServeSettings(Section):
         "Requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if set. Ray's dashboard shows a key "
         "given in a file for `serve deploy`.",
     )
+    api_keys_file: str | None = setting(
+        None,
+        "File of tenants' API keys, made by `kvrelay keys`, at the same path on every host with an ingress; "
+        "`serve.api_key` is then the operator's key. Changes are read within 2 s.",
+    )
 
 
 class ClusterSettings(Section):

@@ -16,10 +16,12 @@ class SchedulerSettings(Section):
     tenant_by: TenantBy = setting(
         "auto",
         "What identifies a tenant: cache_salt or user (fields of the body), or api_key (the bearer token); auto: the "
-        "first of these that a request has.",
+        "first of these that a request has. Of no effect with serve.api_keys_file: then the key does.",
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
-        {}, "Shares of the service by salt, user or key as clients send it; other tenants have weight 1."
+        {},
+        "Shares of the service by salt, user or key as clients send it, or by name in serve.api_keys_file; other "
+        "tenants have weight 1.",
     )
 
 

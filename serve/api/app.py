@@ -20,6 +20,7 @@ from kvrelay.serve.api.endpoint import (
     Front,
     HttpObserver,
     ModelCard,
+    bearer_token,
     endpoint,
     error_response,
     json_response,
@@ -32,6 +33,7 @@ from kvrelay.serve.chat.tool_support import find_tools
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.history import History
 from kvrelay.serve.telemetry.metrics import ServeCollector
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.types import sides
 
@@ -48,19 +50,22 @@ def create_app(
     settings: Settings,
     model: ModelCard,
     sessions: Sessions,
+    access: Access,
     check_grammar: Callable[[GrammarSpec], Awaitable[None]] = _no_grammars,
     history: History | None = None,
 ) -> Starlette:
     """The app; requests before the first worker is connected get 503.
 
-    sessions: shared with other ingresses. check_grammar: raises InvalidRequest for a grammar that workers cannot use.
+    sessions: shared with other ingresses. access: the valid API keys.
+    check_grammar: raises InvalidRequest for a grammar that workers cannot use.
     history: what its host records; None: the page shows none.
     """
     slo = settings.slo if settings.slo.is_on else None
     reasoning = find_markers(settings.model.reasoning_parser, tokenizer)
     tools = find_tools(settings.model.tool_parser, tokenizer)
-    history = history or History()
-    front = Front(dispatcher, tokenizer, settings, model, sessions, slo, check_grammar, history, reasoning, tools)
+    rest = slo, check_grammar, history or History(), reasoning, tools
+    front = Front(dispatcher, tokenizer, settings, model, sessions, access, *rest)
+    operators = partial(endpoint, front, is_operators=True)
     live = ui.LiveFeed(partial(ui.front_snapshot, front))
     app = Starlette(
         routes=[
@@ -73,15 +78,15 @@ def create_app(
             Route("/v1/kv/sessions/{name}", endpoint(front, get_session), methods=["GET"]),
             Route("/v1/kv/sessions/{name}", endpoint(front, delete_session), methods=["DELETE"]),
             Route("/health", endpoint(front, _health, needs_key=False), methods=["GET"]),
-            Route("/kvrelay/pairs", endpoint(front, _pairs), methods=["GET", "POST"]),
+            Route("/kvrelay/pairs", operators(_pairs), methods=["GET", "POST"]),
             Route("/", _to_ui, methods=["GET"]),
             Route("/ui", endpoint(front, ui.page, needs_key=False), methods=["GET"]),
-            Route("/kvrelay/live", endpoint(front, live.once), methods=["GET"]),
-            Route("/kvrelay/live/events", endpoint(front, live.stream), methods=["GET"]),
-            Route("/kvrelay/history", endpoint(front, ui.history), methods=["GET"]),
-            Route("/kvrelay/requests", endpoint(front, ui.requests), methods=["GET"]),
-            Route("/kvrelay/requests/{request_id}", endpoint(front, ui.one_request), methods=["GET"]),
-            Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),
+            Route("/kvrelay/live", operators(live.once), methods=["GET"]),
+            Route("/kvrelay/live/events", operators(live.stream), methods=["GET"]),
+            Route("/kvrelay/history", operators(ui.history), methods=["GET"]),
+            Route("/kvrelay/requests", operators(ui.requests), methods=["GET"]),
+            Route("/kvrelay/requests/{request_id}", operators(ui.one_request), methods=["GET"]),
+            Route("/metrics", _metrics_endpoint(dispatcher, access), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},
     )
@@ -145,10 +150,10 @@ async def _pairs(front: Front, request: Request) -> Response:
     return json_response(dispatcher.workers.pairs.book.view())
 
 
-def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:
-    collector = ServeCollector(dispatcher.stats, dispatcher.router, dispatcher.workers)
-
+def _metrics_endpoint(dispatcher: Dispatcher, access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def metrics(request: Request) -> Response:
+        parts, shows_tenants = (dispatcher.stats, dispatcher.router), access.shows_tenants(bearer_token(request))
+        collector = ServeCollector(*parts, dispatcher.workers, shows_tenants=shows_tenants)
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         return Response(encode(collector), headers={"content-type": content_type})
 

@@ -10,6 +10,7 @@ from kvrelay.serve.api.endpoint import (
     EventStream,
     Front,
     bearer_token,
+    caller_of,
     forced_path,
     json_response,
     new_id,
@@ -64,7 +65,8 @@ async def chat_completions(front: Front, request: Request) -> Response:
 async def _generation(
     front: Front, request: Request, body: CompletionBody | ChatBody, prompts: list[Prompt], arrived_s: float
 ) -> Generation:
-    is_chat = isinstance(body, ChatBody)
+    is_chat, caller = isinstance(body, ChatBody), caller_of(request)
+    salt = caller.salt(body.cache_salt)
     job = GenerationJob(
         request_id=new_id("chatcmpl-" if is_chat else "cmpl-"),
         prompts=prompts,
@@ -79,11 +81,12 @@ async def _generation(
             kept_ids=next((prompt.output.kept_ids for prompt in prompts if prompt.output is not None), frozenset()),
         ),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
-        salt=body.cache_salt or "",
-        hints=await parameters.kv_hints(front.sessions, body),
+        salt=salt,
+        hints=await parameters.kv_hints(front.sessions, body, salt, caller.limits.pin_share),
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
-        tenant=parameters.tenant(body, front.settings.scheduler.tenant_by, bearer_token(request)),
+        tenant=parameters.tenant(body, front.settings.scheduler.tenant_by, bearer_token(request), caller.name),
+        meter=front.access.meter(caller),
         force=forced_path(request),
         explain=Explain(received_s=arrived_s) if request.headers.get("x-kvrelay-explain") == "1" else None,
         traceparent=traceparent_of(request),

@@ -4,7 +4,6 @@ error objects, clients that leave, server-sent events, and a request's span.
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import math
 import secrets
@@ -37,6 +36,7 @@ from kvrelay.serve.chat.reasoning import ReasoningMarkers
 from kvrelay.serve.chat.tool_support import ToolSupport
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force
 from kvrelay.serve.telemetry.history import History
+from kvrelay.serve.tenants.access import Access, Caller
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.settings.router import SloSettings
 
@@ -60,14 +60,6 @@ _encoder = msgspec.json.Encoder()
 
 class ClientLeft(Exception):
     """The client closed the connection: there is no one to answer. Never leaves serve/."""
-
-
-def check_api_key(request: Request, api_key: str | None) -> None:
-    """Raises InvalidRequest (401) unless the key is right or none is set."""
-    if api_key is None:
-        return
-    if not hmac.compare_digest(bearer_token(request).encode(), api_key.encode()):
-        raise InvalidRequest("missing or wrong API key", None, 401, "invalid_api_key")
 
 
 def bearer_token(request: Request) -> str:
@@ -178,7 +170,7 @@ class EventStream(Response):
 
 # ---- every error as OpenAI's error object with its HTTP status
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def describe(error: Exception, request_id: str = "-") -> tuple[int, ErrorReply, float | None]:
@@ -245,6 +237,7 @@ class Front:
     settings: Settings
     model: ModelCard
     sessions: Sessions
+    access: Access
     slo: SloSettings | None  # None: no request has one
     check_grammar: Callable[[GrammarSpec], Awaitable[None]]  # raises InvalidRequest
     history: History
@@ -313,13 +306,16 @@ def request_id_header(request: Request, request_id: str) -> dict[str, str]:
     return {} if "x-request-id" in request.headers else {"x-request-id": request_id}
 
 
-def endpoint(front: Front, handler: Endpoint, *, needs_key: bool = True) -> Callable[[Request], Awaitable[Response]]:
+def endpoint(
+    front: Front, handler: Endpoint, *, needs_key: bool = True, is_operators: bool = False
+) -> Callable[[Request], Awaitable[Response]]:
     """The process edge: the API key is checked, where one is set, and every error becomes a response."""
 
     async def handle(request: Request) -> Response:
         try:
             if needs_key:
-                check_api_key(request, front.settings.serve.api_key)
+                check = front.access.operator if is_operators else front.access.caller
+                request.scope[_CALLER] = check(bearer_token(request))
             return await handler(front, request)
         except ClientLeft:
             logger.debug("request %s: the client left %s", _id_of(request.scope), request.url.path)
@@ -330,17 +326,24 @@ def endpoint(front: Front, handler: Endpoint, *, needs_key: bool = True) -> Call
     return handle
 
 
+def caller_of(request: Request) -> Caller:
+    """What came with the API key of a request to an endpoint that needs one."""
+    caller: Caller = request.scope[_CALLER]
+    return caller
+
+
 # ---- the log line and the span of an HTTP request: from its head to its last byte, streams included
 
+_CALLER = "kvrelay.caller"
 _REQUEST_ID = "kvrelay.request_id"
 _TRACEPARENT = "kvrelay.traceparent"
 _TRACED = ("/v1/completions", "/v1/chat/completions")
 
 
 class HttpObserver:
-    """An ASGI app that logs each request: method, path, status, time to its last byte, our id, never what it holds; it
-    counts the responses to completions by status in `responses`, and puts completions under a span. Without an exporter
-    it only passes the client's traceparent on.
+    """An ASGI app that logs each request: method, path, status, time to its last byte, our id, its tenant, never its
+    key or what it holds; it counts the responses to completions by status in `responses`, and puts completions under a
+    span. Without an exporter it only passes the client's traceparent on.
     """
 
     def __init__(self, app: ASGIApp, responses: Counter[str]) -> None:
@@ -379,13 +382,18 @@ class HttpObserver:
                 span.end()
             if is_logged:
                 ms, path = 1000 * (time.perf_counter() - started_s), quote(scope["path"])
-                line = "request %s: %s %s %d %.1f ms%s"
-                access_logger.info(line, _id_of(scope), scope["method"], path, status, ms, _clients_id(scope))
+                line, more = "request %s: %s %s %d %.1f ms%s%s", (_tenant(scope), _clients_id(scope))
+                access_logger.info(line, _id_of(scope), scope["method"], path, status, ms, *more)
 
 
 def _id_of(scope: Scope) -> str:
     """Our id of a request; "-": it has none yet, or none at all."""
     return str(scope.get(_REQUEST_ID, "-"))
+
+
+def _tenant(scope: Scope) -> str:
+    caller: Caller | None = scope.get(_CALLER)
+    return f", tenant={caller.name}" if caller is not None and caller.name else ""
 
 
 def _clients_id(scope: Scope) -> str:

@@ -11,11 +11,18 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import KvHints, Prefetched, SequenceRequest
-from kvrelay.serve.api.endpoint import Front, forced_path, json_response, new_id, read_json_body, unless_client_leaves
+from kvrelay.serve.api.endpoint import (
+    Front,
+    caller_of,
+    forced_path,
+    json_response,
+    new_id,
+    read_json_body,
+    unless_client_leaves,
+)
 from kvrelay.serve.api.parameters import check_count, kv_hints, merged_hints, pins_name
 from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.schemas import (
-    Common,
     KvFields,
     PrefetchChatBody,
     PrefetchCompletionBody,
@@ -73,7 +80,7 @@ def _key(request: Request) -> SessionKey:
         raise InvalidRequest(f"{SALT_HEADER}: must be UTF-8", SALT_HEADER) from error
     if len(salt) > _MAX_SALT_CHARS:
         raise InvalidRequest(f"{SALT_HEADER}: longer than {_MAX_SALT_CHARS} characters", SALT_HEADER)
-    return SessionKey.of(salt, name)
+    return SessionKey.of(caller_of(request).salt(salt), name)
 
 
 def _reply(key: SessionKey, hints: SessionHints) -> dict[str, Any]:
@@ -98,12 +105,14 @@ async def prefetch(front: Front, request: Request) -> Response:
         given = prompts_of(body, front.codec.vocab_size)
         check_count(len(given), body, front.settings.router.max_inflight)
         prompts = [await completion_prompt(front, body, item) for item in given]
-    hints = await kv_hints(front.sessions, body)
+    caller = caller_of(request)
+    salt = caller.salt(body.cache_salt)
+    hints = await kv_hints(front.sessions, body, salt, caller.limits.pin_share)
     if not hints.keep:
         raise InvalidRequest("kv.keep: what is not to be kept cannot be prefetched", "kv.keep")
     hold_s = DEFAULT_HOLD_S if body.hold_s is None else body.hold_s
     force = forced_path(request)
-    prefetches = asyncio.gather(*(_prefetch_prompt(front, body, prompt, hints, hold_s, force) for prompt in prompts))
+    prefetches = asyncio.gather(*(_prefetch_prompt(front, salt, prompt, hints, hold_s, force) for prompt in prompts))
     answers = await unless_client_leaves(request.receive, prefetches)
     return json_response(_prefetch_reply(prompts, answers, hold_s))
 
@@ -117,10 +126,10 @@ def _is_chat(data: bytes) -> bool:
 
 
 async def _prefetch_prompt(
-    front: Front, body: Common, prompt: Prompt, hints: KvHints, hold_s: float, force: Force
+    front: Front, salt: str, prompt: Prompt, hints: KvHints, hold_s: float, force: Force
 ) -> tuple[str, Prefetched]:
     """(worker, its answer)."""
-    tokens_per_hash, salt = front.settings.tokens_per_hash, body.cache_salt or ""
+    tokens_per_hash = front.settings.tokens_per_hash
     sequence = SequenceRequest(
         request_id=new_id("prefetch-"),
         token_ids=prompt.token_ids,

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane.messages import Beams, KvHints, Sampling
@@ -170,8 +172,12 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
     )
 
 
-def tenant(body: Common, tenant_by: TenantBy, api_key: str) -> str:
-    """The tenant from the body or the API key, as `tenant_by` has it."""
+def tenant(body: Common, tenant_by: TenantBy, api_key: str, name: str = "") -> str:
+    """The tenant in fair shares: `name`, that of the API key where keys have one, else from the body or the API key, as
+    `tenant_by` has it.
+    """
+    if name:
+        return tenant_of(name)
     names = {"cache_salt": body.cache_salt or "", "user": body.user or "", "api_key": api_key}
     name = next(filter(None, names.values()), "") if tenant_by == "auto" else names[tenant_by]
     return tenant_of(name)
@@ -224,22 +230,22 @@ def _targets(name: str, settings: SloSettings) -> list[SloTarget]:
 # ---- KV hints
 
 
-async def kv_hints(sessions: Sessions, body: Common) -> KvHints:
-    """The hints of the body's field `kv` and of the session that it names.
+async def kv_hints(sessions: Sessions, body: Common, salt: str, pin_share: float | None) -> KvHints:
+    """The hints of the body's field `kv` and of the session that it names. pin_share: of its tenant.
 
-    Raises InvalidRequest (404): there is no such session.
+    Raises InvalidRequest (404): there is no such session of this salt.
     """
     fields = body.kv
     if fields is None:
-        return KvHints()
+        return KvHints(pin_share=pin_share)
     inherited, session = SessionHints(), ""
     if fields.session is not None:
-        key = SessionKey.of(body.cache_salt or "", fields.session)
+        key = SessionKey.of(salt, fields.session)
         found = await sessions.get(key)
         if found is None:
             raise no_such_session(fields.session, "kv.session")
         inherited, session = found, pins_name(key, found)
-    return merged_hints(fields, inherited, session)
+    return msgspec.structs.replace(merged_hints(fields, inherited, session), pin_share=pin_share)
 
 
 def pins_name(key: SessionKey, hints: SessionHints) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvrelay.serve.chat.output import OutputFormat
 from kvrelay.serve.requests.dispatcher import Dispatcher, Force, RequestDriver
 from kvrelay.serve.telemetry.explain import Explain, SloRecord
 from kvrelay.serve.telemetry.observer import Arrival
+from kvrelay.serve.tenants.quotas import Meter
 from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, TextPiece, Tokenizer
 from kvrelay.serve.workers.worker_link import Mailbox
 
@@ -61,6 +63,7 @@ class GenerationJob:
     beams: Beams | None = None  # then the samples are the results of one beam search
     arrival: Arrival | None = None
     slo: SloRecord | None = None
+    meter: Meter | None = None  # of its tenant's quotas
 
     def report(self) -> dict[str, Any] | None:
         """The response's field `kvrelay`: the explanation if requested, and the SLO verdict if it differs from the
@@ -163,6 +166,8 @@ class Generation:
     def note(self, index: int, piece: TextPiece) -> None:
         """Count a piece for the usage."""
         self.num_output_tokens += piece.num_tokens
+        if self.job.meter is not None:
+            self.job.meter.charge(piece.num_tokens)
         if piece.first is not None:
             self._cached_tokens.setdefault(index // self.job.num_samples, piece.first.cached_tokens or 0)
 
@@ -177,19 +182,28 @@ class Generation:
         return sum(self._cached_tokens.values())
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, TextPiece]], None]:
-        """Pieces until every choice has ended. Raises what the first failing sequence raises."""
-        streams = await self._streams()
-        try:
-            if len(streams) == 1:
-                while (piece := await streams[0].next()) is not None:
-                    yield [piece]
-                return
-            async with contextlib.aclosing(_merge(streams)) as merged:
-                async for pieces in merged:
-                    yield pieces
-        finally:
-            for stream in streams:
-                await stream.aclose()
+        """Pieces until every choice has ended. Raises what the first failing sequence raises, and QuotaExceeded."""
+        with self._counted():
+            streams = await self._streams()
+            try:
+                if len(streams) == 1:
+                    while (piece := await streams[0].next()) is not None:
+                        yield [piece]
+                    return
+                async with contextlib.aclosing(_merge(streams)) as merged:
+                    async for pieces in merged:
+                        yield pieces
+            finally:
+                for stream in streams:
+                    await stream.aclose()
+
+    def _counted(self) -> AbstractContextManager[None]:
+        """Around all work: it counts against the tenant's quotas."""
+        job = self.job
+        if job.meter is None:
+            return contextlib.nullcontext()
+        width = job.num_samples if job.beams is None else job.beams.width
+        return job.meter.running(width * len(job.prompts), self.num_prompt_tokens)
 
     async def _streams(self) -> list[_Stream]:
         tokens_per_hash, count = self.dispatcher.tokens_per_hash, self.job.num_samples

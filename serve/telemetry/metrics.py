@@ -246,9 +246,11 @@ def worker_metrics(workers: Iterable[tuple[WorkerInfo, LoadReport]]) -> Iterable
 class ServeCollector(Collector):
     """Reads the counters where they are kept; holds none of its own, and no other metrics of the process."""
 
-    def __init__(self, stats: ServeStats, router: Router, workers: Membership) -> None:
-        self._stats, self._router, self._workers = stats, router, workers
+    def __init__(self, stats: ServeStats, router: Router, workers: Membership, *, shows_tenants: bool) -> None:
+        self._stats, self._router, self._workers, self._shows_tenants = stats, router, workers, shows_tenants
 
     def collect(self) -> Iterable[Metric]:
         yield from ingress_metrics(self._stats, self._router, self._workers)
-        yield from worker_metrics(self._workers.live_workers())
+        for family in worker_metrics(self._workers.live_workers()):
+            if self._shows_tenants or not any("tenant" in sample.labels for sample in family.samples):
+                yield family

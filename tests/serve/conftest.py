@@ -22,6 +22,7 @@ from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.retries import RETRY_BUDGET
 from kvrelay.serve.telemetry.history import History
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.workers.queries import run_in_slices
 from kvrelay.types import Role
 from tests.fakes import SECRET, ByteCodec, FakeWorker, OwnSessions, Script, alphabet, until
@@ -53,12 +54,14 @@ class Cluster:
         router = Router(settings.router, tokens_per_hash=tokens_per_hash, slo=settings.slo, schedule=run_in_slices)
         self.dispatcher = Dispatcher(router, SECRET, settings, retry_budget=retry_budget)
         self.history = History()
+        self.access = Access(settings.serve.api_key, settings.serve.api_keys_file, SECRET)
         self.app = create_app(
             self.dispatcher,
             codec,
             settings,
             ModelCard(MODEL, codec.max_model_len, 1700000000),
             OwnSessions(self.dispatcher.clock),
+            self.access,
             self._check_grammar,
             self.history,
         )

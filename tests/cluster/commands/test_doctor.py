@@ -22,6 +22,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import Tokenizer
 from kvrelay.types import Role
 from tests.fakes import OwnSessions
@@ -102,7 +103,7 @@ async def cluster(*workers):
         stack.push_async_callback(dispatcher.aclose)
         dispatcher.workers.set_members(members)
         sessions = OwnSessions(dispatcher.clock)
-        app = create_app(dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000), sessions)
+        app = create_app(dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000), sessions, Access())
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
         serving = asyncio.create_task(server._serve())
 

@@ -76,6 +76,7 @@ APP = "applications.0"
         (f"{APP}.args.model.source", "./model", "'./model': replicas run in other folders"),
         (f"{APP}.args.model.source", "no such/thing at all", "nor a hub id (org/name)"),
         (f"{APP}.args.model.chat_template", "chat.jinja", "write an absolute path"),
+        (f"{APP}.args.serve", {"api_keys_file": "keys.yaml"}, "serve.api_keys_file: 'keys.yaml': replicas run in"),
         (f"{APP}.deployments.1.name", "prefil", "unknown deployment prefil; did you mean prefill?"),
         (f"{APP}.deployments.1.num_replica", 2, "did you mean applications.0.deployments.prefill.num_replicas?"),
         (f"{APP}.deployments.2.num_replicas", 0, "decode.num_replicas: cannot be 0: without a decode worker"),

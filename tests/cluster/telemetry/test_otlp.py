@@ -22,6 +22,7 @@ from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import Tokenizer
 from tests.fakes import OwnSessions
 
@@ -137,7 +138,7 @@ async def ingress_of(folder, *, num_decode=1):
         async with asyncio.timeout(60):
             await cluster.dispatcher.workers.wait_for(lambda workers: workers.pairs.book.is_settled())
         card = ModelCard("tiny", 2048, 0)
-        app = create_app(cluster.dispatcher, Tokenizer(folder), settings, card, OwnSessions(time.monotonic))
+        app = create_app(cluster.dispatcher, Tokenizer(folder), settings, card, OwnSessions(time.monotonic), Access())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
             yield client, cluster

@@ -12,6 +12,7 @@ from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import ChoiceText, TextOptions, Tokenizer
 from tests.fakes import SECRET, OwnSessions
 from tests.serve.text.family_folders import EOS, FAMILIES, NO_SYSTEM_TEMPLATE, TEMPLATES, write_family
@@ -170,7 +171,7 @@ async def post(http_folder, messages, **body):
     settings = settings_from({})
     dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), SECRET, settings)
     sessions = OwnSessions(dispatcher.clock)
-    app = create_app(dispatcher, Tokenizer(http_folder), settings, ModelCard("m", 512, 0), sessions)
+    app = create_app(dispatcher, Tokenizer(http_folder), settings, ModelCard("m", 512, 0), sessions, Access())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         return await client.post(
             "/v1/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 1, **body}

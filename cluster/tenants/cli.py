@@ -1,0 +1,88 @@
+"""`kvrelay keys`: adds API keys of tenants to a file, lists and removes them.
+
+The key itself is printed once and kept nowhere: the file has its hash.
+"""
+
+import contextlib
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.errors import ConfigError
+from kvrelay.serve.tenants.access import read_keys
+from kvrelay.serve.tenants.key_file import KeyFile, TenantEntry, file_text, key_hash, parse_keys
+
+KEY_BYTES = 32
+_QUOTAS = ("max_running", "tokens_per_minute", "pin_share")
+
+
+def command(
+    action: Annotated[Literal["add", "list", "remove"], typer.Argument(help="what to do with the file")],
+    name: Annotated[str | None, typer.Argument(help="the tenant; add and remove need it")] = None,
+    *,
+    file: Annotated[Path, typer.Option(help="the file that serve.api_keys_file names; add makes it")],
+    shared: Annotated[
+        bool, typer.Option("--shared", help="add: its KV is in the namespace of all shared tenants and serve.api_key")
+    ] = False,
+    max_running: Annotated[int | None, typer.Option(help="add: most sequences that run at once")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="add: most tokens, of prompts and outputs")] = None,
+    pin_share: Annotated[float | None, typer.Option(help="add: most of the KV pools that it pins, as a share")] = None,
+) -> None:
+    """API keys of tenants: add one and print it, list the tenants, or remove one. Ingresses read a changed file."""
+    keys, console = read_keys(file) if action != "add" or file.exists() else KeyFile(), Console(highlight=False)
+    if action == "list":
+        console.print(_table(keys))
+        return
+    if name is None:
+        raise ConfigError(f"{action} needs a tenant's name: kvrelay keys {action} NAME --file {file}")
+    if action == "add":
+        key = f"kvr-{secrets.token_urlsafe(KEY_BYTES)}"
+        quotas = {"max_running": max_running, "tokens_per_minute": tokens_per_minute, "pin_share": pin_share}
+        given = {what: value for what, value in quotas.items() if value is not None}
+        _write(file, [*keys.tenants, _entry(name, key, shared=shared, **given)])
+        console.out(key, highlight=False)
+        Console(stderr=True).print(f"the key of {name}; it is not shown again", highlight=False, markup=False)
+        return
+    left = [one for one in keys.tenants if one.name != name]
+    if len(left) == len(keys.tenants):
+        raise ConfigError(f"{file} has no tenant {name!r}")
+    _write(file, left)
+
+
+def _entry(name: str, key: str, *, shared: bool, **quotas: Any) -> TenantEntry:
+    """A checked entry. Raises ConfigError."""
+    text = file_text([TenantEntry.model_construct(name=name, key_sha256=key_hash(key), shared=shared, **quotas)])
+    (entry,) = parse_keys(text, f"kvrelay keys add {name}").tenants
+    return entry
+
+
+def _write(file: Path, tenants: list[TenantEntry]) -> None:
+    """In one step, so that an ingress never reads half a file; for its owner alone. Raises ConfigError."""
+    text = file_text(tenants)
+    parse_keys(text, str(file))
+    try:
+        handle, written = tempfile.mkstemp(dir=file.absolute().parent, prefix=f".{file.name}-")  # mode 0600
+        try:
+            with os.fdopen(handle, "w") as target:
+                target.write(text)
+            os.replace(written, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(written)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+
+
+def _table(keys: KeyFile) -> Table:
+    table = Table("tenant", "namespace", "running", "tokens per minute", "pins", box=None)
+    for one in keys.tenants:
+        values = ("-" if (value := getattr(one, what)) is None else f"{value:,}" for what in _QUOTAS)
+        table.add_row(one.name, "shared" if one.shared else "its own", *values)
+    return table
