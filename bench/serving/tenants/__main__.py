@@ -1,6 +1,6 @@
 """Whether a tenant can measure what another tenant's cache holds: times to first token of right and of wrong guesses.
 
-    python -m bench.serving.tenants [--guesses 1000] [--tokens 200] [--json FILE]
+    python -m bench.serving.tenants [--guesses 1000] [--tokens 400] [--json FILE]
 
 One worker with a small random model. Tenant a has asked every prompt. Then, in turns: tenant b guesses one of a's
 prompts, with a's cache_salt; b guesses a prompt that was never asked; a asks again, as a control. The noise is the
@@ -25,9 +25,10 @@ from kvrelay.serve.tenants.access import Access, Caller
 from kvrelay.serve.tenants.key_file import TenantEntry, file_text, key_hash
 
 BLOCK = 16
+LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}  # so that computing a prompt takes time
 SETTINGS = {
     "model": {"dtype": "float32", "max_model_len": 1024},
-    "engine": {"kv_memory": "512MiB", "num_threads": 1, "block_size": BLOCK},
+    "engine": {"kv_memory": "2GiB", "num_threads": 1, "block_size": BLOCK},
 }
 
 
@@ -54,7 +55,7 @@ async def measure(num_guesses: int, num_tokens: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "keys.yaml"
         file.write_text(file_text(TenantEntry(name=name, key_sha256=key_hash(name)) for name in "ab"))
-        model = tiny_checkpoint("llama", Path(folder) / "model")
+        model = tiny_checkpoint("llama", Path(folder) / "model", **LARGER)
         async with local_cluster(settings_from(SETTINGS), model, num_prefill=0, num_inside=1) as cluster:
             access = Access(None, str(file), cluster.secret)
             a, b = access.caller("a"), access.caller("b")
@@ -70,7 +71,7 @@ async def measure(num_guesses: int, num_tokens: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guesses", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=400, help="of each prompt")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = asyncio.run(measure(args.guesses, args.tokens))
