@@ -78,7 +78,7 @@ async def tenants(folder, tmp_path, **shared):
         {
             "model": {"dtype": "float32", "max_model_len": 512},
             "engine": {"kv_memory": "32MiB", "num_threads": 1, "backend": "reference", "block_size": 16},
-            "cache": {"host_memory": "8MiB"},
+            "cache": {"host_memory": "8MiB", "disk_path": str(tmp_path / "kv"), "disk_size": "64MiB"},
             "serve": {"api_key": OPERATOR, "api_keys_file": written(tmp_path / "keys.yaml", a=shared, b=shared)},
         }
     )
