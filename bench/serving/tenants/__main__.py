@@ -25,7 +25,7 @@ from kvrelay.serve.tenants.access import Access, Caller
 from kvrelay.serve.tenants.key_file import TenantEntry, file_text, key_hash
 
 BLOCK = 16
-LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}  # so that computing a prompt takes time
+LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}  # computing a prompt takes time
 SETTINGS = {
     "model": {"dtype": "float32", "max_model_len": 1024},
     "engine": {"kv_memory": "2GiB", "num_threads": 1, "block_size": BLOCK},

@@ -11,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from kvrelay.cluster.commands import serve
-from kvrelay.cluster.commands.serve import announce, exposure, report_sizes
+from kvrelay.cluster.commands.cli import USAGE_ERROR, run
+from kvrelay.cluster.commands.serve import announce, exposure, report_sizes, require_operators_key
 from kvrelay.cluster.errors import ClusterError, RequestRefused
 from kvrelay.config import settings_from
+from kvrelay.errors import ConfigError
 
 pytestmark = pytest.mark.alone
 
@@ -47,6 +49,21 @@ def test_the_probe_waits_for_an_ingress_that_has_no_worker_yet_and_for_no_other_
     answers[:] = [503, 200]
     with pytest.raises(RequestRefused):
         serve.probe_path("http://x", None, "m", prefill=1, decode=1)
+
+
+def test_where_there_are_tenants_the_operator_has_a_key_too():
+    settings = settings_from({"serve": {"api_keys_file": "/keys.yaml"}}).serve
+    with pytest.raises(ConfigError, match="set KVRELAY_API_KEY"):
+        require_operators_key(settings, None)
+    require_operators_key(settings, "key")
+    require_operators_key(settings_from({}).serve, None)
+
+
+def test_a_bad_file_of_keys_ends_serve_before_anything_starts(tmp_path, capsys):
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: search}]")
+    assert run(["serve", "--api-key", "k", "--set", f"serve.api_keys_file={file}"]) == USAGE_ERROR
+    assert "(tenant search)" in " ".join(capsys.readouterr().err.split())
 
 
 class Dashboard(BaseHTTPRequestHandler):
