@@ -103,7 +103,9 @@ async def cluster(*workers):
         stack.push_async_callback(dispatcher.aclose)
         dispatcher.workers.set_members(members)
         sessions = OwnSessions(dispatcher.clock)
-        app = create_app(dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000), sessions, Access())
+        app = create_app(
+            dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000), sessions, Access(own.serve.api_key)
+        )
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
         serving = asyncio.create_task(server._serve())
 
