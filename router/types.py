@@ -127,7 +127,8 @@ class RouteRequest:
     tenant: str = ""
     priority: int = 0  # lower numbers are served earlier
     source: str = ""  # has the KV and sends it: only a decode worker is chosen, and nothing is computed; "": none
-    may_wait: bool = False  # at the router, while it will miss its TTFT target in any case: see deferral.py
+    is_new: bool = False  # not admitted before: it may be refused because too many queue
+    may_wait: bool = False  # at the router, behind others: see deferral.py
 
 
 class Candidate(NamedTuple):
@@ -209,13 +210,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """The request waits at the router until `Router.take_ready` returns it: it will miss its TTFT target in any case.
-    See deferral.py.
+    """The request waits at the router until `Router.take_ready` returns it: it will miss its TTFT target in any case,
+    or others have waited for long. See deferral.py.
 
     It counts as no worker's load, and no worker reserves anything for it.
     """
 
     predicted_ttft_s: float  # if it were placed now
+    longest_s: float  # ask again after so long, to be refused
 
 
 @dataclass(frozen=True, slots=True)

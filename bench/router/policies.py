@@ -34,7 +34,6 @@ from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator import worker as simulated_worker
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.workloads.choose import make_workload
-from kvrelay.router.decision import deferral
 from kvrelay.router.planning.types import SpeedCurve
 
 PROFILE = "llama-3.1-70b-h100x8-bf16"
@@ -42,7 +41,7 @@ TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9
 PREFILL_POOL_TOKENS, DECODE_POOL_TOKENS = 500_000, 1_500_000
 LOADS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0)
 OVERLOAD = 1.25
-NO_LIMITS = {"router": {"max_inflight": 1_000_000}}
+NO_LIMITS = {"router": {"max_inflight": 1_000_000, "max_queue_s": 3600.0}}
 PROMISES = {"slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}}
 
 PEERS = "bench.router.peer_policies"
@@ -117,7 +116,7 @@ class Lab:
         own = CONTENDERS[task.contender]
         settings = {section: {**NO_LIMITS.get(section, {}), **own.get(section, {})} for section in {**NO_LIMITS, **own}}
         settings = with_pairs(settings, list(task.pairs))
-        deferral.MAX_DEFERRED = types.MAX_WAITING = 1_000_000  # no limits: see NO_LIMITS
+        types.MAX_WAITING = 1_000_000  # no limits: see NO_LIMITS
         simulated_worker.RESERVE_TIMEOUT_S = 3600.0
         self._scenario = scenario_from(
             {

@@ -52,12 +52,13 @@ class SimulatedRequestDriver:
             slo=ingress.slo if attempt_number == 1 else None,
             session=job.session,
             tenant=job.tenant,
+            is_new=attempt_number == 1,
             may_wait=attempt_number == 1,
         )
         choice = self._retries.choose(query, ingress.route)
         self._is_deferred = isinstance(choice, Deferred)
         if isinstance(choice, Deferred):
-            ingress.defer(request_id, self)
+            ingress.defer(request_id, self, choice.longest_s)
             return
         job.num_attempts = attempt_number
         if isinstance(choice, RoutingRefusal):
@@ -243,6 +244,7 @@ class SimulatedIngress:
             self._on_ended(job)
             return
         self.stats.running += 1
+        self.stats.taken += 1
         self.stats.prompt_tokens += job.num_tokens
         self.stats.prompt_squares += job.num_tokens**2
         driver = SimulatedRequestDriver(job, self)
@@ -254,11 +256,17 @@ class SimulatedIngress:
         self.links.assigned_changed()
         return choice
 
-    def defer(self, request_id: str, driver: SimulatedRequestDriver) -> None:
-        """Keep a request until the router reports that it is ready."""
+    def defer(self, request_id: str, driver: SimulatedRequestDriver, longest_s: float) -> None:
+        """Keep a request until the router reports that it is ready, or is to refuse it."""
         self.stats.deferred += 1
         self.deferred[request_id] = driver
+        self.clock.after(longest_s, self._expire, request_id, driver)
         self.start_deferred()
+
+    def _expire(self, request_id: str, driver: SimulatedRequestDriver) -> None:
+        if self.deferred.get(request_id) is driver:
+            del self.deferred[request_id]
+            driver.begin()
 
     def start_deferred(self) -> None:
         """Begin the deferred requests that the router reports as ready."""

@@ -93,6 +93,8 @@ class Admission:
     def past_deadline(self, now_s: float) -> list[Sequence]:
         """Queued sequences that were never begun and should have their first token by now."""
         self._now_s = now_s
+        self._queues.waiting.restore_aged(now_s)
+        self._queues.reserving.restore_aged(now_s)
         return self._queues.waiting.past_deadline(now_s) + self._queues.reserving.past_deadline(now_s)
 
     def head(self, queue: WaitingQueue) -> Sequence | None:
@@ -120,7 +122,10 @@ class Admission:
         request = seq.request
         if request.ttft_target_s is None or seq.overdue_tokens or request.deadline_s is not None:
             return None
-        left_s = seq.arrived_s + request.ttft_target_s - self._now_s
+        queued_s = self._now_s - seq.arrived_s
+        if queued_s >= self._queues.fair_share.rules.aged_s:
+            return None
+        left_s = request.ttft_target_s - queued_s
         if is_reservation:
             return seq.num_tokens if left_s <= 0 else None
         if seq.has_begun:

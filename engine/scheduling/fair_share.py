@@ -4,13 +4,14 @@ A counter grows by the weighted tokens that the engine computes for its tenant; 
 Source: Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.hashing import tenant_of
-from kvrelay.settings.router import SchedulerSettings
+from kvrelay.settings.router import RouterSettings, SchedulerSettings
 
 CREDIT_TOKENS = 4096.0  # weighted; a tenant may save up so many, and lead by as many and have its deadlines honoured
 TURNS_IN_CREDIT = 4
@@ -26,12 +27,13 @@ class QueueRules:
     output_weight: float = 2.0  # of an output token, against 1 of a prompt token: its share of a step's time
     credit_tokens: float = CREDIT_TOKENS
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
+    aged_s: float = math.inf  # an overdue sequence that is queued so long no longer yields to those in time
 
 
-def queue_rules(settings: SchedulerSettings) -> QueueRules:
+def queue_rules(settings: SchedulerSettings, router: RouterSettings) -> QueueRules:
     """The engine's own form of the settings; weights are of the names' digests."""
     weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return QueueRules(tenant_weights=weights)
+    return QueueRules(tenant_weights=weights, aged_s=router.max_queue_s / 2)
 
 
 class FairShare:

@@ -50,6 +50,7 @@ class WaitingQueue:
         self._sorted: list[_Place] = []  # the same
         self._due: dict[int, Sequence] = {}  # queued sequences with a deadline
         self._skipped: dict[int, Sequence] = {}
+        self._overdue: dict[int, Sequence] = {}
         self._tickets = itertools.count()
         self._since_oldest = 0  # admissions since the oldest sequence was admitted, less its penalty
         self._mean_tokens = 0.0  # of admitted sequences
@@ -99,6 +100,7 @@ class WaitingQueue:
         del self._members[id(seq)]
         self._skipped.pop(id(seq), None)
         self._due.pop(id(seq), None)
+        self._overdue.pop(id(seq), None)
         self._leave(seq)
         priority = seq.request.priority
         self.num_by_priority[priority] -= 1
@@ -142,7 +144,18 @@ class WaitingQueue:
         """It misses its TTFT target: from now on those of its tenant and class that can meet theirs go before it."""
         self._leave(seq)
         seq.overdue_tokens = max(1, num_uncached)
+        self._overdue[id(seq)] = seq
         self._stand(seq)
+
+    def restore_aged(self, now_s: float) -> None:
+        """Overdue sequences that have been queued for `aged_s` are in order of arrival again."""
+        aged_s = self._shares.rules.aged_s
+        for seq in [seq for seq in self._overdue.values() if now_s - seq.arrived_s >= aged_s]:
+            del self._overdue[id(seq)]
+            seq.overdue_tokens = 0
+            if id(seq) in self._places:
+                self._leave(seq)
+                self._stand(seq)
 
     def return_ready(self, is_skipped: IsSkipped) -> None:
         """Put sequences that are no longer skipped back into their places."""

@@ -43,6 +43,14 @@ class RouterSettings(Section):
         unit="sequences",
         ge=1,
     )
+    max_queue_s: float = setting(
+        30.0,
+        "Longest time that a request queues. One that is expected to queue longer gets 429 at once, one that has "
+        "waited so long at the ingress gets it then; after half of it no later request passes an older one.",
+        unit="s",
+        ge=0.1,
+        le=3600,
+    )
 
 
 class SloClass(Section):
@@ -56,7 +64,7 @@ class SloClass(Section):
 
 
 class SloSettings(Section):
-    """Service-level objectives. While none is set, every request is admitted and nothing is predicted."""
+    """Service-level objectives. While none is set, no latency is predicted, and router.max_queue_s alone refuses."""
 
     ttft_s: float | None = setting(
         None, "TTFT target of requests that name no class (class `default`).", unit="s", gt=0, allow_inf_nan=False

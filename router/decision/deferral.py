@@ -1,9 +1,10 @@
-"""The queue of deferred requests: overdue ones, which wait at the router. Pure.
+"""Which requests wait at the router, and when their turn comes. Pure.
 
-Order: priorities, lower numbers first; within a priority, the tenant with the fewest tokens called; within a tenant,
-first come, first served. Every `OLDEST_EVERY`-th call takes the oldest request, so that none starves. While workers are
-busy, an overdue request has its turn after `OLDEST_EVERY` other requests, or proportionally more if its prompt is
-longer than theirs.
+An overdue request, which will miss its TTFT target in any case, waits while workers are busy: it has its turn after
+`OVERDUE_EVERY` other requests, or proportionally more if its prompt is longer than theirs. Once the oldest has waited
+for half of `max_queue_s`, or so much is queued that the last would, every new request waits behind those that are here,
+and one that is called has no TTFT target any more: it yields to none at its worker.
+While many prompts are queued at the workers, whatever they wait for there, no deferred request is called.
 """
 
 from collections.abc import Callable
@@ -12,69 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from kvrelay.router.decision.snapshot import MAX_RETRY_S, MIN_RETRY_S
+from kvrelay.router.decision.deferral_queue import DeferralQueue
+from kvrelay.router.decision.expected_wait import ExpectedWait
 from kvrelay.router.fleet.account import NUM_BLOCKS
-from kvrelay.router.fleet.ledger import OVERDUE_EVERY, Ledger, LiveWorkers
+from kvrelay.router.fleet.ledger import Ledger, LiveWorkers
 from kvrelay.router.policies.base import Floats
 from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
-
-MAX_DEFERRED = 256
-"""Requests that may wait here at a time: minutes of work for a worker; more get 429."""
-OLDEST_EVERY = OVERDUE_EVERY
-
-
-class Deferral:
-    """Deferred requests, and those that were called and have not come back yet."""
-
-    def __init__(self, max_deferred: int | None = None) -> None:
-        """`max_deferred`: requests that may wait at a time; None: MAX_DEFERRED."""
-        self._max_deferred = MAX_DEFERRED if max_deferred is None else max_deferred
-        self.waiting: dict[str, RouteRequest] = {}  # in order of arrival
-        self.called: set[str] = set()  # have neither come back nor ended
-        self._queues: dict[tuple[int, str], dict[str, RouteRequest]] = {}  # by priority and tenant
-        self._counters: dict[str, float] = {}  # tokens called, by waiting tenant; a new tenant starts at `_level`
-        self._level = 0.0  # the counter of the tenant that was called last
-        self._num_calls = 0
-
-    def defer(self, request: RouteRequest) -> bool:
-        """Queue it. False: too many wait."""
-        if len(self.waiting) >= self._max_deferred:
-            return False
-        self.waiting[request.request_id] = request
-        self._queues.setdefault((request.priority, request.tenant), {})[request.request_id] = request
-        self._counters.setdefault(request.tenant, self._level)
-        return True
-
-    def call(self) -> str | None:
-        """The next request, which counts as called until it is removed. None: none waits."""
-        if not self.waiting:
-            return None
-        self._num_calls += 1
-        if self._num_calls % OLDEST_EVERY:
-            queue = self._queues[min(self._queues, key=lambda key: (key[0], self._counters[key[1]]))]
-            entry = next(iter(queue.values()))
-        else:
-            entry = next(iter(self.waiting.values()))
-        self._level = self._counters[entry.tenant]
-        self._counters[entry.tenant] += entry.num_tokens
-        self.remove(entry.request_id)
-        self.called.add(entry.request_id)
-        return entry.request_id
-
-    def remove(self, request_id: str) -> None:
-        """It waits no longer, and is not expected back. Idempotent."""
-        self.called.discard(request_id)
-        entry = self.waiting.pop(request_id, None)
-        if entry is None:
-            return
-        queue = self._queues[entry.priority, entry.tenant]
-        del queue[request_id]
-        if not queue:
-            del self._queues[entry.priority, entry.tenant]
-            if not any(tenant == entry.tenant for _, tenant in self._queues):
-                del self._counters[entry.tenant]
-
 
 OVERDUE_SHARE = 0.1
 """Share of all decode workers' blocks that may be reserved for overdue prompts which are not computed yet."""
@@ -82,19 +27,27 @@ OVERDUE_TOKENS = 8192
 """Tokens of overdue prompts to be computed at one worker; the last prompt may exceed it."""
 IDLE_S = 0.5
 """Seconds of other prompts queued at a worker below which it takes overdue ones."""
+BACKLOG_S = 5.0
+"""Seconds of prompts queued at the workers beyond which they get no overdue ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class OverduePlacement:
-    """Decides whether an overdue request is placed now or deferred."""
+class Deferral:
+    """Decides whether a request is placed now, deferred or refused."""
 
-    deferral: Deferral
+    queue: DeferralQueue
     choose: Callable[[RouteRequest, float], Decision | RoutingRefusal]  # the decision at a time; counts nothing
     workers: LiveWorkers
     ledger: Ledger
+    wait: ExpectedWait
 
-    def is_overdue(self, request: RouteRequest, decision: Decision) -> bool:
-        """Whether a request that may wait and has a TTFT target misses it in any case.
+    def without_target(self, decision: Decision, now_s: float, waited_s: float) -> Decision:
+        """The decision for a request that was called: while all come in order, it has no TTFT target."""
+        is_in_order = waited_s >= self.wait.max_queue_s / 2 or self._is_in_order(now_s)
+        return replace(decision, ttft_target_s=None) if is_in_order and decision.verdict is None else decision
+
+    def is_overdue(self, request: RouteRequest, decision: Decision, waited_s: float) -> bool:
+        """Whether a request that may wait, and has waited here for so long, misses its TTFT target in any case.
 
         The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where
         blocks are scarce.
@@ -105,20 +58,61 @@ class OverduePlacement:
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
+        if waited_s + self.wait.at_workers_s() > target_s:
+            return True
+        if waited_s + decision.predicted_ttft_s <= target_s:  # so it is in a cluster that keeps up
+            return False
         compute = self.workers.accounts_of(decision)[0]
         speed = self.workers.prefill_tokens_per_s(compute.info.worker_id)
         overtaken_s = compute.unreported_overdue_tokens / speed
         queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
-        return decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s > target_s
+        return waited_s + decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s > target_s
 
     def place(
-        self, request: RouteRequest, decision: Decision, now_s: float, *, is_called: bool
+        self,
+        request: RouteRequest,
+        decision: Decision,
+        now_s: float,
+        waited_s: float,
+        *,
+        is_overdue: bool,
+        is_called: bool,
     ) -> Decision | RoutingRefusal | Deferred:
-        """Place an overdue request where it delays no other, or defer it.
+        """Place a request, an overdue one where it delays no other; or defer it, or refuse it.
 
         `is_called`: its turn has come; then it is placed.
         """
-        if self._has_room() and (is_called or not self.deferral.waiting):
+        if is_called:
+            placed = self._place_overdue(request, decision, now_s, is_called=True) if is_overdue else None
+            return placed or decision
+        is_behind = request.may_wait and decision.verdict is None and self._is_in_order(now_s)
+        if request.is_new:
+            refusal = self.wait.refusal(request, waited_s, is_deferred=is_overdue or is_behind)
+            if refusal is not None:
+                return refusal
+        if not is_overdue and not is_behind:
+            return decision
+        if not is_behind and not self._is_backlogged():
+            if self._has_room() and not self.queue.waiting:
+                return decision
+            if (placed := self._place_overdue(request, decision, now_s, is_called=False)) is not None:
+                return placed
+        self.queue.defer(request, now_s - waited_s)
+        return Deferred(decision.predicted_ttft_s, self.wait.max_queue_s - waited_s)
+
+    def _is_in_order(self, now_s: float) -> bool:
+        """Whether some wait, and no new request may pass them any more."""
+        half_s = self.wait.max_queue_s / 2
+        return bool(self.queue.waiting) and (self.queue.oldest_s(now_s) >= half_s or self.wait.all_s() >= half_s)
+
+    def _is_backlogged(self) -> bool:
+        return self.wait.backlog_s() > BACKLOG_S
+
+    def _place_overdue(
+        self, request: RouteRequest, decision: Decision, now_s: float, *, is_called: bool
+    ) -> Decision | None:
+        """The decision for a worker on which an overdue request delays no other; None: there is none."""
+        if is_called and self._has_room():
             return decision
         role = self._compute_role()
         queued_s = self._queued_s(role)
@@ -134,24 +128,20 @@ class OverduePlacement:
             elsewhere = replace(request, excluded=request.excluded.union(names) - takers, force=force)
             if isinstance(choice := self.choose(elsewhere, now_s), Decision):
                 return choice
-        if is_called:
-            return decision
-        if self.deferral.defer(request):
-            return Deferred(decision.predicted_ttft_s)
-        overdue_s = decision.predicted_ttft_s - (decision.ttft_target_s or 0.0)
-        message = f"the queue of requests that will miss their TTFT target is full ({len(self.deferral.waiting)})"
-        return RoutingRefusal("full", message, min(max(overdue_s, MIN_RETRY_S), MAX_RETRY_S))
+        return None
 
     def take_ready(self) -> str | None:
         """A deferred request whose turn has come, while any waits; None: none may be placed now."""
         role = self._compute_role()
         if len(self.workers.columns(role)):  # without workers every deferred request may come, to be refused
+            if self._is_backlogged():
+                return None
             queued_s = self._queued_s(role)
             has_turn = self.ledger.is_overdue_due and bool((queued_s < np.inf).any())
             num_open = np.count_nonzero(queued_s < IDLE_S) or int(has_turn or self._has_room())
-            if len(self.deferral.called) >= num_open:
+            if len(self.queue.called) >= num_open:
                 return None
-        return self.deferral.call()
+        return self.queue.call()
 
     def _has_room(self) -> bool:
         """Whether overdue prompts hold so few of the decode workers' blocks that they may queue at the workers."""

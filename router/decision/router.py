@@ -13,7 +13,9 @@ import numpy as np
 
 from kvrelay.plane.messages import Assigned, Timings
 from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, WorkerInfo
-from kvrelay.router.decision.deferral import Deferral, OverduePlacement
+from kvrelay.router.decision.deferral import Deferral
+from kvrelay.router.decision.deferral_queue import DeferralQueue
+from kvrelay.router.decision.expected_wait import ExpectedWait
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers
 from kvrelay.router.index.indexed_worker import Schedule
@@ -76,13 +78,14 @@ class Router:
             max_waiting=max_waiting,
             has_store=has_store,
         )
-        self._deferral = Deferral()
-        self._overdue = OverduePlacement(self._deferral, self._choose, self._workers, self._ledger)
+        self._queue = DeferralQueue()
+        self._wait = ExpectedWait(self._queue, self._workers, self._ledger, settings.max_queue_s)
+        self._deferral = Deferral(self._queue, self._choose, self._workers, self._ledger, self._wait)
         self.prediction_error_s = 0.0  # moving average of observed minus predicted TTFT
 
     @property
     def num_deferred(self) -> int:
-        return len(self._deferral.waiting)
+        return len(self._queue.waiting)
 
     # ---- messages of workers
 
@@ -145,23 +148,26 @@ class Router:
         """Choose workers, and count the request as their load from now on. An earlier attempt of the same id ends
         first.
 
-        Deferred: it waits, where the request allows it, until `take_ready` returns it, or until its `on_end`.
+        Deferred: it waits, where the request allows it, until `take_ready` returns it, or until its `on_end`. Call this
+        again, too, when it has waited for `longest_s`.
         """
-        is_called = request.request_id in self._deferral.called
+        self._wait.forget(now_s)
+        is_called = request.request_id in self._queue.called
+        waited_s = self._queue.waited_s(request.request_id, now_s)
         self.on_end(request.request_id)
         if request.source:
             return self._place_move(request, now_s)
         choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
-        if not is_called:
+        if waited_s is None:
             self._popularity.observe(request.block_hashes, now_s)
-        is_overdue = (  # almost never looked at in a cluster that keeps up
-            isinstance(choice, Decision)
-            and choice.ttft_target_s is not None
-            and (choice.verdict is not None or choice.predicted_ttft_s > choice.ttft_target_s)
-            and self._overdue.is_overdue(request, choice)
-        )
-        if is_overdue and isinstance(choice, Decision):
-            choice = self._overdue.place(request, choice, now_s, is_called=is_called)
+        is_overdue = False
+        if isinstance(choice, Decision):
+            if is_called:
+                choice = self._deferral.without_target(choice, now_s, waited_s or 0.0)
+            is_overdue = self._deferral.is_overdue(request, choice, waited_s or 0.0)
+            choice = self._deferral.place(
+                request, choice, now_s, waited_s or 0.0, is_overdue=is_overdue, is_called=is_called
+            )
         if isinstance(choice, Decision):
             self._account(request, choice, now_s, is_overdue=is_overdue)
         return choice
@@ -179,7 +185,7 @@ class Router:
         self._ledger.assign(
             Assignment(*id_and_hashes, account, 0, account, 0, now_s, 0.0, tenant=request.tenant, width=request.width)
         )
-        self._ledger.first_token(request.request_id, now_s)
+        self._ledger.first_token(request.request_id)
         return replace(decision, prefill=request.source, path="disaggregated")
 
     def _choose(self, request: RouteRequest, now_s: float) -> Decision | RoutingRefusal:
@@ -244,6 +250,7 @@ class Router:
                 tenant=request.tenant,
                 width=request.width,
                 is_overdue=is_overdue,
+                num_queued=self._wait.num_at_workers() + 1,
             )
         )
 
@@ -254,7 +261,7 @@ class Router:
         Poll it whenever a request was placed, got its first token, or ended, and when a worker reports, connects or
         leaves.
         """
-        return self._overdue.take_ready() if self._deferral.waiting else None
+        return self._deferral.take_ready() if self._queue.waiting else None
 
     def on_first_token(
         self, request_id: str, now_s: float, *, timings: Timings | None = None, cached_tokens: int = 0
@@ -263,10 +270,13 @@ class Router:
 
         Idempotent. `timings`: as the worker reports them.
         """
-        error_s = self._ledger.first_token(request_id, now_s)
+        assignment = self._ledger.first_token(request_id)
         if self.forecast is not None:
             self.forecast.first_token(request_id, now_s, timings, cached_tokens)
-        if error_s is not None:
+        if assignment is not None:
+            observed_s = now_s - assignment.assigned_at_s
+            self._wait.observe(assignment.num_queued, observed_s, now_s)
+            error_s = observed_s - assignment.predicted_ttft_s
             self.prediction_error_s += _SMOOTHING * (error_s - self.prediction_error_s)
 
     def on_finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
@@ -282,8 +292,8 @@ class Router:
 
     def on_end(self, request_id: str) -> None:
         """The request ended, however it did: it counts nowhere any more, and is not deferred. Idempotent."""
-        if self._deferral.waiting or self._deferral.called:
-            self._deferral.remove(request_id)
+        if self._queue.waiting or self._queue.called:
+            self._queue.remove(request_id)
         self._ledger.end(request_id)
         if self.forecast is not None:
             self.forecast.end(request_id)

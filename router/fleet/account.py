@@ -257,7 +257,7 @@ class WorkerAccount:
         self.own = OwnLoad()
         self.foreign_tokens = 0  # queued prompt tokens that other routers assigned
         self.foreign_sequences = 0
-        self._foreign_prefills = 0
+        self.foreign_prompts = 0  # those prompts
         self._others: AssignedByOthers | None = None
         self._step_time = StepTime(model.default_decode_step_s)
         self.changed: dict[WorkerAccount, None] | None = None
@@ -300,11 +300,16 @@ class WorkerAccount:
             tokens = max(tokens, unexplained)
             prefills = max(prefills, waiting_elsewhere if unexplained else 0)
             sequences = max(sequences, reported - own.reported_sequences)
-        self.foreign_tokens, self._foreign_prefills, self.foreign_sequences = tokens, prefills, sequences
+        self.foreign_tokens, self.foreign_prompts, self.foreign_sequences = tokens, prefills, sequences
 
     def assigned(self) -> Assigned:
         own = self.own
         return Assigned(tokens=own.tokens, prompts=own.prefills, sequences=own.sequences, blocks=own.unconfirmed_blocks)
+
+    @property
+    def num_others(self) -> int:
+        """Other routers that are connected to it."""
+        return (self._others or _NO_OTHERS).num_others
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -354,7 +359,7 @@ class WorkerAccount:
         free = report.free_blocks if self.report is not None else self.info.num_blocks
         return (
             max(self.foreign_tokens + own.tokens - report.overdue_tokens, 0),  # new requests go before overdue ones
-            max(self._foreign_prefills + own.prefills - report.overdue, 0),
+            max(self.foreign_prompts + own.prefills - report.overdue, 0),
             sequences,
             max(report.waiting, sequences - self.info.max_running, 0),
             free - max(0, own.unconfirmed_blocks + (self._others or _NO_OTHERS).blocks - report.leased_blocks),

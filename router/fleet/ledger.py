@@ -6,7 +6,7 @@ show it, so that a burst spreads over workers.
 """
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -55,6 +55,7 @@ class Assignment:
     tenant: str = ""
     width: int = 1  # sequences on the decode worker
     is_overdue: bool = False  # it will miss its TTFT target in any case
+    num_queued: int = 0  # prompts at the workers that were not computed when it was assigned, this one included
     has_first_token: bool = False
 
 
@@ -74,7 +75,9 @@ class Ledger:
         self._pending: dict[bytes, dict[str, Assignment]] = {}  # by first block hash, until the first token
         self.overdue_blocks = 0  # reserved on decode workers for overdue prompts that prefill workers compute
         self.with_overdue: set[WorkerAccount] = set()  # workers that have overdue prompts to compute
-        self._queued: dict[str, int] = {}  # by tenant: assigned prompt tokens that are not computed yet
+        self._queued: Counter[str] = Counter()  # by tenant: assigned prompt tokens that are not computed yet
+        self.num_queued: Counter[str] = Counter()  # by tenant: those prompts
+        self.num_overdue = 0  # of them
         self._turn = 0
         self._num_in_time = 0  # requests placed in time since the last overdue one
         self._num_required = 0.0  # of those, before the next overdue one is due
@@ -90,7 +93,7 @@ class Ledger:
         self._count_turn(assignment)
         self._assignments[assignment.request_id] = assignment
         compute, decode = assignment.compute, assignment.decode
-        self._queue(assignment.tenant, assignment.compute_tokens)
+        self._count_prompt(assignment, 1)
         compute.turn = self._turn
         compute.add(tokens=assignment.compute_tokens, prefills=1, **_prefill_share(int(decode is not compute)))
         self._count_overdue(assignment, assignment.compute_tokens)
@@ -114,13 +117,13 @@ class Ledger:
         length = tokens / self._mean_tokens if self._mean_tokens else 1.0
         self._num_in_time, self._num_required = 0, OVERDUE_EVERY * min(max(length, 1.0), MAX_PENALTY)
 
-    def first_token(self, request_id: str, now_s: float) -> float | None:
-        """The prompt is computed. Returns observed minus predicted TTFT in seconds, the first time; else None."""
+    def first_token(self, request_id: str) -> Assignment | None:
+        """The prompt is computed. Returns its assignment the first time; else None."""
         assignment = self._assignments.get(request_id)
         if assignment is None or assignment.has_first_token:
             return None
         assignment.has_first_token = True
-        self._queue(assignment.tenant, -assignment.compute_tokens)
+        self._count_prompt(assignment, -1)
         compute, decode = assignment.compute, assignment.decode
         compute.add(tokens=-assignment.compute_tokens, prefills=-1, **_prefill_share(-int(decode is not compute)))
         self._count_overdue(assignment, -assignment.compute_tokens)
@@ -131,14 +134,14 @@ class Ledger:
             del bucket[request_id]
             if not bucket:
                 del self._pending[assignment.block_hashes[0]]
-        return now_s - assignment.assigned_at_s - assignment.predicted_ttft_s
+        return assignment
 
     def end(self, request_id: str) -> None:
         """Remove everything that is still counted for it. Idempotent."""
         assignment = self._assignments.get(request_id)
         if assignment is None:
             return
-        self.first_token(request_id, assignment.assigned_at_s)
+        self.first_token(request_id)
         if assignment.decode is not None:
             assignment.decode.add(requests=-1, sequences=-assignment.width, reported_sequences=-assignment.width)
         del self._assignments[request_id]
@@ -164,12 +167,13 @@ class Ledger:
         else:
             self.with_overdue.discard(account)
 
-    def _queue(self, tenant: str, tokens: int) -> None:
-        left = self._queued.get(tenant, 0) + tokens
-        if left:
-            self._queued[tenant] = left
-        else:
-            self._queued.pop(tenant, None)
+    def _count_prompt(self, assignment: Assignment, sign: int) -> None:
+        """Its prompt queues at a worker (1), or does so no longer (-1)."""
+        self.num_overdue += sign * assignment.is_overdue
+        for counts, count in ((self._queued, assignment.compute_tokens), (self.num_queued, 1)):
+            counts[assignment.tenant] += sign * count
+            if not counts[assignment.tenant]:
+                del counts[assignment.tenant]
 
     def excess(self, tenant: str) -> float:
         """The tenant's queued tokens over an equal share of all queued tokens, minus 1; 0 if it has no more, or is
@@ -349,6 +353,13 @@ class LiveWorkers:
         prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
         unreported = prefills.num_unreported + decodes.num_unreported
         return unreported / (prefills.num_sequences + decodes.num_sequences) if unreported else 0.0
+
+    def num_foreign_prompts(self) -> int:
+        """Prompts that other routers have assigned and that are not computed."""
+        return sum([account.foreign_prompts for account in self.accounts.values()])
+
+    def num_other_routers(self) -> int:
+        return max([account.num_others for account in self.accounts.values()], default=0)
 
     def accounts_of(self, decision: Decision) -> tuple[WorkerAccount, WorkerAccount | None]:
         """(the worker that computes the prompt, the worker that decodes)."""

@@ -158,7 +158,7 @@ class RequestDriver:
         query, place, is_first = self._query(request), self._placer.place, self._num_attempts == 1
         while isinstance(decision := place(query) if is_first else self._retries.choose(query, place), Deferred):
             deferred_s = observer.deferred(decision.predicted_ttft_s)
-            await self._turn(request.request_id)
+            await self._turn(request.request_id, decision.longest_s)
             observer.resumed(deferred_s)
         observer.placed(decision, str(self._retries.last_failure or ""))
         if self._slo is not None and decision.verdict is not None:
@@ -172,12 +172,12 @@ class RequestDriver:
         self.attempt = SequenceAttempt(request, decision, submission, self.order, self._placer, observer)
         return self.attempt
 
-    async def _turn(self, request_id: str) -> None:
-        """Wait until a deferred request may be placed. Raises RequestError (504)."""
+    async def _turn(self, request_id: str, longest_s: float) -> None:
+        """Wait until a deferred request may be placed, or is to be refused. Raises RequestError (504)."""
         assert self._time_limit is not None
         try:
             async with asyncio.timeout_at(self._time_limit.when()):
-                await self._placer.turn(request_id)
+                await self._placer.turn(request_id, longest_s)
         except TimeoutError as error:
             raise self._time_limit_error() from error
 
@@ -199,6 +199,7 @@ class RequestDriver:
             session=request.hints.session,
             tenant=request.tenant,
             priority=request.priority,
+            is_new=is_first,
             may_wait=is_first and self._force is None and request.deadline_s is None,
         )
 
@@ -220,9 +221,9 @@ class RequestDriver:
     def _with_time_left(self, request: wire.SequenceRequest, decision: Decision) -> wire.SequenceRequest:
         """With what is left of its deadline and of its TTFT target. Raises DeadlinePassed when nothing is."""
         passed_s = self.observer.now_s() - self.observer.started_s
-        if decision.ttft_target_s is not None:
-            left_s = None if request.num_output_tokens else decision.ttft_target_s - passed_s
-            request = msgspec.structs.replace(request, ttft_target_s=left_s, tpot_target_s=decision.tpot_target_s)
+        target_s = None if request.num_output_tokens else decision.ttft_target_s
+        left_s = None if target_s is None else target_s - passed_s
+        request = msgspec.structs.replace(request, ttft_target_s=left_s, tpot_target_s=decision.tpot_target_s)
         if request.deadline_s is None:
             return request
         left_s = request.deadline_s - passed_s

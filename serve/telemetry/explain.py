@@ -26,7 +26,7 @@ class Explain:
     received_s: float
     submitted_s: float = 0.0
     route_s: float = 0.0
-    deferred_s: float = 0.0  # at the router, as its first token would miss its target anyway
+    deferred_s: float = 0.0  # at the router: see router/decision/deferral.py
     reserve_s: float = 0.0
     dispatched_s: float = 0.0
     network_s: float = 0.0

@@ -217,7 +217,7 @@ def ingress_metrics(stats: ServeStats, router: Router, workers: Membership) -> I
     table.add_fields(_OF_INGRESS, stats, {})
     what = "Moving average of observed minus predicted time to first token."
     table.add("kvrelay_router_prediction_error_seconds", what, {}, router.prediction_error_s)
-    what = "Sequences deferred at the ingress, as their first token would miss its target anyway."
+    what = "Sequences deferred at the ingress: overdue, or behind others that are."
     table.add("kvrelay_requests_deferred", what, {}, router.num_deferred)
     _counted(stats, table)
     if router.forecast is not None:

@@ -81,9 +81,10 @@ class ServeStats:
     ignored_fields: Counter[str] = field(default_factory=Counter)  # of requests' bodies, by name
     responses: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STATUSES, 0)))  # by HTTP status
     running: int = 0
-    deferred: int = 0  # sequences that waited at the ingress, as their first token would miss its target anyway
+    deferred: int = 0  # sequences that waited at the ingress: see router/decision/deferral.py
     retries: int = 0
     moves: MoveStats = field(default_factory=MoveStats)
+    taken: int = 0  # sequences whose prompts are counted: not those refused because router.max_inflight run
     prompt_tokens: int = 0
     prompt_squares: int = 0  # sum of squared prompt lengths: how much lengths vary
     output_tokens: int = 0
@@ -221,6 +222,7 @@ class RequestObserver:
         self._last_of: dict[int, float] = {}  # when each choice's last tokens came
         self._phase_s = 0.0  # when the phase began that is measured now: placing, deferred or reserving
         stats.running += self._num_sequences
+        stats.taken += self._num_sequences
         stats.prompt_tokens += request.num_prompt_tokens
         stats.prompt_squares += request.num_prompt_tokens**2
 

@@ -58,11 +58,12 @@ class Placer:
         self.load_changed()
         return choice
 
-    async def turn(self, request_id: str) -> None:
-        """Wait until a deferred request may be placed; a caller that is cancelled meanwhile loses its turn."""
-        turn = self._turns[request_id]
+    async def turn(self, request_id: str, longest_s: float) -> None:
+        """Wait until a deferred request may be placed, at most `longest_s`: then `place` refuses it. A caller that is
+        cancelled meanwhile loses its turn.
+        """
         try:
-            await turn
+            await asyncio.wait([self._turns[request_id]], timeout=longest_s)
         except BaseException:
             self.ended(request_id)
             raise

@@ -66,7 +66,8 @@ def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it(monkeypa
     quiet = [entry(0.5 * index, 600, 60) for index in range(40)]
     rush = [entry(20.0 + 0.01 * index, 600, 60) for index in range(2000)]
     after = [entry(41.0 + 0.5 * index, 600, 60) for index in range(160)]
-    sim = simulate(quiet + rush + after, prefill=1, decode=1, settings=planned(), start_s=1.0)
+    settings = planned() | {"router": SETTINGS["router"] | {"max_queue_s": 120}}  # until the new workers are there
+    sim = simulate(quiet + rush + after, prefill=1, decode=1, settings=settings, start_s=1.0)
     assert max(counts(sim, "prefill")) >= 3
     assert counts(sim, "prefill")[-1] < max(counts(sim, "prefill"))
     assert sim.tally.outcomes["done"] >= 2190  # a reservation may time out before the new workers are there

@@ -310,9 +310,9 @@ def in_order(run: Run, now_s: float) -> list[str]:
     return order
 
 
-def wanting(ttft_target_s=1.0, *, speed=100.0) -> Run:
+def wanting(ttft_target_s=1.0, *, speed=100.0, **rules) -> Run:
     """A worker of 100 tokens/s; somebody who asks for no time, and three prompts, the second of them long."""
-    run = Run(running=1, budget=10)
+    run = Run(running=1, budget=10, rules=QueueRules(**rules))
     run.speeds.compute_tokens_per_s = speed
     run.add(tokens=8)
     for num_tokens in (40, 90, 10):
@@ -331,6 +331,11 @@ def wanting(ttft_target_s=1.0, *, speed=100.0) -> Run:
 )
 def test_who_can_have_its_first_token_in_time_goes_before_who_cannot(now_s, order):
     assert in_order(wanting(), now_s) == order
+
+
+@pytest.mark.parametrize(("aged_s", "order"), [(0.8, ["r1", "r4", "r2", "r3"]), (0.7, ["r1", "r2", "r3", "r4"])])
+def test_who_has_been_queued_for_long_no_longer_yields_to_those_in_time(aged_s, order):
+    assert in_order(wanting(aged_s=aged_s), 0.7) == order
 
 
 def test_a_reservation_that_has_outlived_its_time_is_preempted():

@@ -137,8 +137,13 @@ async def test_a_worker_refuses_what_is_overdue_and_goes_on(folder):
 
 def test_weights_go_by_the_digest_of_the_name_that_clients_send():
     settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}}})
-    rules = queue_rules(settings.scheduler)
+    rules = queue_rules(settings.scheduler, settings.router)
     assert rules.tenant_weights == {tenant_of("alice"): 3.0} and rules.credit_tokens == CREDIT_TOKENS
+
+
+def test_sequences_have_been_queued_for_long_after_half_of_what_is_allowed():
+    settings = settings_from({"router": {"max_queue_s": 20}})
+    assert queue_rules(settings.scheduler, settings.router).aged_s == 10.0
 
 
 @pytest.mark.parametrize("facts", [{"priority": 9}, {"priority": -9}, {"deadline_s": 0.0}, {"deadline_s": float("nan")},

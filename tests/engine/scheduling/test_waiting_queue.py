@@ -449,6 +449,16 @@ def test_the_overdue_ones_turn_comes_while_others_keep_coming():
     assert admitted.index(late) == 3
 
 
+def test_an_overdue_sequence_that_has_been_queued_for_long_yields_no_longer():
+    world = QueueWorld(QueueRules(oldest_every=None, credit_tokens=0, aged_s=15.0))
+    old, younger, in_time = (world.come(now_s=now_s) for now_s in (0.0, 5.0, 10.0))
+    world.queue.mark_overdue(old, 70), world.queue.mark_overdue(younger, 70)
+    world.queue.restore_aged(14.9)
+    assert world.queue.head() is in_time
+    world.queue.restore_aged(15.0)
+    assert world.order() == [old, in_time, younger] and not old.overdue_tokens
+
+
 def test_an_overdue_sequence_can_leave_the_queue():
     world = QueueWorld()
     late, one = world.come(), world.come()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.plane.messages import Timings
 from kvrelay.plane.reports import KvSnapshot
-from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral, OverduePlacement
+from kvrelay.router.decision.deferral import OVERDUE_TOKENS, Deferral
+from kvrelay.router.decision.deferral_queue import OLDEST_EVERY, DeferralQueue
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Deferred, RoutingRefusal, SloRequirement, SloTarget
 from kvrelay.settings.router import RouterSettings, SloSettings
@@ -30,9 +31,9 @@ HURRIED = {"policy_options": {"ttft_s": 0.5}}
 
 
 def waiting(*requests):
-    line = Deferral(len(requests))
+    line = DeferralQueue()
     for number, fields in enumerate(requests):
-        assert line.defer(ask(f"r{number}", **fields))
+        line.defer(ask(f"r{number}", **fields), 0.0)
     return line
 
 
@@ -59,15 +60,8 @@ def test_a_tenant_that_comes_late_has_saved_nothing_up():
     line = waiting(*[{"tenant": "a"}] * 8)
     assert [line.call() for _ in range(4)] == ["r0", "r1", "r2", "r3"]
     for number in (20, 21, 22):
-        line.defer(ask(f"r{number}", tenant="b"))
+        line.defer(ask(f"r{number}", tenant="b"), 0.0)
     assert calls(line) == [20, 4, 21, 5, 22, 6, 7]
-
-
-def test_so_many_and_no_more():
-    line = Deferral(1)
-    assert line.defer(ask("r0")) and not line.defer(ask("r1"))
-    line.remove("r0")
-    assert line.defer(ask("r1"))
 
 
 member = st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.integers(1, 5000))
@@ -76,7 +70,7 @@ member = st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.integers(1, 50
 @given(st.lists(st.one_of(member, st.just("call"), st.integers(0, 40)), max_size=120))
 def test_everybody_is_called_once_and_nobody_is_starved(steps):
     """A bound as in the engine's line: the oldest goes every so many calls."""
-    line, came, waits, called = Deferral(1000), 0, {}, Counter()
+    line, came, waits, called = DeferralQueue(), 0, {}, Counter()
     for step in steps:
         if step == "call":
             name = line.call()
@@ -92,14 +86,16 @@ def test_everybody_is_called_once_and_nobody_is_starved(steps):
             waits.pop(f"r{step}", None)
         else:
             priority, tenant, tokens = step
-            assert line.defer(ask(f"r{came}", priority=priority, tenant=tenant, tokens=tokens, hashes=()))
+            line.defer(ask(f"r{came}", priority=priority, tenant=tenant, tokens=tokens, hashes=()), 0.0)
             waits[f"r{came}"] = (len(waits), called.total())
             came += 1
         assert len(line.waiting) == len(waits) and not line.called
     assert max(called.values(), default=1) == 1
     while line.call() is not None:
         pass
-    assert not line._queues and not line._counters
+    for name in list(line.called):
+        line.remove(name)
+    assert not line._queues and not line._counters and not line._since_s
 
 
 # ---- the router
@@ -227,18 +223,6 @@ def test_nobody_waits(settings, fields):
     assert router.take_ready() is None
 
 
-def test_more_than_may_wait_are_refused(monkeypatch):
-    monkeypatch.setattr("kvrelay.router.decision.deferral.MAX_DEFERRED", 1)
-    router = cluster()
-    decided(asked(router, "r1"))
-    assert isinstance(asked(router, "r2"), Deferred)
-    refusal = refused(asked(router, "r3"))
-    assert (
-        refusal.reason == "full" and refusal.retry_after_s >= 1.0 and "will miss their TTFT target" in refusal.message
-    )
-    assert counted(router) == 2, "p1 and d1 count the first"
-
-
 def test_a_worker_that_dies_holds_nobody_up():
     router = cluster(prefill=["p1", "p2"])
     for name in ("r1", "r2", "r3"):
@@ -313,7 +297,7 @@ def flooded():
 
 def test_who_is_late_anyway_keeps_nobody_else_from_being_in_time(monkeypatch):
     with_it = flooded()
-    monkeypatch.setattr(OverduePlacement, "is_overdue", lambda self, request, decision: False)
+    monkeypatch.setattr(Deferral, "is_overdue", lambda self, request, decision, waited_s: False)
     without = flooded()
     shares = [sim.tally.num_ttft_kept / 600 for sim in (with_it, without)]
     assert shares[0] > 0.85 > 0.6 > shares[1]

@@ -11,9 +11,10 @@ import pytest
 from kvrelay.errors import Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.deferral import OVERDUE_TOKENS
+from kvrelay.router.types import RouteRequest
 from kvrelay.serve.telemetry.explain import Explain
 from tests.fakes import alphabet, expected_tokens, until
-from tests.serve.conftest import collect, sequence
+from tests.serve.conftest import MODEL, collect, sequence
 
 ROOMY = {"num_blocks": 4096, "max_model_len": 20_000}
 HURRIED = {"policy_options": {"ttft_s": 1e-6}}
@@ -50,6 +51,10 @@ async def deferred(cluster, count):
 
 def nothing_waits(cluster):
     return not cluster.dispatcher.router.num_deferred and not cluster.dispatcher.placer._turns
+
+
+def counted(router):
+    return [(view.assigned_requests, view.assigned_tokens) for view in router.workers()]
 
 
 async def test_its_turn_comes_with_the_first_token_of_who_was_there(crowded):
@@ -125,18 +130,37 @@ async def test_with_the_last_worker_the_hope_goes(crowded):
     assert nothing_waits(cluster)
 
 
-async def test_more_than_may_wait_get_429(crowded, monkeypatch):
-    monkeypatch.setattr("kvrelay.router.decision.deferral.MAX_DEFERRED", 1)
-    cluster, first = await crowded()
-    second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
-    await deferred(cluster, 1)
-    with pytest.raises(Overloaded) as caught:
-        await collect(cluster.dispatcher.generate(long("r3")))
-    assert (caught.value.status, caught.value.code) == (429, "overloaded") and "miss their TTFT target" in str(
-        caught.value
-    )
+async def test_who_has_waited_for_max_queue_s_gets_429_and_leaves_nothing(crowded):
+    cluster, first = await crowded(router={"max_queue_s": 0.3})
+    with pytest.raises(Overloaded, match="it has been queued for 0 s") as caught:
+        await collect(cluster.dispatcher.generate(long("r2")))
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "overloaded", 1.0)
+    assert nothing_waits(cluster) and cluster.dispatcher.stats.deferred == 1
+    assert cluster.decode[0].count(wire.Reserve) == 1, "nothing was reserved for it"
     cluster.prefill[0].hold_first_token.set()
-    await asyncio.gather(first, second)
+    await first
+    await cluster.all_released()
+
+
+async def test_who_would_wait_longer_than_max_queue_s_gets_429_at_once(make_cluster):
+    """Six prompts are queued, of which the workers start one in ten seconds."""
+    cluster = await make_cluster()
+    router, start_s = cluster.dispatcher.router, cluster.dispatcher.clock() - 120.0
+    for number in range(18):
+        router.select_and_reserve(RouteRequest(f"x{number}", (), 100, 8), start_s)
+    for number in range(12):
+        router.on_first_token(f"x{number}", start_s + 10.0 * (number + 1))
+    before = counted(router)
+    answer = await cluster.client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "max_tokens": 4})
+    assert answer.status_code == 429 and answer.json()["error"]["code"] == "overloaded"
+    assert "it would be queued for about 60 s" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] == "30"
+    assert counted(router) == before and nothing_waits(cluster), "something is counted for it"
+    assert not any(worker.holding for worker in cluster.workers)
+    for number in range(18):
+        router.on_end(f"x{number}")
+    answer = await cluster.client.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "max_tokens": 4})
+    assert answer.status_code == 200
     await cluster.all_released()
 
 
@@ -155,7 +179,7 @@ async def test_who_has_a_deadline_or_a_forced_path_goes_at_once(crowded, deadlin
 async def test_a_turn_that_comes_at_once_is_not_missed(crowded, monkeypatch):
     cluster, first = await crowded()
     router = cluster.dispatcher.router
-    monkeypatch.setattr(router, "take_ready", lambda: router._deferral.call())  # whoever waits
+    monkeypatch.setattr(router, "take_ready", lambda: router._queue.call())  # whoever waits
     second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
     await cluster.decode[0].until(lambda worker: worker.count(wire.Reserve) == 2)
     cluster.prefill[0].hold_first_token.set()
@@ -172,6 +196,6 @@ async def test_where_no_kv_can_travel_any_more_who_waited_hears_it(crowded):
     with pytest.raises(RequestError) as caught:
         await second
     assert caught.value.status == 503 and nothing_waits(cluster)
-    assert not cluster.dispatcher.router._deferral.called
+    assert not cluster.dispatcher.router._queue.called
     await first
     await cluster.all_released()

@@ -1,0 +1,108 @@
+"""Two minutes of three times what a cluster can do, without SLOs: who is accepted ends, and starts soon."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvrelay.cluster.simulator.results import Tally
+from kvrelay.router.planning.types import SpeedCurve
+from tests.cluster.simulator.simulator_cases import entry, everything_is_given_back, profile, simulation
+
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
+
+LOAD_S, MAX_QUEUE_S, UNBOUNDED_S = 120.0, 30.0, 3600.0
+PREFILL = SpeedCurve(overhead_s=0.005, weights_s=0.02, token_s=2e-3, pair_s=0.0, context_s=0.0)
+DECODE = SpeedCurve(overhead_s=0.005, weights_s=0.02, token_s=2e-3, pair_s=0.0, context_s=0.0, sequence_s=2e-3)
+SLOW = {"prefill": PREFILL, "decode": DECODE, "num_blocks": 1024, "max_running": 16, "link_bytes_per_s": 1e9}
+
+
+@dataclass(slots=True)
+class Jobs(Tally):
+    """Keeps the requests themselves."""
+
+    jobs: list = field(default_factory=list)
+
+    def add(self, job):
+        Tally.add(self, job)
+        self.jobs.append(job)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, what its requests are like, and about how many of them it starts in a second."""
+
+    name: str
+    capacity_per_s: float
+    tokens: int
+    output: int
+    cluster: dict
+
+
+PREFILL_BOUND = Case("prefill-bound", 1.5, 300, 20, {"prefill": 1, "decode": 1})
+DECODE_BOUND = Case("decode-bound", 1.15, 60, 150, {"prefill": 1, "decode": 1})
+AGGREGATED = Case("aggregated", 1.3, 150, 60, {"prefill": 0, "decode": 1})
+SEVERAL = Case("several", 6.0, 300, 20, {"prefill": 4, "decode": 3, "ingress": 2})
+
+
+def overloaded(case, factor, max_queue_s=MAX_QUEUE_S):
+    """The simulation, whose tally keeps the requests. Prompts are of half to one and a half times the length."""
+    draw, entries, now_s = random.Random(7), [], 0.0
+    while (now_s := now_s + draw.expovariate(factor * case.capacity_per_s)) < LOAD_S:
+        lengths = [int(mean * draw.uniform(0.5, 1.5)) for mean in (case.tokens, case.output)]
+        entries.append(entry(now_s, *lengths))
+    settings = {"router": {"max_inflight": 10_000, "max_queue_s": max_queue_s}}
+    sim = simulation(entries, workers=profile(**SLOW), settings=settings, **case.cluster)
+    sim.tally = Jobs(0.0, 5.0, 0.1)
+    return sim.run()
+
+
+def done(sim):
+    return [job for job in sim.tally.jobs if job.outcome == "done"]
+
+
+def ended_per_s(sim, from_s=LOAD_S / 4, until_s=LOAD_S):
+    return sum(from_s <= job.end_s < until_s for job in done(sim)) / (until_s - from_s)
+
+
+def longest_ttft_s(sim):
+    return max(job.ttft_s for job in done(sim))
+
+
+def num_late(sim):
+    """Of those that were served, how many had not ended half a minute after the load."""
+    return sum(job.end_s > LOAD_S + 30.0 for job in done(sim))
+
+
+STARTED_S = MAX_QUEUE_S + 10.0
+"""Beside the time at the ingress: 5 s of prompts at the workers, the prompt itself, and what the estimate is off."""
+
+
+@pytest.mark.parametrize("case", [PREFILL_BOUND, DECODE_BOUND, AGGREGATED], ids=lambda case: case.name)
+def test_who_is_accepted_in_a_long_overload_starts_soon_and_the_workers_stay_busy(case):
+    sim, unbounded = overloaded(case, 3), overloaded(case, 3, UNBOUNDED_S)
+    assert set(sim.tally.outcomes) == {"done", "overloaded"}
+    assert longest_ttft_s(sim) < STARTED_S and sim.ended_s < LOAD_S + STARTED_S + 10.0
+    assert ended_per_s(sim) > 0.9 * ended_per_s(unbounded)
+    assert all(job.retry_after_s >= 1.0 for job in sim.tally.jobs if job.outcome == "overloaded")
+    everything_is_given_back(sim)
+    assert longest_ttft_s(unbounded) > 2 * STARTED_S and num_late(unbounded) > 5 * num_late(sim), "the control"
+
+
+def test_ten_times_the_capacity_is_like_three_times():
+    sim, moderate = overloaded(PREFILL_BOUND, 10), overloaded(PREFILL_BOUND, 3)
+    assert longest_ttft_s(sim) < STARTED_S
+    assert ended_per_s(sim) > 0.9 * ended_per_s(moderate)
+
+
+def test_each_of_several_ingresses_has_its_share():
+    sim = overloaded(SEVERAL, 3)
+    assert longest_ttft_s(sim) < STARTED_S
+    served = [ingress.stats.outcomes["stop"] for ingress in sim.ingresses]
+    assert min(served) > 0.6 * max(served)
+    everything_is_given_back(sim)
+
+
+def test_a_cluster_that_keeps_up_refuses_and_defers_nobody():
+    sim = overloaded(PREFILL_BOUND, 1)
+    assert set(sim.tally.outcomes) == {"done"} and not sim.summary()["deferred"]
