@@ -42,7 +42,7 @@ def ingress_report(stats: "ServeStats", alone_shares: Mapping[str, float] = Mapp
     ended = sum(stats.outcomes.values())
     return {
         REQUESTS: float(ended + stats.running),
-        TAKEN: float(ended + stats.running - stats.outcomes["overloaded"]),
+        TAKEN: float(stats.taken),
         PROMPT_TOKENS: float(stats.prompt_tokens),
         PROMPT_SQUARES: float(stats.prompt_squares),
         CACHED_TOKENS: float(stats.cached_prefix_tokens),

@@ -39,11 +39,16 @@ pytestmark = pytest.mark.pure
 TARGET = PlanningTarget(ttft_s=1.0, tpot_s=0.1)
 
 
-def stats(requests: int, *, late: int = 0, overloaded: int = 0) -> ServeStats:
-    """An ingress that has served `requests` of 100 + 10 tokens, `late` of them late, and turned others away."""
-    made = ServeStats(prompt_tokens=100 * requests, prompt_squares=10_000 * requests, output_tokens=10 * requests)
+def stats(requests: int, *, late: int = 0, overloaded: int = 0, read: int = 0) -> ServeStats:
+    """An ingress that has served `requests` of 100 + 10 tokens, `late` of them late, and turned others away, of which
+    it had `read` some.
+    """
+    taken = requests + read
+    made = ServeStats(
+        taken=taken, prompt_tokens=100 * taken, prompt_squares=10_000 * taken, output_tokens=10 * requests
+    )
     made.outcomes["stop"] += requests
-    made.outcomes["overloaded"] += overloaded
+    made.outcomes["overloaded"] += overloaded + read
     made.ttft_s.observe(0.2, requests - late)
     made.ttft_s.observe(3.0, late)
     made.tpot_s.observe(0.01, requests)
@@ -74,6 +79,13 @@ def test_requests_that_were_turned_away_unread_count_as_load_like_the_others():
     it = feed.Feed(TARGET)
     it.interval(look(0.0, stats(10)), None, None)
     seen = it.interval(look(10.0, stats(20, overloaded=30)), None, None)
+    assert seen is not None and (seen.arrivals, seen.input_tokens) == (40, 4000)
+
+
+def test_requests_that_were_read_and_then_turned_away_do_not_make_prompts_look_longer():
+    it = feed.Feed(TARGET)
+    it.interval(look(0.0, stats(10)), None, None)
+    seen = it.interval(look(10.0, stats(20, read=30)), None, None)
     assert seen is not None and (seen.arrivals, seen.input_tokens) == (40, 4000)
 
 
