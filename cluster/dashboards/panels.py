@@ -159,7 +159,7 @@ REQUESTS_ROWS = {
         Panel("Tokens", "short", "Per second. Reasoning: of the output tokens.", {
             "prompt": rate("kvrelay_prompt_tokens_total"), "output": rate("kvrelay_output_tokens_total"),
             "reasoning": rate("kvrelay_reasoning_tokens_total")}),
-        Panel("Deferred", "reqps", "Sequences deferred at the ingress: their first token would miss its target anyway.",
+        Panel("Deferred", "reqps", "Sequences deferred at the ingress: overdue, or behind others that are.",
               {"deferred": rate("kvrelay_request_deferrals_total")}),
     ),
     "SLO classes": (
