@@ -122,6 +122,7 @@ class Engine:
             has_grammars=extensions.grammars is not None,
         )
         self._audit = audit = ResidentAudit(pool, cache.memory.layout.block_bytes, cache.storage.sums)
+        self._is_audited = cache.memory.view is not None  # a GPU would have to wait for the checksums
         self.reports = EngineMonitor(scheduler, speeds, drafts, backend, audit, clock)
         self._failed: list[tuple[str, str]] = []  # since the last step
 
@@ -208,7 +209,7 @@ class Engine:
         now_s, result = self._clock(), StepResult(self._outputs.take_unsent(), failed=self._failed)
         self._failed = []
         self.pool.tick(now_s)
-        if self.cache.memory.view is not None:  # a GPU would have to wait for the checksums
+        if self._is_audited:
             self._audit.sweep(now_s)
         was_in_flight = batch.in_flight is not None
         if was_in_flight and not self._may_look_ahead():

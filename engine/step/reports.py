@@ -228,4 +228,6 @@ class EngineMonitor:
         report = load_report(
             self._load_seq, self._scheduler, self.timing, self._drafts.load(), cascade_saved_tokens=saved
         )
-        return msgspec.structs.replace(report, tiers=report.tiers + self._audit.tier_loads())
+        if not self._audit.num_corrupt:
+            return report
+        return msgspec.structs.replace(report, tiers=[*report.tiers, self._audit.tier_load()])

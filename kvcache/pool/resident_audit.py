@@ -43,17 +43,13 @@ class ResidentAudit:
                 self.num_corrupt += 1
                 logger.error("block %d has changed in memory; it was evicted, with %d after it", block, num_dropped - 1)
 
-    def tier_loads(self) -> list[TierLoad]:
-        """The pool, shown and counted as if it were a tier, once a block of it has changed."""
-        if not self.num_corrupt:
-            return []
-        num_cached, size = self._pool.counts().cached, self._block_bytes
-        return [
-            TierLoad(
-                tier="pool",
-                num_blocks=num_cached,
-                num_bytes=num_cached * size,
-                capacity_bytes=self._pool.num_blocks * size,
-                corrupt_blocks=self.num_corrupt,
-            )
-        ]
+    def tier_load(self) -> TierLoad:
+        """The pool as if it were a tier: to be shown once a block of it has changed."""
+        size = self._block_bytes
+        return TierLoad(
+            tier="pool",
+            num_blocks=(num_cached := self._pool.counts().cached),
+            num_bytes=num_cached * size,
+            capacity_bytes=self._pool.num_blocks * size,
+            corrupt_blocks=self.num_corrupt,
+        )

@@ -13,9 +13,8 @@ import numpy as np
 
 from kvrelay.plane.messages import Assigned, Timings
 from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, WorkerInfo
-from kvrelay.router.decision.deferral import Deferral
+from kvrelay.router.decision.deferral import Deferral, ExpectedWait
 from kvrelay.router.decision.deferral_queue import DeferralQueue
-from kvrelay.router.decision.expected_wait import ExpectedWait
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers
 from kvrelay.router.index.indexed_worker import Schedule
@@ -153,7 +152,8 @@ class Router:
         """
         self._wait.forget(now_s)
         is_called = request.request_id in self._queue.called
-        waited_s = self._queue.waited_s(request.request_id, now_s)
+        may_be_here = self._queue.waiting or is_called
+        waited_s = self._queue.waited_s(request.request_id, now_s) if may_be_here else None
         self.on_end(request.request_id)
         if request.source:
             return self._place_move(request, now_s)

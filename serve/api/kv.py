@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import KvHints, Prefetched, SequenceRequest
+from kvrelay.serve.api.completions import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.endpoint import (
     Front,
     caller_of,
@@ -21,7 +22,6 @@ from kvrelay.serve.api.endpoint import (
     unless_client_leaves,
 )
 from kvrelay.serve.api.parameters import check_count, kv_hints, merged_hints, pins_name
-from kvrelay.serve.api.prompts import chat_prompt, completion_prompt, prompts_of
 from kvrelay.serve.api.schemas import (
     KvFields,
     PrefetchChatBody,

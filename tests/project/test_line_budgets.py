@@ -3,8 +3,9 @@
 Raised for quantised checkpoints, kernels compiled ahead and CUDA IPC, for structured output, tools and reasoning, and
 for clusters of several hosts (deploy, roles that change, migration, dashboards, their simulation and verification),
 which need code that was not there. Again, by little, for what the edge lacked: limits of open bodies, connections and
-long texts, disk folders that nobody else can read, and
-workers that no longer answer.
+long texts, disk folders that nobody else can read, and workers that no longer answer. Then for tenants (keys,
+namespaces, quotas), overload (expected waits, order of arrival), TLS between hosts and hidden secrets, and
+for `kvrelay chaos`, which took what benches had for damaging clusters.
 """
 
 from pathlib import Path
@@ -15,17 +16,17 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_420,
+    "kvrelay": 5_530,
     "kernels": 6_600,
-    "kvcache": 6_320,
-    "engine": 11_820,
-    "kvtransfer": 6_100,
-    "prefill": 1_100,
-    "decode": 1_370,
-    "router": 6_250,
-    "serve": 9_500,
-    "cluster": 18_250,
-    "bench": 11_830,
+    "kvcache": 6_420,
+    "engine": 11_840,
+    "kvtransfer": 5_900,
+    "prefill": 1_050,
+    "decode": 1_300,
+    "router": 6_460,
+    "serve": 9_960,
+    "cluster": 20_000,
+    "bench": 11_760,
 }
 
 

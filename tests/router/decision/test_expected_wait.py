@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.plane.reports import AssignedByOthers
-from kvrelay.router.decision.expected_wait import QUEUED_PER_WORKER, in_turn
+from kvrelay.router.decision.deferral import QUEUED_PER_WORKER, in_turn
 from kvrelay.router.types import Deferred
 from tests.router.decision.test_deferral import BLOCKS, LONG, cluster, counted, late
 from tests.router.decision.test_placement_rules import ask, decided, load, refused

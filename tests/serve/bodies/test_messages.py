@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.prompts import template_messages
+from kvrelay.serve.api.completions import template_messages
 from kvrelay.serve.api.schemas import ChatBody, parse
 from kvrelay.serve.bodies.messages import MAX_TOOLS, check_tools
 

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from kvrelay.serve.api.prompts import template_messages
+from kvrelay.serve.api.completions import template_messages
 from kvrelay.serve.bodies.messages import Message
 from kvrelay.serve.chat.families import TOOL_FORMATS, detect_tool_format
 from kvrelay.serve.chat.tool_support import find_tools

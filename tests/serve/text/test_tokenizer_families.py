@@ -216,7 +216,7 @@ async def test_a_token_without_embedding_in_a_prompt_is_a_400(tmp_path):
 
 
 def test_text_parts_become_one_text(tmp_path):
-    from kvrelay.serve.api.prompts import template_messages
+    from kvrelay.serve.api.completions import template_messages
     from kvrelay.serve.api.schemas import ChatBody
 
     tokenizer = Tokenizer(write_family("gemma3", tmp_path)[0])
