@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.serving import processes
-from bench.serving.survive_clusters import ServeCluster
+from kvrelay.cluster.chaos import processes
+from kvrelay.cluster.chaos.cluster import ServeCluster
 from kvrelay.cluster.loadgen.cli import LoadPlan
 from kvrelay.cluster.loadgen.client import LoadResult, LoadTarget, run_load
 from kvrelay.cluster.loadgen.prompts import PromptSpec
