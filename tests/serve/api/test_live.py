@@ -101,7 +101,7 @@ async def test_a_worker_that_loads_its_model_is_shown_as_warming_and_connected_t
 async def test_a_silent_worker_is_told_as_such(make_cluster):
     cluster = await make_cluster()
     link = next(link for link, _ in cluster.dispatcher.workers.all_links() if link.worker_id == "d0")
-    link._last_frame_s -= 60.0
+    link._connection._reader.heard_s -= 60.0
     workers = {worker["worker_id"]: worker["health"] for worker in (await snapshot(cluster))["workers"]}
     assert workers == {"p0": "up", "d0": "silent"}
 
