@@ -49,6 +49,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> str:
     return ModelSettings().source
 
 
+@pytest.mark.long  # tests/cluster/chaos kills the same parts
 def test_clients_go_on_while_parts_of_kvrelay_serve_are_killed(model: str):
     with ServeCluster(model) as cluster:
         rows = rows_of(cluster, KILLED)

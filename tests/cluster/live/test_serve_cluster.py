@@ -259,11 +259,15 @@ def title_of(line: str) -> str:
 def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(served: Served, tmp_path: Path):
     """Through the files in the session's folder, as an operator would use them."""
     need("prometheus")
+
+    def of_operator() -> str:
+        return httpx.get(f"{served.url}/metrics", headers={"authorization": f"Bearer {API_KEY}"}).text
+
     (folder,) = (served.temp / "t").glob("kvrelay-*/r/session_latest/metrics")
     with running(folder / "prometheus" / "prometheus.yml", tmp_path, every_s=2.0) as prometheus:
 
         def differences() -> list[str] | None:
-            here, there = exposed(httpx.get(f"{served.url}/metrics").text), given_to_ray(prometheus)
+            here, there = exposed(of_operator()), given_to_ray(prometheus)
             if missing := here.keys() - there.keys():
                 return sorted(f"missing: {name} {sorted(labels)}" for name, labels in missing)
             counted = [key for key in here if key[0].endswith(("_total", "_bucket", "_sum", "_count"))]
@@ -272,7 +276,7 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
         served.answer()
         until(lambda: not differences(), 60, "the same series and counts in Ray's metrics as in /metrics")
         assert {name.partition("{")[0] for name, _ in given_to_ray(prometheus)} <= {
-            name for name, _ in exposed(httpx.get(f"{served.url}/metrics").text)
+            name for name, _ in exposed(of_operator())
         }
         assert len(prometheus.alerts()) >= 15
 
