@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 
 from bench.serving.survive_clusters import HostsCluster, RayCluster
-from kvrelay.cluster.chaos.cluster import PARTS, Cluster, ServeCluster
+from kvrelay.cluster.chaos.cluster import Cluster, ServeCluster
 
 PROMPTS = [
     f"Write {count} sentences about {what}. " * 6
@@ -176,9 +176,14 @@ def titled(*words: str) -> Callable[[Cluster], list[int]]:
     return lambda cluster: cluster.processes(lambda line: all(word in line for word in words))
 
 
+def part(name: str) -> Callable[[Cluster], list[int]]:
+    """Processes of one of the cluster's PARTS."""
+    return lambda cluster: cluster.part(name)
+
+
 EVERYTHING = titled()
-REGISTRY, CONTROLLER = titled(PARTS["registry"]), titled(PARTS["controller"])
-PREFILL, DECODE = titled(PARTS["prefill"]), titled(PARTS["decode"])
+REGISTRY, CONTROLLER, INGRESS = part("registry"), part("controller"), part("ingress")
+PREFILL, DECODE = part("prefill"), part("decode")
 FAULTS = [
     Fault("registry", REGISTRY),
     Fault("registry (stopped)", REGISTRY, is_stopped=True),
@@ -186,8 +191,8 @@ FAULTS = [
     Fault("Serve controller (stopped)", CONTROLLER, is_stopped=True),
     Fault("HAProxy", lambda cluster: cluster.processes(lambda line: "haproxy" in line and "-f" in line)),
     Fault("proxy actor", titled("ray::HAProxyManager")),
-    Fault("first ingress", titled(PARTS["ingress"])),
-    Fault("other ingress", titled(PARTS["ingress"])),
+    Fault("first ingress", INGRESS),
+    Fault("other ingress", INGRESS),
     Fault("prefill worker", PREFILL),
     Fault("decode worker", DECODE),
     Fault("prefill worker (stopped)", PREFILL, is_stopped=True),

@@ -146,12 +146,10 @@ class IngressReplica:
         finish_before_stop(partial(finish, self._dispatcher, self._settings.cluster.drain_timeout_s))
         self._following = asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry")
         self._history = History()
-        self._background = (
-            asyncio.create_task(self._record_history(), name="history"),
-            asyncio.create_task(export_metrics(self._metrics, {"ingress": INGRESS}), name="export metrics"),
-            asyncio.create_task(follow_keys(self._access), name="follow keys"),
-            asyncio.create_task(exchange_usage(self._access, self._registry, own_replica()), name="exchange usage"),
-        )
+        background = [self._record_history(), export_metrics(self._metrics, {"ingress": INGRESS})]
+        if keys.api_keys_file:
+            background += [follow_keys(self._access), exchange_usage(self._access, self._registry, own_replica())]
+        self._background = [asyncio.create_task(one) for one in background]
         await until_ready(self._dispatcher.workers)  # from the end of this function on Serve sends it requests
 
     def _metrics(self) -> Iterable[Metric]:

@@ -152,22 +152,20 @@ class Router:
         """
         self._wait.forget(now_s)
         is_called = request.request_id in self._queue.called
-        may_be_here = self._queue.waiting or is_called
-        waited_s = self._queue.waited_s(request.request_id, now_s) if may_be_here else None
+        waited_s = self._queue.waited_s(request.request_id, now_s) if self._queue.waiting or is_called else None
         self.on_end(request.request_id)
         if request.source:
             return self._place_move(request, now_s)
         choice: Decision | RoutingRefusal | Deferred = self._choose(request, now_s)
         if waited_s is None:
             self._popularity.observe(request.block_hashes, now_s)
+            waited_s = 0.0
         is_overdue = False
         if isinstance(choice, Decision):
             if is_called:
-                choice = self._deferral.without_target(choice, now_s, waited_s or 0.0)
-            is_overdue = self._deferral.is_overdue(request, choice, waited_s or 0.0)
-            choice = self._deferral.place(
-                request, choice, now_s, waited_s or 0.0, is_overdue=is_overdue, is_called=is_called
-            )
+                choice = self._deferral.without_target(choice, now_s, waited_s)
+            is_overdue = self._deferral.is_overdue(request, choice, waited_s)
+            choice = self._deferral.place(request, choice, now_s, waited_s, is_overdue=is_overdue, is_called=is_called)
         if isinstance(choice, Decision):
             self._account(request, choice, now_s, is_overdue=is_overdue)
         return choice

@@ -41,7 +41,7 @@ class Peer:
 
     heard_s: float
     is_holding: bool
-    sides: frozenset[Role]
+    sides: tuple[Role, ...]
 
 
 @dataclass(slots=True)
@@ -129,13 +129,14 @@ class LivenessWatch:
         """Check until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
-            self.check()
+            if self._links.submissions or self._suspected:  # nothing to wait for otherwise
+                self.check()
 
     def check(self) -> None:
         """Ping quiet workers, keep new requests from those that do not answer, and drop those that are lost."""
         holders = self._links.holders()
         peers = {
-            link: Peer(link.heard_s, link in holders, frozenset(sides(link.info.role)))
+            link: Peer(link.heard_s, link in holders, sides(link.info.role))
             for link in [*self._links.members(), *self._links.retired()]
             if link.info is not None
         }

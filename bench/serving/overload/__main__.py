@@ -112,8 +112,7 @@ def table(rows: list[Row]) -> str:
 
 
 def ingress_mib(cluster: ServeCluster) -> float:
-    pids = cluster.processes(lambda line: "ray::ServeReplica:kvrelay:ingress" in line)
-    return processes.memory(pids[0], "Rss")[0] / (1 << 20)
+    return processes.memory(cluster.part("ingress")[0], "Rss")[0] / (1 << 20)
 
 
 def measure(cluster: ServeCluster, args: argparse.Namespace) -> list[Row]:

@@ -39,10 +39,7 @@ class Cluster:
                 self.heard_s[name] = self.due_s.pop(name)
             live = {name: role for name, role in self.roles.items() if name not in self.lost_s}
             verdicts = self.liveness.check(
-                {
-                    name: Peer(self.heard_s[name], name in self.holding, frozenset(sides(role)))
-                    for name, role in live.items()
-                },
+                {name: Peer(self.heard_s[name], name in self.holding, sides(role)) for name, role in live.items()},
                 self.now_s,
             )
             for name in verdicts.to_ping:
