@@ -251,7 +251,7 @@ class Chaos:
         if len(attempt.committed) > 1:
             self.problems.append(f"{what}: committed {len(attempt.committed)} times")
         was_late = attempt.plan == "opened after its lease" and attempt.was_frozen
-        allowed = self._is_corrupting and attempt.plan == FLIP
+        allowed = self._is_corrupting and attempt.plan == FLIP and attempt.wrong_blocks > 0
         if attempt.committed and attempt.plan in MUST_NOT_COMMIT and not (was_late or allowed):
             self.problems.append(f"{what}: committed, though it had to be refused")
         for opening in attempt.openings:

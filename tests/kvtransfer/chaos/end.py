@@ -245,6 +245,7 @@ class TargetEnd(End):
         self._forgets = config.get("forgets", False)  # one release, to see that it is missed
         self._granted: dict[str, Granted] = {}
         self._to_flip: set[int] = set()  # blocks in which to flip a bit whenever they arrive: a slow read is repeated
+        self._flipped: dict[int, int] = {}  # offset -> what stands there since: a second read may end meanwhile
 
     async def start(self) -> None:
         self._engines: dict[str, KvTarget] = {}
@@ -293,9 +294,11 @@ class TargetEnd(End):
         return {}
 
     def _tamper(self, memory: KvMemory, offset: int, num_bytes: int) -> None:
-        block = offset // LAYOUT.region_bytes % LAYOUT.num_blocks
-        if block in self._to_flip and memory.view is not None:
-            memory.view[offset + num_bytes // 3] ^= 0x10
+        first, last = offset // LAYOUT.block_bytes, (offset + num_bytes - 1) // LAYOUT.block_bytes
+        for block in self._to_flip.intersection(range(first, last + 1)):
+            at = max(offset, block * LAYOUT.block_bytes) + 7
+            if memory.view is not None:
+                memory.view[at] = self._flipped.setdefault(at, memory.view[at] ^ 0x10)
 
     def _on_commit(self, request_id: str, payload: bytes, result: TransferResult) -> None:
         blocks = self._granted[request_id].blocks
@@ -324,6 +327,7 @@ class TargetEnd(End):
         granted = self._granted.pop(request_id)
         if granted.blocks:
             self._to_flip.difference_update(granted.blocks)
+            self._flipped = {at: to for at, to in self._flipped.items() if at // LAYOUT.block_bytes in self._to_flip}
             self.blocks.give_back(granted.blocks)
 
     def status(self) -> dict[str, Any]:
