@@ -1,12 +1,12 @@
 """What an overload does to a cluster and its clients: goodput, first tokens, refusals and memory at 3 and 10 times the
 capacity.
 
-    .venv/bin/python -m bench.serving.overload [--factors 3 10] [--duration 120] [--set router.max_queue_s=30]
+    .venv/bin/python -m bench.serving.overload [--factors 3 10] [--rounds 3] [--duration 90] [--set …]
 
-`kvrelay serve` with one prefill and one decode worker. The capacity is what closed-loop clients get, twice as many as
-the cluster runs at once. Then requests come at random times, `factor` times as many, for `--duration` seconds; what
-has not ended `--drain` seconds later is unfinished. Goals: at least 90 % of the capacity is served, a refusal (429)
-takes at most 50 ms, no request is unfinished, the ingress does not grow.
+`kvrelay serve` with one prefill and one decode worker. In each round, first the capacity: what closed-loop clients get,
+twice as many as the cluster runs at once, which is too few for a refusal. Then requests come at random times, `factor`
+times as many, for `--duration` seconds; what has not ended `--drain` seconds later is unfinished. Goals: at least 90 %
+of the capacity is served, a refusal (429) takes at most 50 ms, no request is unfinished, the ingress does not grow.
 
 Columns: requests per second that were offered and served (those that ended while the load lasted, without its first
 quarter), share of the capacity, accepted requests' TTFT, time until a 429 that came at once (within half a second),
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from kvrelay.cluster.loadgen.prompts import PromptSpec
 from kvrelay.cluster.loadgen.stats import OK, UNFINISHED, LoadRecord, distribution
 
 COUNTS = {"ingress": 1, "prefill": 1, "decode": 1}
-CLIENTS = 128
+CLIENTS = 32
 AT_ONCE_S = 0.5
 UNBOUNDED = 1 << 30
 
@@ -116,21 +117,23 @@ def ingress_mib(cluster: ServeCluster) -> float:
 
 
 def measure(cluster: ServeCluster, args: argparse.Namespace) -> list[Row]:
-    """The capacity, then a row for each load, one after the other on the same cluster."""
+    """A row for each load of each round, one after the other on the same cluster."""
     target = LoadTarget(cluster.url, cluster.model())
 
     def plan(seed: int, **arrivals: Any) -> LoadPlan:
         return LoadPlan(PromptSpec(args.input, seed=seed), args.output, UNBOUNDED, duration_s=args.duration, **arrivals)
 
-    limit_s = args.duration + args.drain
-    records = asyncio.run(loaded(plan(args.seed, concurrency=CLIENTS), target, limit_s))
-    capacity, rows = served_per_s(records, args.duration), []
-    print(f"capacity: {capacity:.2f} requests/s, {args.input} tokens in, {args.output} out", flush=True)
-    for number, factor in enumerate(args.factors, 1):
-        before = ingress_mib(cluster)
-        records = asyncio.run(loaded(plan(args.seed + number, rate=factor * capacity), target, limit_s))
-        rows.append(row_of(records, factor, capacity, args.duration, (before, ingress_mib(cluster))))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    limit_s, rows = args.duration + args.drain, list[Row]()
+    for number in range(args.rounds):
+        seed = args.seed + number * (1 + len(args.factors))
+        records = asyncio.run(loaded(plan(seed, concurrency=CLIENTS), target, limit_s))
+        capacity = served_per_s(records, args.duration)
+        print(f"capacity: {capacity:.2f} requests/s, {args.input} tokens in, {args.output} out", flush=True)
+        for factor in args.factors:
+            seed, before = seed + 1, ingress_mib(cluster)
+            records = asyncio.run(loaded(plan(seed, rate=factor * capacity), target, limit_s))
+            rows.append(row_of(records, factor, capacity, args.duration, (before, ingress_mib(cluster))))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
     return rows
 
 
@@ -138,7 +141,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--factors", type=float, nargs="+", default=[3.0, 10.0])
-    parser.add_argument("--duration", type=float, default=120.0, help="seconds of each load")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--duration", type=float, default=90.0, help="seconds of each load")
     parser.add_argument("--drain", type=float, default=60.0, help="seconds after which a request is unfinished")
     parser.add_argument("--input", type=int, default=300, help="prompt tokens")
     parser.add_argument("--output", type=int, default=50, help="output tokens")
@@ -149,7 +153,11 @@ def main() -> None:
     settings = {"engine.kv_memory": "128MiB", **dict(one.split("=", 1) for one in args.set)}
     with ServeCluster(args.model, COUNTS, settings) as cluster:
         rows = measure(cluster, args)
-    print(f"\n{table(rows)}")
+    print(f"\n{table(rows)}\n")
+    for factor in args.factors:
+        shares = [row.share for row in rows if row.factor == factor]
+        low, high = min(shares), max(shares)
+        print(f"{factor:g} x: {statistics.median(shares):.0%} of the capacity served ({low:.0%} to {high:.0%})")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
