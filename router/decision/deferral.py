@@ -68,7 +68,7 @@ class ExpectedWait:
 
     def num_at_workers(self) -> int:
         """Prompts that any router has assigned and that are not computed."""
-        return self._ledger.num_queued.total() + self._workers.num_foreign_prompts()
+        return self._ledger.num_queued.total() + self._workers.num_foreign_prompts
 
     def at_workers_s(self) -> float:
         """Seconds that a prompt which is not overdue queues at the workers; 0: not known, or hardly any are queued."""
@@ -92,7 +92,7 @@ class ExpectedWait:
 
         Tenants take turns: of another tenant's requests no more go first than its own tenant has queued, and one.
         """
-        num_ahead: float = in_turn(self._ledger.num_queued, request.tenant) + self._workers.num_foreign_prompts()
+        num_ahead: float = in_turn(self._ledger.num_queued, request.tenant) + self._workers.num_foreign_prompts
         if is_deferred:
             num_ahead += in_turn(self._queue.num_by_tenant(request.priority), request.tenant) * self._share()
         else:
@@ -119,7 +119,7 @@ class ExpectedWait:
         """Requests that all routers start for each one of this router's; their deferred requests are taken to be as
         many as this one's.
         """
-        num_foreign, num_own = self._workers.num_foreign_prompts(), self._ledger.num_queued.total()
+        num_foreign, num_own = self._workers.num_foreign_prompts, self._ledger.num_queued.total()
         return 1.0 + min(num_foreign / max(num_own, 1), self._workers.num_other_routers())
 
     def _num_busy(self) -> int:

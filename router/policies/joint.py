@@ -197,9 +197,18 @@ class _JointScorer:
         """
         if self._spreads is None:
             age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))
-            drawn = (self.context.draw + np.arange(1, len(age_s) + 1) * _GOLDEN) % 1.0
-            self._spreads = self.context.unreported_share * np.minimum(age_s, FRESH_S) * drawn
+            drawn = self.context.draw + _golden(len(age_s))
+            drawn -= drawn >= 1.0
+            drawn *= np.minimum(age_s, FRESH_S)
+            drawn *= self.context.unreported_share
+            self._spreads = drawn
         return self._spreads
+
+
+@lru_cache(maxsize=64)
+def _golden(count: int) -> Floats:
+    """The fractions of as many multiples of the golden ratio: spread evenly over [0, 1)."""
+    return np.arange(1, count + 1) * _GOLDEN % 1.0
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.errors import ConfigError
-from kvrelay.plane.reports import LoadReport
+from kvrelay.plane.reports import AssignedByOthers, LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import candidate_scores
 from kvrelay.router.fleet.ledger import compatible_sets
@@ -86,6 +86,7 @@ happenings = st.one_of(
     st.tuples(st.just("down"), names, st.just(0)),
     st.tuples(st.just("role"), names, st.integers(0, 3)),
     st.tuples(st.just("load"), names, st.integers(0, 3)),
+    st.tuples(st.just("others"), names, st.integers(0, 3)),
     st.tuples(st.sampled_from(["ask", "first", "end", "narrow"]), st.just(""), st.integers(0, 5)),
 )
 
@@ -105,6 +106,8 @@ def test_the_columns_are_the_accounts_whatever_happened(events):
             report = {"running": 3 * number, "queued_tokens": 500 * number, "waiting": number, "free_blocks": 900}
             speed = {"prefill_tokens_per_s": 1000.0 * number, "decode_step_s": 0.01 * number}
             router.apply_load(name, LoadReport(seq=1, total_blocks=1000, **report, **speed), float(now_s))
+        elif what == "others":
+            router.apply_others(name, AssignedByOthers(number, True, tokens=70 * number, prompts=2 * number))
         elif what == "ask":
             router.select_and_reserve(ask(f"r{number}", prompt=f"x{number}", width=1 + number), float(now_s))
         elif what == "first":
@@ -117,6 +120,8 @@ def test_the_columns_are_the_accounts_whatever_happened(events):
         router.on_end("probe")
         router.select_and_reserve(ask("probe"), float(now_s))
         router.on_end("probe")
+        live = router._workers
+        assert live.num_foreign_prompts == sum(one.foreign_prompts for one in live.accounts.values())
         if spy.seen:
             _, prefills, decodes = spy.seen[-1]
             before = router.prefill_tokens_per_s(None) or router._workers.prefill_rate
