@@ -1,18 +1,22 @@
 """How long one routing decision takes: python -m bench.router.decision.
 
-What the workers hold: see `Contents`. Half of the workers prefill, half decode. For each number of workers and length
-of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again;
+What the workers hold: see `Contents`. Half of the workers prefill, half decode; their loads are drawn at random, are
+all equal, or those of a few stand out. For each number of workers, length of prompt and kind of load, in microseconds:
+`first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again;
 `decision`, the whole of `select_and_reserve`, `on_first_token` and `on_end`, 10 ms of the router's time apart, and how
-many of them a core makes in a second. Then events: how many a second from the wire's bytes to the index, half of them
+many of them a core makes in a second; `new`, the same for prompts that continue what is held with tokens that the
+router has never seen. Then events: how many a second from the wire's bytes to the index, half of them
 storing a chain and half removing it.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.plane.messages import decode_from_worker, encode
 from kvrelay.plane.reports import KvEvents, KvSnapshot, LoadReport, WorkerInfo
@@ -98,8 +102,16 @@ def worker(index: int) -> WorkerInfo:
     )
 
 
-def build(made: Contents) -> Router:
-    """A router whose workers hold that, with loads as they may be."""
+LOADS: dict[str, Callable[[random.Random, int], tuple[int, int]]] = {
+    "random": lambda rng, index: (rng.randrange(32), rng.randrange(8000)),
+    "equal": lambda rng, index: (16, 4000),
+    "skewed": lambda rng, index: (31, 8000) if index % 16 < 2 else (0, 0),
+}
+"""(sequences that run, prompt tokens queued) of each worker."""
+
+
+def build(made: Contents, load: str = "random") -> Router:
+    """A router whose workers hold that."""
     rng = random.Random(len(made.held))
     router = Router(RouterSettings(), tokens_per_hash=BLOCK_SIZE)
     for index, chains in enumerate(made.held):
@@ -107,7 +119,7 @@ def build(made: Contents) -> Router:
         router.worker_up(info)
         held = [one for chain in chains for one in hashes(chain)]
         router.apply_snapshot(info.worker_id, KvSnapshot(seq=0, hashes=held))
-        running, queued = rng.randrange(32), rng.randrange(8000)
+        running, queued = LOADS[load](rng, index)
         report = LoadReport(seq=1, running=running, queued_tokens=queued, free_blocks=200_000, total_blocks=400_000)
         router.apply_load(info.worker_id, report, 0.0)
     return router
@@ -142,8 +154,8 @@ def lookups(made: Contents, router: Router, count: int, clock: Clock) -> None:
     for _ in range(ROUNDS):
         again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count, clock)
 
-    def decide(index: int) -> None:
-        hashed = prompts[index % len(prompts)]
+    def decide(index: int, asked: list[tuple[bytes, ...]] = prompts) -> None:
+        hashed = asked[index % len(asked)]
         request = RouteRequest(f"r{index}", hashed, len(hashed) * BLOCK_SIZE, 256)
         now_s[0] += 0.01
         choice = router.select_and_reserve(request, now_s[0])
@@ -151,12 +163,15 @@ def lookups(made: Contents, router: Router, count: int, clock: Clock) -> None:
         router.on_first_token(request.request_id, now_s[0])
         router.on_end(request.request_id)
 
-    now_s, whole = [0.0], []
+    now_s, whole, new, rng = [0.0], list[float](), list[float](), random.Random(2)
     timed_us(decide, 2 * len(prompts))
     for _ in range(ROUNDS):
         whole += timed_us(decide, count, clock)
+        half = len(prompts[0]) // 2
+        unseen = [prompts[i % len(prompts)][:half] + hashes(_chain(rng, half)) for i in range(count)]
+        new += timed_us(partial(decide, asked=unseen), count, clock)
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
-    print(f"{line} {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}", flush=True)
+    print(f"{line} {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f} {cuts(new)}", flush=True)
 
 
 def event_rate(router: Router, seqs: list[int], num_events: int, num_blocks: int, clock: Clock) -> float:
@@ -175,14 +190,16 @@ def event_rate(router: Router, seqs: list[int], num_events: int, num_blocks: int
     return (clock() - began) / 1e9
 
 
-def cell(num_workers: int, tokens: int, shared: bool, count: int, clock: Clock = time.perf_counter_ns) -> None:
+def cell(
+    num_workers: int, tokens: int, shared: bool, load: str, count: int, clock: Clock = time.perf_counter_ns
+) -> None:
     blocks = tokens // BLOCK_SIZE
     made = contents(num_workers, blocks, shared=shared, seed=0)
-    router = build(made)
-    print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
+    router = build(made, load)
+    print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6} {load:>6}", end="")
     lookups(made, router, count, clock)
     seqs = [0] * num_workers
-    for num_blocks, num_events in EVENTS if tokens < 10_000 else ():
+    for num_blocks, num_events in EVENTS if tokens < 10_000 and load == "random" else ():
         mine = 2 * num_events / event_rate(router, seqs, num_events, num_blocks, clock)
         print(f"{'':>7} events of {num_blocks} blocks: {mine:>9.0f} events/s", flush=True)
 
@@ -191,18 +208,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 100_000])
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--requests", type=int, default=400, help="in each of the rounds")
     parser.add_argument(
         "--cpu-time", action="store_true", help="of our thread, which waits for other programs are no part of"
     )
     options = parser.parse_args()
     clock = time.thread_time_ns if options.cpu_time else time.perf_counter_ns
-    head = f"{'workers':>7} {'tokens':>7} {'held':>6} {'first':>7} {'lookup':>7} {'p99':>7}"
-    print(head + f" {'decision':>7} {'p99':>7} {'a second':>8}")
+    head = f"{'workers':>7} {'tokens':>7} {'held':>6} {'load':>6} {'first':>7} {'lookup':>7} {'p99':>7}"
+    print(head + f" {'decision':>7} {'p99':>7} {'a second':>8} {'new':>7} {'p99':>7}")
     for num_workers in options.workers:
         for tokens in options.tokens:
-            for shared in (False, True):
-                cell(num_workers, tokens, shared, options.requests, clock)
+            for shared, load in itertools.product((False, True), options.loads):
+                cell(num_workers, tokens, shared, load, options.requests, clock)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,6 @@ def test_all_news_is_taken():
 
 
 def test_a_line_has_every_figure(capsys):
-    bench.cell(4, 1600, False, 40)
+    bench.cell(4, 1600, False, "random", 40)
     line, *news = capsys.readouterr().out.splitlines()
-    assert len(line.split()) == 3 + 3 + 3 and len(news) == 2
+    assert len(line.split()) == 4 + 3 + 3 + 2 and len(news) == 2
