@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.chaos.growth import memory_trends
 from kvrelay.cluster.chaos.history import Problem
 from kvrelay.cluster.chaos.run import ProcessSample, StruckFault
 from kvrelay.cluster.loadgen.stats import Distribution, distribution
@@ -15,7 +16,6 @@ from kvrelay.cluster.loadgen.stats import Distribution, distribution
 CONTROL = "nothing"
 GOAL_S = 2.0  # of the 99th percentile of silences
 SHOWN = 20  # problems on the terminal; all are in the JSON
-STEADY_S = 60.0  # a process is judged by at least so much of the run's second half
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +49,6 @@ class ChaosReport:
             for name in (one.kind, "all faults") if one.kind != CONTROL else (CONTROL,):
                 found[name] += [] if one.silence_s is None else [one.silence_s]
         return {name: distribution(found[name]) for name in sorted(found)}
-
-
-def growth(samples: Sequence[ProcessSample]) -> dict[str, float]:
-    """MiB per hour by which each process grew over the run's second half; those that lived for STEADY_S of it."""
-    half_s = max((one.at_s for one in samples), default=0.0) / 2
-    points: defaultdict[tuple[int, str], list[ProcessSample]] = defaultdict(list)
-    for one in samples:
-        if one.at_s >= half_s:
-            points[one.pid, one.name].append(one)
-    return {
-        f"{name} ({pid})": _slope([one.at_s for one in of], [one.rss_bytes for one in of]) * 3600 / (1 << 20)
-        for (pid, name), of in points.items()
-        if of[-1].at_s - of[0].at_s >= STEADY_S
-    }
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the line of least squares."""
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
 
 
 def render(report: ChaosReport, console: Console, *, shows_growth: bool) -> None:
@@ -110,9 +90,10 @@ def _lines(report: ChaosReport, *, shows_growth: bool) -> Iterator[str]:
         yield f"{'wrong   ' if problem.is_wrong else 'broken  '}  request {problem.number}: {problem.what}"
     yield from (f"leak      {line}" for line in report.leaks[:SHOWN])
     yield from (f"not back  after {kind}" for kind in lost)
-    if shows_growth:
-        for name, rate in growth(report.samples).items():
-            yield f"growth    {rate:+8.1f} MiB/h  {name}"
+    for one in memory_trends(report.samples) if shows_growth else ():
+        rate = "not known" if one.per_hour is None else f"{one.per_hour:+.1f} MiB/h"
+        course = f"{one.first:.0f}, at the end {one.last:.0f}, at most {one.peak:.0f} MiB"
+        yield f"growth    {rate:>12}  {one.kind}, {one.num_processes} in all: {course}"
 
 
 def plot(report: ChaosReport, path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.cluster.chaos.faults import CorruptDisk
 from kvrelay.cluster.chaos.history import Problem
-from kvrelay.cluster.chaos.report import CONTROL, ChaosReport, growth
+from kvrelay.cluster.chaos.report import CONTROL, ChaosReport
 from kvrelay.cluster.chaos.run import FD_SLACK, ProcessSample, StruckFault, fd_leaks, pool_problem
 
 pytestmark = pytest.mark.pure
@@ -39,15 +39,6 @@ def test_descriptors_of_a_process_that_lives_throughout_are_compared():
     assert fd_leaks([sample(0)], [sample(9, fds=10 + FD_SLACK), sample(9, pid=2, fds=500)]) == []
     (line,) = fd_leaks([sample(0)], [sample(9, fds=11 + FD_SLACK)])
     assert "10 descriptors, then 43" in line
-
-
-def test_growth_is_of_the_second_half_alone():
-    warm_up = [sample(at, mib=at) for at in range(0, 300, 5)]
-    flat = [sample(at, mib=300) for at in range(300, 605, 5)]
-    assert growth(warm_up + flat)["ray::x (1)"] == pytest.approx(0.0, abs=1e-6)
-    rising = [sample(at, mib=300 + at / 60) for at in range(300, 605, 5)]
-    assert growth(warm_up + rising)["ray::x (1)"] == pytest.approx(60.0, rel=0.01)
-    assert growth([sample(0), sample(600, pid=2), sample(610, pid=2)]) == {}  # too short a life
 
 
 def report(**other):

@@ -1,0 +1,74 @@
+"""Whether memory grows in a run: for each kind of process, its resident memory and how fast it rises. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.cluster.chaos.run import ProcessSample
+
+WARM_S = 120.0  # of a process's life that do not count: until then pools and caches fill
+STEADY_S = 60.0  # a process is judged by at least so much of the run's second half
+MOST_POINTS = 512  # of one process; of more, every second, third, ... counts
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTrend:
+    """Processes of one kind, MiB. `first`, `last`: of the largest one, where the kind was first and last seen.
+
+    `per_hour`: of the process that grows fastest over the run's second half; None: no process is old enough.
+    """
+
+    kind: str
+    num_processes: int
+    first: float
+    last: float
+    peak: float
+    per_hour: float | None
+
+
+def memory_trends(samples: Sequence[ProcessSample]) -> list[MemoryTrend]:
+    """Of every kind, those that grow fastest first."""
+    half_s = max((one.at_s for one in samples), default=0.0) / 2
+    kinds: defaultdict[str, defaultdict[int, list[ProcessSample]]] = defaultdict(lambda: defaultdict(list))
+    for one in sorted(samples, key=lambda one: one.at_s):
+        kinds[kind_of(one.name)][one.pid].append(one)
+    found = [_trend(kind, list(lives.values()), half_s) for kind, lives in kinds.items()]
+    return sorted(found, key=lambda one: (one.per_hour is None, -(one.per_hour or 0.0), one.kind))
+
+
+def kind_of(name: str) -> str:
+    """A process's kind: its name, without the call that an actor's title may show."""
+    return name.partition(".")[0] if name.startswith("ray::") else name
+
+
+def _trend(kind: str, lives: Sequence[Sequence[ProcessSample]], half_s: float) -> MemoryTrend:
+    points = [one for life in lives for one in life]
+    first_s, last_s = min(one.at_s for one in points), max(one.at_s for one in points)
+    return MemoryTrend(
+        kind,
+        len(lives),
+        first=max(one.rss_bytes for one in points if one.at_s == first_s) / _MIB,
+        last=max(one.rss_bytes for one in points if one.at_s == last_s) / _MIB,
+        peak=max(one.rss_bytes for one in points) / _MIB,
+        per_hour=max(_slopes(lives, half_s), default=None),
+    )
+
+
+def _slopes(lives: Sequence[Sequence[ProcessSample]], half_s: float) -> Iterator[float]:
+    """MiB per hour of each process that is old enough."""
+    for life in lives:
+        since_s = max(half_s, life[0].at_s + WARM_S)
+        steady = [one for one in life if one.at_s >= since_s]
+        if steady and steady[-1].at_s - steady[0].at_s >= STEADY_S:
+            some = steady[:: -(-len(steady) // MOST_POINTS)]
+            yield theil_sen([one.at_s for one in some], [one.rss_bytes for one in some]) * 3600 / _MIB
+
+
+def theil_sen(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The median slope of all pairs of points: a few that lie far off, or one step, do not change it. `xs` ascend."""
+    x, y = np.asarray(xs, float), np.asarray(ys, float)
+    left, right = np.triu_indices(len(x), 1)
+    return float(np.median((y[right] - y[left]) / (x[right] - x[left])))
