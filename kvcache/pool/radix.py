@@ -249,6 +249,7 @@ class RadixTree:
         node.children, node.heads, node.num_locked = child.children, child.heads, child.num_locked
         for grandchild in node.children.values():
             grandchild.parent = node
+        child.usage.above = node.usage.above  # else each merge kept the usage before it, for as long as the run is used
         node.usage = child.usage
         self._describe(node, child.digests)
         self._ledger.assign(child.blocks, node.index)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.hashing import HashChain, pack_tokens
 from kvrelay.kvcache.pool.block_pool import MIN_PARTIAL_TOKENS, BlockPool
+from kvrelay.kvcache.pool.radix import RadixNode
 
 pytestmark = pytest.mark.pure
 
@@ -43,6 +44,14 @@ def store(pool: BlockPool, tokens: list[int], *, salt: str = "", step: int = 100
 def runs(pool: BlockPool) -> list[int]:
     """Lengths of the nodes' runs, sorted; roots left out."""
     return sorted(len(node.blocks) for node in pool._tree.live() if node.parent is not None)
+
+
+def num_above(node: RadixNode) -> int:
+    """Usages that this node's keeps alive."""
+    count, usage = 0, node.usage.above
+    while usage is not None:
+        count, usage = count + 1, usage.above
+    return count
 
 
 def prompt(first: int, blocks: int) -> list[int]:
@@ -97,6 +106,13 @@ def test_a_trunk_that_others_used_later_stays_a_run_of_its_own():
     assert pool.allocate(2) is not None
     pool.check()
     assert 4 in runs(pool)
+
+
+def test_a_prefix_that_stays_in_use_keeps_no_usage_of_the_tails_that_were_evicted():
+    pool = BlockPool(6, block_size=SIZE)
+    for number in range(20):
+        store(pool, prompt(1, 2) + prompt(2 + number, 3))  # the tail before it goes, and the prefix is one run with it
+    assert max(map(num_above, pool._tree.live())) <= 1
 
 
 def test_a_tenants_tree_goes_with_its_last_block():
