@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvrelay.grammar.llguidance_parser import LlguidanceGrammar, LlguidanceLibrary
 
 MOST_GRAMMARS = 128  # kept compiled
+MOST_TEXT = 512 << 10  # characters of all kept: compiled, a JSON schema takes 50 times the memory of its text
 
 
 class CompiledGrammar:
@@ -40,6 +41,7 @@ class GrammarCompiler:
         self._eos_ids = frozenset(token_id for token_id in eos_ids if token_id < vocab_size)
         self._lock = Lock()
         self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        self._sizes: dict[bytes, int] = {}  # characters of each one's text
         self._loading = Lock()
         self._llguidance: LlguidanceLibrary | None = None
 
@@ -60,9 +62,7 @@ class GrammarCompiler:
             future = self._grammars.get(key)
             is_ours = future is None
             if future is None:
-                future = self._grammars[key] = Future()
-                if len(self._grammars) > MOST_GRAMMARS:
-                    self._grammars.popitem(last=False)
+                future = self._keep(key, len(spec.text))
             self._grammars.move_to_end(key)
         if is_ours:
             try:
@@ -72,10 +72,21 @@ class GrammarCompiler:
             except BaseException as error:
                 with self._lock:
                     self._grammars.pop(key, None)
+                    self._sizes.pop(key, None)
                 future.set_exception(error)
         if isinstance(refusal := future.exception(), InvalidRequest):
             raise InvalidRequest(*refusal.args)  # a new one: each raise adds frames to an error
         return future.result()
+
+    def _keep(self, key: bytes, size: int) -> Future[CompiledGrammar]:
+        """A new grammar's place; those used longest ago go for it, while they are too many or too large together."""
+        future = self._grammars[key] = Future()
+        self._sizes[key] = size
+        while len(self._grammars) > MOST_GRAMMARS or (
+            len(self._grammars) > 1 and sum(self._sizes.values()) > MOST_TEXT
+        ):
+            del self._sizes[self._grammars.popitem(last=False)[0]]
+        return future
 
     def load(self) -> None:
         """Load the library: 0.3 s to 0.5 s, once. Raises ModelError."""

@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import InvalidRequest
-from kvrelay.grammar.compiler import MOST_GRAMMARS, GrammarCompiler
+from kvrelay.grammar.compiler import MOST_GRAMMARS, MOST_TEXT, GrammarCompiler
 from kvrelay.grammar.masks import fill_masks
 from kvrelay.plane.messages import GrammarSpec
 
@@ -53,6 +53,17 @@ def test_so_many_grammars_are_kept_and_matchers_outlive_them(compiler):
     assert compiler.compile(GrammarSpec("regex", "first")) is not first
     fill_masks([(matcher, (), 0)], mask)
     assert matcher.problem is None and mask.any()
+
+
+def test_of_large_grammars_fewer_are_kept_and_the_last_one_always(compiler):
+    names = [
+        GrammarSpec("json_schema", json.dumps({"type": "string", "title": f"{one}" * 120_000})) for one in "abcdef"
+    ]
+    kept = [compiler.compile(spec) for spec in names]
+    assert len(compiler._grammars) == MOST_TEXT // len(names[0].text) == 4
+    assert compiler.compile(names[-1]) is kept[-1] and compiler.compile(names[2]) is kept[2]
+    assert compiler.compile(names[0]) is not kept[0]
+    assert compiler._sizes.keys() == compiler._grammars.keys()
 
 
 def test_tokens_without_text_are_refused_silently(compiler, capfd):
