@@ -252,6 +252,7 @@ class Survival:
         above = usage.above.note if usage.above is not None else None
         if isinstance(above, _Note):
             above.num_children -= 1
+        usage.above = None  # its request may be watched for long, which else kept every block of the prompt
 
     # ---- value
 

@@ -1,5 +1,6 @@
 """Each eviction policy's defining behaviour, through the cache that asks it; the sketch, and traces of our own."""
 
+import gc
 import json
 import random
 
@@ -12,7 +13,7 @@ from kvrelay.cluster.workloads.trace import as_mooncake
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain
-from kvrelay.kvcache.eviction.policies import POLICIES, Lru, make_policy
+from kvrelay.kvcache.eviction.policies import POLICIES, EntryUsage, Lru, make_policy
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
 from kvrelay.kvcache.index.tier_index import OfferedBefore, TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -56,6 +57,11 @@ class Cache:
 
     def here(self) -> set[str]:
         return {self.texts[digest] for digest in self.tier.hashes()}
+
+
+def num_alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(one) is kind for one in gc.get_objects())
 
 
 def test_lru_gives_up_what_was_used_longest_ago():
@@ -132,6 +138,19 @@ def test_survival_keeps_conversations_and_evicts_one_off_prompts():
     lru = replay(prompts, TierIndex(64, Lru()))
     best = replay(prompts, TierIndex(64, Belady(prompts)))
     assert learned.late_ratio > lru.late_ratio + (best.late_ratio - lru.late_ratio) / 3
+
+
+def test_survival_watches_evicted_prompts_without_keeping_their_blocks():
+    policy, num_blocks, num_prompts = make_policy("survival", 64), 40, 50
+    index = TierIndex(64, policy)
+    before = num_alive(EntryUsage)
+    for prompt in range(num_prompts):
+        parent, rows = None, index.reserve(num_blocks, float(prompt))
+        for block, row in enumerate(rows):
+            digest = name(f"{prompt}:{block}")
+            index.put(digest, row, float(prompt), parent=parent, end_tokens=16 * (block + 1))
+            parent = digest
+    assert num_alive(EntryUsage) - before <= len(index) + num_blocks + num_prompts
 
 
 @pytest.mark.parametrize("policy", POLICIES)
