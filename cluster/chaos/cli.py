@@ -11,7 +11,10 @@ def command(
     seconds: Annotated[float, typer.Option(min=1, help="how long faults strike")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the faults' order and the requests")] = 0,
     faults: Annotated[str, typer.Option(help="kinds of faults, with commas between them, or all")] = "all",
-    rate: Annotated[float, typer.Option(min=0.01, help="faults per second, if every part recovered at once")] = 1.0,
+    rate: Annotated[
+        float,
+        typer.Option(min=0.01, help="faults per second that overlap; as many more, if every part recovered at once"),
+    ] = 1.0,
     clients: Annotated[int, typer.Option(min=1, help="clients, each with one request after the other")] = 8,
     model: Annotated[str | None, typer.Option(help="as for serve; default: a tiny one with random weights")] = None,
     report: Annotated[Path | None, typer.Option(help="folder for report.json, report.png and the log")] = None,

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from kvrelay.cluster.errors import ClusterError
 MEMORY_BYTES = 1 << 30  # at most, of memory pressure, and at most a quarter of what is available
 STAGES = ("before", "midway", "queued")  # of a request whose client leaves
 QUEUED_REQUESTS = 24
-FLIPS = 64  # places in each of a disk tier's files
+FLIPS = 64  # places in one file
 DISK_BYTES = 48 << 20  # less than the workers' disk tiers may take together
 _ALLOCATE = f"""
 import sys, time
@@ -36,15 +36,20 @@ time.sleep(600)
 """
 
 
+class NothingToHarm(Exception):
+    """This time the fault has no object, such as a file that is not there yet. It does not count."""
+
+
 class FaultKind(ABC):
-    """One kind of fault. `part`: what it harms; only one fault of a part is under way at a time."""
+    """One kind of fault. `part`: what it harms; one fault of a part is under way at a time, unless it `overlaps`."""
 
     part: str
     is_held = False  # for some seconds, then undone
+    overlaps = False  # any number at once: it keeps nothing, and all that it harms is repaired by reading or ends
 
     @abstractmethod
     async def strike(self, choice: float) -> None:
-        """`choice`, in [0, 1): which of several."""
+        """`choice`, in [0, 1): which of several. Raises NothingToHarm."""
 
     def undo(self) -> None:
         """After it was held."""
@@ -100,7 +105,7 @@ class Stop(FaultKind):
 class Leave(FaultKind):
     """Clients close their connections: `before` the first token, `midway` or while most are `queued`."""
 
-    part = "clients"
+    part, overlaps = "clients", True
 
     def __init__(self, clients: ChaosClients, stage: str) -> None:
         self._clients, self._stage = clients, stage
@@ -116,7 +121,7 @@ class Leave(FaultKind):
 class FillDisk(FaultKind):
     """The file system of the disk tier is full."""
 
-    part, is_held = "disk", True
+    part, is_held = "disk space", True
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "filler"
@@ -137,27 +142,29 @@ class FillDisk(FaultKind):
 
 
 class CorruptDisk(FaultKind):
-    """Bytes change in the files of the disk tier."""
+    """Bytes change in the files of one worker's disk tier."""
 
-    part = "disk"
+    part, overlaps = "disk", True
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     async def strike(self, choice: float) -> None:
-        await asyncio.to_thread(self._flip, random.Random(choice))
+        await asyncio.to_thread(flip_bytes, sorted(self._folder.glob("worker-*/segment-*")), random.Random(choice))
 
-    def _flip(self, draw: random.Random) -> None:
-        for path in sorted(self._folder.glob("worker-*/*")):
-            if path.name in ("lock", "manifest.json") or not (size := path.stat().st_size):
-                continue
-            with suppress(FileNotFoundError), path.open("r+b") as file:
-                for _ in range(FLIPS):
-                    at = draw.randrange(size)
+
+def flip_bytes(files: Sequence[Path], draw: random.Random) -> None:
+    """Flip FLIPS bytes of one of these files. Raises NothingToHarm."""
+    with suppress(FileNotFoundError):  # it has just been deleted
+        if files and (size := (path := draw.choice(files)).stat().st_size):
+            with path.open("r+b") as file:
+                for at in sorted(draw.randrange(size) for _ in range(FLIPS)):
                     file.seek(at)
-                    (byte,) = file.read(1)
+                    byte = file.read(1)
                     file.seek(at)
-                    file.write(bytes([byte ^ 0xFF]))
+                    file.write(bytes(one ^ 0xFF for one in byte))
+            return
+    raise NothingToHarm
 
 
 class MemoryPressure(FaultKind):

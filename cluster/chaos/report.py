@@ -114,8 +114,10 @@ def plot(report: ChaosReport, path: Path) -> None:
     struck = [one.at_s for one in report.faults if one.kind != CONTROL]
     course.plot(struck, [0] * len(struck), "|", color="tab:red", markersize=12)
     memory.set(title="resident memory of each process", xlabel="s since the start", ylabel="MiB")
-    for pid in sorted({one.pid for one in report.samples}):
-        own = [one for one in report.samples if one.pid == pid]
+    by_pid: defaultdict[int, list[ProcessSample]] = defaultdict(list)
+    for one in report.samples:
+        by_pid[one.pid].append(one)
+    for own in by_pid.values():
         memory.plot([one.at_s for one in own], [one.rss_bytes / (1 << 20) for one in own], linewidth=0.8)
     for axes in (silences, course, memory):
         axes.grid(alpha=0.3)

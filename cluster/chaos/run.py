@@ -1,6 +1,7 @@
 """One run: clients, and beside them the faults of each part, one after the other; at the end everything must be back.
 
-A part is harmed again once it is whole, so at any time a worker of each role lives.
+A part is harmed again once it is whole, so at any time a worker of each role lives. Kinds that overlap strike on and
+on, however long the last ones last.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import psutil
 from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.clients import REQUEST_S, ChaosClients
 from kvrelay.cluster.chaos.cluster import PARTS, Cluster
-from kvrelay.cluster.chaos.faults import FaultKind
+from kvrelay.cluster.chaos.faults import FaultKind, NothingToHarm
 from kvrelay.cluster.chaos.history import ClientStream, StreamHistory, silence_s
 from kvrelay.cluster.chaos.schedule import PlannedFault, planned_faults
 from kvrelay.cluster.errors import ClusterError
@@ -73,17 +74,22 @@ class ChaosRun:
     async def run(
         self, faults: Mapping[str, FaultKind], *, num_clients: int, seconds: float, rate: float, seed: int
     ) -> None:
-        """`rate`: faults per second, where parts recover at once. Raises ClusterError: a part has no process."""
-        parts = sorted({one.part for one in faults.values()})
+        """`rate`: faults per second of the kinds that overlap together, and of the others together if every part
+        recovered at once. Raises ClusterError: a part has no process.
+        """
+        alone, overlapping = (
+            sorted({one.part for one in faults.values() if one.overlaps is own}) for own in (False, True)
+        )
         first = await self._sample()
         sampling = asyncio.create_task(self._sample_on())
         load = asyncio.create_task(self._clients.run(num_clients))
         try:
             async with asyncio.TaskGroup() as group:
-                for part in parts:
+                for part in (*alone, *overlapping):
                     kinds = sorted(name for name, one in faults.items() if one.part == part)
-                    plan = planned_faults(part, kinds, mean_gap_s=len(parts) / rate, seed=seed)
-                    group.create_task(self._harm(plan, faults, self._clock() + seconds))
+                    mean_gap_s = len(alone if part in alone else overlapping) / rate
+                    plan = planned_faults(part, kinds, mean_gap_s=mean_gap_s, seed=seed)
+                    group.create_task(self._harm(plan, faults, self._clock() + seconds, group))
         except* ClusterError as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -93,18 +99,26 @@ class ChaosRun:
         self.seen.leaks += await self._pool_leaks()
         self.seen.leaks += fd_leaks(first, await self._sample())
 
-    async def _harm(self, plan: Iterator[PlannedFault], faults: Mapping[str, FaultKind], end_s: float) -> None:
+    async def _harm(
+        self, plan: Iterator[PlannedFault], faults: Mapping[str, FaultKind], end_s: float, group: asyncio.TaskGroup
+    ) -> None:
         for planned in plan:
             await asyncio.sleep(min(planned.gap_s, max(end_s - self._clock(), 0.0)))
             if self._clock() >= end_s:
                 return
-            self.seen.faults.append(await self._suffer(faults[planned.kind], planned))
-            if self.seen.faults[-1].whole_s is None:
+            suffered = self._suffer(faults[planned.kind], planned, group)
+            if faults[planned.kind].overlaps:
+                group.create_task(suffered)
+            elif not await suffered:
                 return
 
-    async def _suffer(self, kind: FaultKind, planned: PlannedFault) -> StruckFault:
+    async def _suffer(self, kind: FaultKind, planned: PlannedFault, group: asyncio.TaskGroup) -> bool:
+        """Whether the part is whole again. Recorded by `group`, once the silence is known."""
         before_s = self._clock()
-        await kind.strike(planned.choice)
+        try:
+            await kind.strike(planned.choice)
+        except NothingToHarm:
+            return True
         struck_s, running = self._clock(), [one for one in self._history.running.values() if one.is_streamed]
         if planned.kind == "kill-ingress":
             self.seen.ingress_kills_s.append((before_s, struck_s))
@@ -114,7 +128,11 @@ class ChaosRun:
             finally:
                 kind.undo()
         whole_s = await self._until_whole(kind)
-        return StruckFault(planned.kind, struck_s, await self._silence(running, struck_s), whole_s)
+        group.create_task(self._record(planned.kind, struck_s, running, whole_s))
+        return whole_s is not None
+
+    async def _record(self, kind: str, struck_s: float, running: Sequence[ClientStream], whole_s: float | None) -> None:
+        self.seen.faults.append(StruckFault(kind, struck_s, await self._silence(running, struck_s), whole_s))
 
     async def _until_whole(self, kind: FaultKind) -> float | None:
         begun_s = last_s = self._clock()

@@ -1,7 +1,8 @@
 """Which fault of a part strikes when. Pure, seeded.
 
 Every part has a sequence of its own, so at most one of its processes is harmed at a time and, of two, one lives. The
-next fault comes a gap after the part has recovered: how long that takes does not change the order.
+next fault comes a gap after the part has recovered, or after the last one where they overlap: how long that takes does
+not change the order.
 """
 
 import random

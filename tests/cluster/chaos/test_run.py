@@ -1,11 +1,12 @@
 """A part is harmed again only once it is whole, and a run ends although one never is."""
 
+import asyncio
 import time
 
 import pytest
 
 from kvrelay.cluster.chaos import run as module
-from kvrelay.cluster.chaos.faults import FaultKind
+from kvrelay.cluster.chaos.faults import FaultKind, NothingToHarm
 from kvrelay.cluster.chaos.history import StreamHistory
 from kvrelay.cluster.chaos.run import SURE, ChaosRun
 
@@ -70,6 +71,31 @@ async def test_a_part_is_harmed_again_once_several_looks_have_shown_it_whole(mak
     await run.run({"kill-decode": harm}, **RUN)
     assert len(harm.num_good) > 2 and min(harm.num_good[1:]) >= SURE
     assert all(one.whole_s is not None for one in run.seen.faults) and run.seen.leaks == []
+
+
+class Overlapping(FaultKind):
+    """The first ones last until there are twelve; every other time there is nothing to harm."""
+
+    part, overlaps = "clients", True
+
+    def __init__(self):
+        self.num_begun, self.are_many = 0, asyncio.Event()
+
+    async def strike(self, choice):
+        self.num_begun += 1
+        if self.num_begun == 12:
+            self.are_many.set()
+        if self.num_begun % 2:
+            raise NothingToHarm
+        await self.are_many.wait()
+
+
+async def test_kinds_that_overlap_strike_on_while_the_last_ones_last_and_count_where_they_harm(make):
+    kind = Overlapping()
+    run = make(FakeCluster())
+    await run.run({"leave": kind}, **RUN)
+    assert kind.num_begun >= 12
+    assert len(run.seen.faults) == kind.num_begun // 2
 
 
 async def test_a_part_that_does_not_come_back_is_reported_and_left_alone(make, monkeypatch):
