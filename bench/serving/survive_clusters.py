@@ -7,13 +7,13 @@ import time
 
 from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.cluster import MARK, Cluster
+from kvrelay.cluster.chaos.hosts.namespaces import Hosts, why_not
 from kvrelay.cluster.chaos.served import START_S
 from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
 from kvrelay.cluster.launch.ray_session import LOOPBACK, free_port
 from kvrelay.config import settings_from
-from tests.hosts.hosts import Hosts, why_not
 
 REBOOT_S = 10.0
 

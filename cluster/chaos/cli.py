@@ -17,6 +17,10 @@ def command(
     ] = 1.0,
     clients: Annotated[int, typer.Option(min=1, help="clients, each with one request after the other")] = 8,
     model: Annotated[str | None, typer.Option(help="as for serve; default: a tiny one with random weights")] = None,
+    hosts: Annotated[
+        int,
+        typer.Option(min=1, help="on so many hosts in network namespaces, for faults of hosts and links; needs root"),
+    ] = 1,
     report: Annotated[Path | None, typer.Option(help="folder for report.json, report.png and the log")] = None,
     is_soak: Annotated[bool, typer.Option("--soak", help="also print how the memory of each process grows")] = False,
 ) -> None:
@@ -26,5 +30,5 @@ def command(
     """
     from kvrelay.cluster.chaos.session import ChaosOptions, chaos, kinds_of
 
-    options = ChaosOptions(seconds, seed, kinds_of(faults), rate, clients, model)
+    options = ChaosOptions(seconds, seed, kinds_of(faults, hosts), rate, clients, model, hosts)
     raise typer.Exit(0 if chaos(options, report, Console(), shows_growth=is_soak) else 1)

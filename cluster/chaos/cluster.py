@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrelay.cluster.chaos import processes
+from kvrelay.cluster.chaos.clock import CLOCK, set_clock
 from kvrelay.cluster.chaos.served import START_S, start_serve
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
@@ -34,13 +35,16 @@ PARTS = {  # -> the title of its processes
 
 
 class Cluster:
-    """A running cluster; a context manager. `url`: where clients send everything."""
+    """A running cluster; a context manager. `url`: where clients send everything. `log`: all that it has printed."""
+
+    log = ""
 
     def __init__(self, model: str, counts: Mapping[str, int] = COUNTS, settings: Mapping[str, Any] = SETTINGS) -> None:
         self.source, self._counts, self._settings, self.mark = model, counts, settings, uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
         self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
         self.port, self.dashboard_url = free_port(LOOPBACK), ""
+        self.clocks: list[Path] = []  # one file for each host: chaos/clock.py
         self._spawned: list[subprocess.Popen[bytes]] = []
         self.url = f"http://{LOOPBACK}:{self.port}"
 
@@ -57,6 +61,12 @@ class Cluster:
 
     def start(self) -> None:
         raise NotImplementedError
+
+    def use_clock(self, library: Path) -> None:
+        """Preload this library, so that `clocks` step what its processes see as the time. Call it before `start`."""
+        self.clocks = [library.with_name("clock")]
+        set_clock(self.clocks[0], 0)
+        self.environment |= {"LD_PRELOAD": str(library), CLOCK: str(self.clocks[0])}
 
     def restart_gcs(self) -> None:
         raise NotImplementedError
@@ -138,8 +148,6 @@ def send_signal(pid: int, number: int) -> None:
 class ServeCluster(Cluster):
     """`kvrelay serve` on this machine."""
 
-    log = ""
-
     def start(self) -> None:
         flags = [part for role, count in self._counts.items() for part in (f"--{role}", str(count))]
         flags += [part for key, value in self._settings.items() for part in ("--set", f"{key}={value}")]
@@ -151,7 +159,7 @@ class ServeCluster(Cluster):
         self.wait_until_whole()
 
     def stop(self) -> list[str]:
-        """Also returns files that it has left. `log`: all that it has printed."""
+        """Also returns files that it has left."""
         files = list[str]()
         if hasattr(self, "_serve") and self.folder.exists():
             self._serve.stop()

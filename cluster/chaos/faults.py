@@ -1,7 +1,7 @@
 """The faults: what each does to a cluster, how it is undone, and what shows that it is over.
 
-Left to the tests of hosts in namespaces: cut and slow links. Not done: one-way links; clock steps, since one process
-alone cannot be given another clock; and changed bits in shared memory, whose files are anonymous.
+Not done: changed bits in the pools' memory. A cached block that is used before the sweep comes round to it
+(kvcache/pool/resident_audit.py) gives wrong tokens, so there is nothing that must hold.
 """
 
 import asyncio
@@ -20,12 +20,15 @@ from pathlib import Path
 import psutil
 
 from kvrelay.cluster.chaos.clients import ChaosClients
+from kvrelay.cluster.chaos.clock import set_clock
 from kvrelay.cluster.chaos.cluster import PARTS, Cluster, send_signal
 from kvrelay.cluster.errors import ClusterError
 
+STEP_S = 3600  # of a clock, forward or back
 MEMORY_BYTES = 1 << 30  # at most, of memory pressure, and at most a quarter of what is available
 STAGES = ("before", "midway", "queued")  # of a request whose client leaves
 QUEUED_REQUESTS = 24
+STORE = "store"  # folder of the cluster's store
 FLIPS = 64  # places in one file
 DISK_BYTES = 48 << 20  # less than the workers' disk tiers may take together
 _ALLOCATE = f"""
@@ -44,6 +47,7 @@ class FaultKind(ABC):
     """One kind of fault. `part`: what it harms; one fault of a part is under way at a time, unless it `overlaps`."""
 
     part: str
+    also: tuple[str, ...] = ()  # other parts that it harms
     is_held = False  # for some seconds, then undone
     overlaps = False  # any number at once: it keeps nothing, and all that it harms is repaired by reading or ends
 
@@ -142,15 +146,15 @@ class FillDisk(FaultKind):
 
 
 class CorruptDisk(FaultKind):
-    """Bytes change in the files of one worker's disk tier."""
+    """Bytes change in a file of a disk tier or of the cluster's store. `files`: a pattern in `folder`."""
 
     part, overlaps = "disk", True
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, files: str) -> None:
+        self._folder, self._files = folder, files
 
     async def strike(self, choice: float) -> None:
-        await asyncio.to_thread(flip_bytes, sorted(self._folder.glob("worker-*/segment-*")), random.Random(choice))
+        await asyncio.to_thread(flip_bytes, sorted(self._folder.glob(self._files)), random.Random(choice))
 
 
 def flip_bytes(files: Sequence[Path], draw: random.Random) -> None:
@@ -186,6 +190,23 @@ class MemoryPressure(FaultKind):
             self._process.wait()
 
 
+class StepClock(FaultKind):
+    """One host's wall clock is wrong by up to STEP_S, and then right again."""
+
+    part, is_held = "clock", True
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    async def strike(self, choice: float) -> None:
+        draw = random.Random(choice)
+        set_clock(draw.choice(self._files), draw.randint(-STEP_S, STEP_S))
+
+    def undo(self) -> None:
+        for file in self._files:
+            set_clock(file, 0)
+
+
 class Nothing(FaultKind):
     """The control: how long streams are silent without a fault."""
 
@@ -213,20 +234,22 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 @dataclass(frozen=True, slots=True)
 class FaultTargets:
-    """What faults harm. `disk`: the disk tier's folder."""
+    """What faults harm. `disk`: the disk tier's folder, and in it that of the store."""
 
     cluster: Cluster
     clients: ChaosClients
     disk: Path
 
 
-FULL_DISK = "full-disk"  # only where the disk tier has a file system of its own
+FULL_DISK, CLOCK_STEP = "full-disk", "clock-step"  # kinds that are impossible on some machines
 FAULTS: dict[str, Callable[[FaultTargets], FaultKind]] = {
     "nothing": lambda to: Nothing(),
     **{f"kill-{part}": partial(lambda part, to: Kill(to.cluster, part), part) for part in PARTS},
     **{f"stop-{part}": partial(lambda part, to: Stop(to.cluster, part), part) for part in PARTS if part != "ingress"},
     **{f"leave-{stage}": partial(lambda stage, to: Leave(to.clients, stage), stage) for stage in STAGES},
-    "corrupt-disk": lambda to: CorruptDisk(to.disk),
+    "corrupt-disk": lambda to: CorruptDisk(to.disk, "worker-*/segment-*"),
+    "corrupt-store": lambda to: CorruptDisk(to.disk / STORE, "*/worker-*/segment-*"),
     FULL_DISK: lambda to: FillDisk(to.disk),
+    CLOCK_STEP: lambda to: StepClock(to.cluster.clocks),
     "memory": lambda to: MemoryPressure(to.cluster),
 }

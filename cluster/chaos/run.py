@@ -6,7 +6,9 @@ on, however long the last ones last.
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +70,7 @@ class ChaosRun:
     ) -> None:
         self.seen = ChaosObservations()
         self._cluster, self._clients, self._history, self._clock = cluster, clients, history, clock
-        self._looking = asyncio.Lock()
+        self._parts, self._looking = defaultdict[str, asyncio.Lock](asyncio.Lock), asyncio.Lock()
         self._looked_s, self._lacking = float("-inf"), set(PARTS)
 
     async def run(
@@ -106,11 +108,15 @@ class ChaosRun:
             await asyncio.sleep(min(planned.gap_s, max(end_s - self._clock(), 0.0)))
             if self._clock() >= end_s:
                 return
-            suffered = self._suffer(faults[planned.kind], planned, group)
-            if faults[planned.kind].overlaps:
-                group.create_task(suffered)
-            elif not await suffered:
-                return
+            kind = faults[planned.kind]
+            if kind.overlaps:
+                group.create_task(self._suffer(kind, planned, group))
+                continue
+            async with AsyncExitStack() as held:
+                for part in sorted((kind.part, *kind.also)):  # in one order: nobody waits for each other
+                    await held.enter_async_context(self._parts[part])
+                if self._clock() < end_s and not await self._suffer(kind, planned, group):
+                    return
 
     async def _suffer(self, kind: FaultKind, planned: PlannedFault, group: asyncio.TaskGroup) -> bool:
         """Whether the part is whole again. Recorded by `group`, once the silence is known."""
@@ -126,7 +132,7 @@ class ChaosRun:
             try:
                 await asyncio.sleep(planned.hold_s)
             finally:
-                kind.undo()
+                await asyncio.to_thread(kind.undo)
         whole_s = await self._until_whole(kind)
         group.create_task(self._record(planned.kind, struck_s, running, whole_s))
         return whole_s is not None
@@ -136,17 +142,17 @@ class ChaosRun:
 
     async def _until_whole(self, kind: FaultKind) -> float | None:
         begun_s = last_s = self._clock()
-        good = list[float]()
-        while kind.part in PARTS and self._clock() - begun_s < WHOLE_S:
+        good, parts = list[float](), {kind.part, *kind.also} & set(PARTS)
+        while parts and self._clock() - begun_s < WHOLE_S:
             looked_s, lacking = await self._look()
             if looked_s > last_s:
                 last_s = looked_s
-                is_good = kind.part not in lacking and await asyncio.to_thread(kind.is_over)
+                is_good = await asyncio.to_thread(kind.is_over) and not parts & lacking
                 good = [*good, self._clock()] if is_good else []
                 if len(good) >= SURE:
                     return good[0] - begun_s
             await asyncio.sleep(POLL_S)
-        return None if kind.part in PARTS else 0.0
+        return None if parts else 0.0
 
     async def _look(self) -> tuple[float, set[str]]:
         """The time of the last look, at most POLL_S ago, and what was lacking then."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hosts.hosts import why_not
+from kvrelay.cluster.chaos.hosts.namespaces import why_not
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from tests.hosts.hosts import HostError, Hosts, printed
+from kvrelay.cluster.chaos.hosts.namespaces import HostError, Hosts, printed
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from kvrelay import __version__
+from kvrelay.cluster.chaos.hosts.namespaces import HostError, Hosts, why_not
 from kvrelay.cluster.verify.prompts import expected_tokens, make_prompts
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from tests.hosts.hosts import HostError, Hosts, why_not
 from tests.hosts.ray_hosts import WORKER_PORTS, RayHosts, firewall_table, refuses
 
 NUM_OUTPUT = 24

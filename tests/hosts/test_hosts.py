@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hosts.hosts import Hosts
+from kvrelay.cluster.chaos.hosts.namespaces import Hosts
 from tests.hosts.ray_hosts import RayHosts
 from tests.hosts.scenario import run
 from tests.hosts.traces import traces

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.hosts import HostError, Hosts
+from kvrelay.cluster.chaos.hosts.namespaces import HostError, Hosts
 from tests.hosts.traces import traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -79,7 +79,7 @@ def test_a_link_is_cut_mended_and_slowed_both_ways():
 def test_what_a_killed_test_left_is_removed_first():
     lines = (
         "import time",
-        "from tests.hosts.hosts import Hosts",
+        "from kvrelay.cluster.chaos.hosts.namespaces import Hosts",
         f"Hosts(2, {PREFIX!r}).up()",
         "print('up', flush=True)",
     )

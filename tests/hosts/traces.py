@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.hosts.hosts import Hosts
+from kvrelay.cluster.chaos.hosts.namespaces import Hosts
 
 
 def traces(hosts: Hosts) -> list[str]:

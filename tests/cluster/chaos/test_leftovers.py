@@ -65,7 +65,7 @@ async def test_blocks_on_disk_are_corrupted_and_nothing_else(tmp_path):
     (folder / "segment-0").write_bytes(bytes(1 << 16))
     for name in ("lock", "manifest.json"):
         (folder / name).write_text("as it was")
-    await CorruptDisk(tmp_path).strike(0.5)
+    await CorruptDisk(tmp_path, "worker-*/segment-*").strike(0.5)
     assert any((folder / "segment-0").read_bytes())
     assert len((folder / "segment-0").read_bytes()) == 1 << 16
     assert {(folder / name).read_text() for name in ("lock", "manifest.json")} == {"as it was"}

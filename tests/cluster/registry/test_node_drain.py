@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.serving.rolling.__main__ import DrainedHosts, measure
+from kvrelay.cluster.chaos.hosts.namespaces import why_not
 from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from tests.hosts.hosts import why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 

@@ -1,14 +1,13 @@
-"""Several hosts on one machine, for tests of `ray up`, multi-host serving, cut or slow links, and host crashes.
+"""Several hosts on one machine, whose links are cut, slowed or made one-way, and that crash.
 
 A host is a network namespace on a bridge, with pid, mount, host name and ipc namespaces, /tmp, /dev/shm, a home
 folder (an overlay over the user's) and an sshd of its own. It knows the names of the others and asks no name server.
 Names of links and folders derive from the network prefix, so that several sets exist side by side. Linux, root,
 iproute2, openssh-server and rsync are needed; Ray itself is not.
 
-`python -m tests.hosts.hosts --help` is the same by hand.
+`python -m tests.hosts --help` is the same by hand.
 """
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -22,6 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from kvrelay.cluster.errors import ClusterError
 
 PREFIX = "10.77.1"
 _ROOT = Path("/var/tmp")  # not /tmp: each host mounts one of its own over it
@@ -56,7 +57,7 @@ exec {sshd} -D -f {folder}/sshd_config -E {folder}/sshd.log
 """
 
 
-class HostError(Exception):
+class HostError(ClusterError):
     """A host could not be made or reached, or a command on it failed."""
 
 
@@ -179,7 +180,7 @@ class Hosts:
         (folder / "hosts").write_text("\n".join(names) + "\n")
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # none: other names fail at once, not after 10 s
         # what runs there stays visible where it lies in /tmp itself: the checkout, its Python
-        kept = {path for path in (Path(__file__).parents[2], Path(sys.prefix)) if path.is_relative_to("/tmp")}
+        kept = {path for path in (Path(__file__).parents[3], Path(sys.prefix)) if path.is_relative_to("/tmp")}
         places = [(path, folder / "tmp" / path.relative_to("/tmp")) for path in sorted(kept)]
         script = _BOOT.format(
             name=f"host{host}",
@@ -245,6 +246,17 @@ class Hosts:
         """Take its link up again."""
         _call("ip", "link", "set", f"{self.tag}v{host}", "up")
 
+    def deafen(self, host: int, to: int) -> None:
+        """Lose what `host` sends `to` another one, whose own packets arrive. No sender hears of it."""
+        self._neighbour("replace", host, to, "lladdr", "02:00:00:00:00:01", "nud", "permanent")  # nobody's: all drop it
+
+    def reconcile(self, host: int, to: int) -> None:
+        """Undo `deafen`."""
+        self._neighbour("del", host, to)
+
+    def _neighbour(self, what: str, host: int, to: int, *how: str) -> None:
+        _call("ip", "-n", self._name(host), "neigh", what, self.address(to), "dev", "eth0", *how)
+
     def slow(self, host: int, rate: str, latency_s: float) -> None:
         """Limit its link, both ways: `rate` as tc writes it ("10mbit"), and so much latency in each direction."""
         self.fast(host)
@@ -283,7 +295,7 @@ def printed(command: Sequence[str], what: str, *, timeout_s: float, **options: A
     )
     if done.returncode:
         raise HostError(f"{what}: status {done.returncode}\n{done.stdout[-6000:]}")
-    return done.stdout
+    return str(done.stdout)
 
 
 def _call(*command: str) -> str:
@@ -323,53 +335,3 @@ def _end(namespace: str) -> None:
         if time.monotonic() > until:
             raise HostError(f"processes of {namespace} do not end: {pids}")
         time.sleep(0.02)
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.hosts.hosts", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prefix", default=PREFIX, help=f"the network's first three numbers (default {PREFIX})")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("up", help="make COUNT hosts").add_argument("count", type=int)
-    run = commands.add_parser("run", help="run a command on a host")
-    run.add_argument("host", type=int)
-    run.add_argument("words", nargs=argparse.REMAINDER, metavar="command")
-    for name, text in {
-        "crash": "kill all that runs on a host",
-        "start": "bring a crashed host back",
-        "cut": "take a host's link down",
-        "mend": "take it up again",
-        "slow": "limit a host's link, both ways",
-        "fast": "undo slow",
-    }.items():
-        commands.add_parser(name, help=text).add_argument("host", type=int)
-    slow = commands.choices["slow"]
-    slow.add_argument("rate", nargs="?", default="10mbit")
-    slow.add_argument("latency_s", nargs="?", type=float, default=0.1)
-    commands.add_parser("down", help="remove everything")
-    told = parser.parse_args()
-    try:
-        hosts = Hosts(getattr(told, "count", 0), told.prefix)
-        _do(hosts, told)
-    except HostError as error:
-        sys.exit(f"{error}")
-
-
-def _do(hosts: Hosts, told: argparse.Namespace) -> None:
-    if told.command == "up":
-        if why := why_not():
-            raise HostError(why)
-        hosts.up()
-        print(f"hosts {hosts.address(1)} to {hosts.address(hosts.count)}, key {hosts.key}")
-    elif told.command == "run":
-        os.execvp("ssh", [*hosts.ssh(told.host), *told.words])
-    elif told.command == "slow":
-        hosts.slow(told.host, told.rate, told.latency_s)
-    elif told.command == "down":
-        hosts.close()
-    else:
-        getattr(hosts, told.command)(told.host)
-
-
-if __name__ == "__main__":
-    main()
