@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,30 @@ def test_a_link_is_cut_mended_and_slowed_both_ways():
         assert time.monotonic() - began_s > 16 / 10  # 16 Mbit at 10 Mbit/s
         hosts.fast(1)
         assert connect_s(hosts.address(1)) < 0.2
+    assert left() == []
+
+
+HEAR = "import socket; s = socket.socket(type=2); s.bind(('', 999)); s.settimeout(3); s.recv(9)"
+SAY = "import socket; socket.socket(type=2).sendto(b'x', ('{}', 999))"
+
+
+def arrives(hosts: Hosts, source: int, target: int) -> bool:
+    """Whether a packet of the source reaches the target within three seconds."""
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(hosts.run, target, sys.executable, "-c", HEAR)
+        while not hosts.run(target, "ss", "-lunH", "sport = :999"):
+            assert not heard.done()
+        hosts.run(source, sys.executable, "-c", SAY.format(hosts.address(target)))
+        return heard.exception() is None
+
+
+def test_a_one_way_link_loses_the_packets_of_one_direction():
+    with Hosts(2, PREFIX) as hosts:
+        assert arrives(hosts, 1, 2) and arrives(hosts, 2, 1)
+        hosts.deafen(1, 2)
+        assert not arrives(hosts, 1, 2) and arrives(hosts, 2, 1)
+        hosts.reconcile(1, 2)
+        assert arrives(hosts, 1, 2)
     assert left() == []
 
 

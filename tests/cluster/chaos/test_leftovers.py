@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.cluster.chaos.faults import CorruptDisk
+from kvrelay.cluster.chaos.faults import CorruptDisk, NothingToHarm
 from kvrelay.cluster.chaos.history import Problem
 from kvrelay.cluster.chaos.report import CONTROL, ChaosReport
 from kvrelay.cluster.chaos.run import FD_SLACK, ProcessSample, StruckFault, fd_leaks, pool_problem
@@ -69,3 +69,8 @@ async def test_blocks_on_disk_are_corrupted_and_nothing_else(tmp_path):
     assert any((folder / "segment-0").read_bytes())
     assert len((folder / "segment-0").read_bytes()) == 1 << 16
     assert {(folder / name).read_text() for name in ("lock", "manifest.json")} == {"as it was"}
+
+
+async def test_where_no_file_is_there_yet_nothing_is_harmed(tmp_path):
+    with pytest.raises(NothingToHarm):
+        await CorruptDisk(tmp_path, "worker-*/segment-*").strike(0.5)

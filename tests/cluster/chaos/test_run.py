@@ -6,6 +6,7 @@ import time
 import pytest
 
 from kvrelay.cluster.chaos import run as module
+from kvrelay.cluster.chaos import schedule
 from kvrelay.cluster.chaos.faults import FaultKind, NothingToHarm
 from kvrelay.cluster.chaos.history import StreamHistory
 from kvrelay.cluster.chaos.run import SURE, ChaosRun
@@ -96,6 +97,38 @@ async def test_kinds_that_overlap_strike_on_while_the_last_ones_last_and_count_w
     await run.run({"leave": kind}, **RUN)
     assert kind.num_begun >= 12
     assert len(run.seen.faults) == kind.num_begun // 2
+
+
+class Entered(FaultKind):
+    """Notes which kinds are under way together."""
+
+    is_held = True
+
+    def __init__(self, part, also, under_way):
+        self.part, self.also, self.under_way, self.together = part, also, under_way, set()
+
+    async def strike(self, choice):
+        self.under_way.add(self.part)
+
+    def undo(self):
+        self.together |= self.under_way
+        self.under_way.discard(self.part)
+
+
+async def test_a_host_and_its_workers_are_not_harmed_at_once(make, monkeypatch):
+    monkeypatch.setattr(schedule, "SHORTEST_S", 0.001)
+    monkeypatch.setattr(schedule, "LONGEST_S", 0.002)
+    under_way = set()
+    kinds = {
+        "crash-host": Entered("hosts", ("decode", "prefill"), under_way),
+        "kill-decode": Entered("decode", (), under_way),
+        "kill-prefill": Entered("prefill", (), under_way),
+    }
+    run = make(FakeCluster())
+    await run.run(kinds, **RUN)
+    assert {one.kind for one in run.seen.faults} == set(kinds)
+    assert kinds["crash-host"].together == {"hosts"}
+    assert "hosts" not in kinds["kill-decode"].together | kinds["kill-prefill"].together
 
 
 async def test_a_part_that_does_not_come_back_is_reported_and_left_alone(make, monkeypatch):
