@@ -125,6 +125,7 @@ class RouteRequest:
     slo: SloRequirement | None = None  # None: always admitted
     session: str = ""  # requests of a session follow each other; "": none
     tenant: str = ""
+    weight: float = 1.0  # of its tenant, in fair shares
     priority: int = 0  # lower numbers are served earlier
     source: str = ""  # has the KV and sends it: only a decode worker is chosen, and nothing is computed; "": none
     is_new: bool = False  # not admitted before: it may be refused because too many queue

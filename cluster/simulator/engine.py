@@ -122,7 +122,7 @@ class SimulatedEngine:
             token_bytes=float(profile.kv_bytes_per_token),
         )
         parked = self._parked = ParkedSequences(WORD_TOKEN)
-        fair_share = FairShareWithParked(queue_rules(settings.scheduler, settings.router))
+        fair_share = FairShareWithParked(queue_rules(settings.router.max_queue_s))
         headroom = RefreshedHeadroom(HEADROOM_SHARE, profile.block_size, parked)
         self._speeds = MeasuredSpeeds()
         tiers = None if self.tiers is None else self.tiers.lower

@@ -52,6 +52,7 @@ class SimulatedRequestDriver:
             slo=ingress.slo if attempt_number == 1 else None,
             session=job.session,
             tenant=job.tenant,
+            weight=job.weight,
             is_new=attempt_number == 1,
             may_wait=attempt_number == 1,
         )

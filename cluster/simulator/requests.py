@@ -2,10 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Protocol, Self, cast
 
 from kvrelay.cluster.simulator.clock import Event
@@ -71,7 +72,7 @@ class SimulatedSequenceRequest(wire.SequenceRequest, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request of the load. Times are seconds of the simulation; tokens are counts. A record of 15
+    """One request of the load. Times are seconds of the simulation; tokens are counts. A record of 16
     attributes."""
 
     index: int
@@ -83,6 +84,7 @@ class SimulatedRequest:
     ]  # of full blocks: the prompt's, and those of its output that a later prompt is known to begin with
     session: str = ""
     tenant: str = ""
+    weight: float = 1.0  # of the tenant
     outcome: str = "running"  # or done, overloaded, slo, deadline, error
     first_s: float = math.nan
     end_s: float = math.nan
@@ -121,6 +123,7 @@ class SimulatedRequest:
             sampling=wire.Sampling(max_tokens=max_tokens),
             tokens_per_hash=block_size,
             tenant=self.tenant,
+            weight=self.weight,
             output_tokens=self.output_tokens,
         )
 
@@ -149,8 +152,12 @@ def _name(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
-def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[SimulatedRequest]:
-    """The load, one request for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated.
+def jobs_of(
+    entries: Iterable[TraceEntry], block_size: int, weights: Mapping[str, float] = MappingProxyType({})
+) -> Iterator[SimulatedRequest]:
+    """The load, one request for each entry, in order of arrival. weights: tenants', by name.
+
+    Raises ConfigError: the trace cannot be simulated.
 
     Hash ids must name prefixes, as Mooncake's do: an id always follows the same other one. In a sequence of entries
     (not an iterator), later prompts of a session name the blocks of earlier outputs: see `continued`.
@@ -178,6 +185,7 @@ def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Simulate
             names,
             session=entry.session,
             tenant=tenants(entry.tenant),
+            weight=weights.get(entry.tenant, 1.0),
         )
 
 

@@ -53,7 +53,8 @@ class Simulation:
         )
         self.world = World(scenario, profile, self.settings, self.clock, self.network, BlockSources())
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
-        self._jobs: Iterator[SimulatedRequest] = jobs_of(entries, profile.block_size)
+        weights = self.settings.scheduler.tenant_weights
+        self._jobs: Iterator[SimulatedRequest] = jobs_of(entries, profile.block_size, weights)
         self.num_open = 0
         self.is_all_arrived = False
         self.ended_s = 0.0

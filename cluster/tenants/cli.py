@@ -4,6 +4,7 @@ The key itself is printed once and kept nowhere: the file has its hash.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import tempfile
@@ -19,7 +20,7 @@ from kvrelay.serve.tenants.access import read_keys
 from kvrelay.serve.tenants.key_file import KeyFile, TenantEntry, file_text, key_hash, parse_keys
 
 KEY_BYTES = 32
-_QUOTAS = ("max_running", "tokens_per_minute", "pin_share")
+_QUOTAS = ("weight", "max_running", "tokens_per_minute", "pin_share", "store_bytes")
 
 
 def command(
@@ -30,9 +31,11 @@ def command(
     shared: Annotated[
         bool, typer.Option("--shared", help="add: its KV is in the namespace of all shared tenants and serve.api_key")
     ] = False,
+    weight: Annotated[float | None, typer.Option(help="add: its share of computing time, against 1")] = None,
     max_running: Annotated[int | None, typer.Option(help="add: most sequences that run at once")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="add: most tokens, of prompts and outputs")] = None,
     pin_share: Annotated[float | None, typer.Option(help="add: most of the KV pools that it pins, as a share")] = None,
+    store_bytes: Annotated[str | None, typer.Option(help="add: most of the cluster's KV store, such as 4GiB")] = None,
 ) -> None:
     """API keys of tenants: add one and print it, list the tenants, or remove one. Ingresses read a changed file."""
     keys, console = read_keys(file) if action != "add" or file.exists() else KeyFile(), Console(highlight=False)
@@ -43,8 +46,8 @@ def command(
         raise ConfigError(f"{action} needs a tenant's name: kvrelay keys {action} NAME --file {file}")
     if action == "add":
         key = f"kvr-{secrets.token_urlsafe(KEY_BYTES)}"
-        quotas = {"max_running": max_running, "tokens_per_minute": tokens_per_minute, "pin_share": pin_share}
-        given = {what: value for what, value in quotas.items() if value is not None}
+        quotas = (weight, max_running, tokens_per_minute, pin_share, store_bytes)
+        given = {what: value for what, value in zip(_QUOTAS, quotas, strict=True) if value is not None}
         _write(file, [*keys.tenants, _entry(name, key, shared=shared, **given)])
         console.out(key, highlight=False)
         Console(stderr=True).print(f"the key of {name}; it is not shown again", highlight=False, markup=False)
@@ -57,8 +60,8 @@ def command(
 
 def _entry(name: str, key: str, *, shared: bool, **quotas: Any) -> TenantEntry:
     """A checked entry. Raises ConfigError."""
-    text = file_text([TenantEntry.model_construct(name=name, key_sha256=key_hash(key), shared=shared, **quotas)])
-    (entry,) = parse_keys(text, f"kvrelay keys add {name}").tenants
+    fields = {"name": name, "key_sha256": key_hash(key), "shared": shared, **quotas}
+    (entry,) = parse_keys(json.dumps({"tenants": [fields]}), f"kvrelay keys add {name}").tenants  # JSON is YAML, too
     return entry
 
 
@@ -81,7 +84,7 @@ def _write(file: Path, tenants: list[TenantEntry]) -> None:
 
 
 def _table(keys: KeyFile) -> Table:
-    table = Table("tenant", "namespace", "running", "tokens per minute", "pins", box=None)
+    table = Table("tenant", "namespace", "weight", "running", "tokens per minute", "pins", "store", box=None)
     for one in keys.tenants:
         values = ("-" if (value := getattr(one, what)) is None else f"{value:,}" for what in _QUOTAS)
         table.add_row(one.name, "shared" if one.shared else "its own", *values)

@@ -175,15 +175,14 @@ ARRIVAL_ORDER = tuple(RANKED_LOAD)
 def _ranked_request(where: str, verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
     rank = {"tenant": "greedy", **RANKED_LOAD[prompt.name]}
     tenant = tenant_of(f"{rank['tenant']} {where}")  # a tenant's counters last as long as the worker
-    return msgspec.structs.replace(verifier.request(prompt), **rank | {"tenant": tenant})
+    # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
+    num_tokens = len(verifier.prompt("several chunks").token_ids) + verifier.num_output
+    weight = TURNS_IN_CREDIT * num_tokens / CREDIT_TOKENS
+    return msgspec.structs.replace(verifier.request(prompt), **rank | {"tenant": tenant, "weight": weight})
 
 
 def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
     """A whole load queues at a worker that runs one sequence at a time. Control: without ranks, order of arrival."""
-    # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
-    num_tokens = len(verifier.prompt("several chunks").token_ids) + verifier.num_output
-    weight = TURNS_IN_CREDIT * num_tokens / CREDIT_TOKENS
-    weights = {f"{tenant} {where}": weight for tenant in ("greedy", "modest", "hurried") for _, where in PLACES}
     rows: list[VerifyRow | OwnRows] = []
     for (force, where), stage in zip(PLACES, ("reserved", "first token"), strict=True):
         name = f"priorities, deadlines, tenants {where}"
@@ -194,7 +193,7 @@ def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
             served = VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True)
             rows.append(replace(served, during=(steer.served_in_order(stage, order),), request=request))
     rows.append(blocks_freed("every block of queued requests freed"))
-    overrides: dict[str, dict[str, Any]] = {"decode": {"max_running": 1}, "scheduler": {"tenant_weights": weights}}
+    overrides: dict[str, dict[str, Any]] = {"decode": {"max_running": 1}}
     prompts = tuple(map(verifier.prompt, ARRIVAL_ORDER))
     return [Setup("priorities, deadlines and tenants", tuple(rows), transport, overrides=overrides, prompts=prompts)]
 

@@ -7,11 +7,9 @@ Source: Virtual Token Counter (Sheng et al., Fairness in Serving Large Language 
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.hashing import tenant_of
-from kvrelay.settings.router import RouterSettings, SchedulerSettings
 
 CREDIT_TOKENS = 4096.0  # weighted; a tenant may save up so many, and lead by as many and have its deadlines honoured
 TURNS_IN_CREDIT = 4
@@ -26,14 +24,12 @@ class QueueRules:
     oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
     output_weight: float = 2.0  # of an output token, against 1 of a prompt token: its share of a step's time
     credit_tokens: float = CREDIT_TOKENS
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
     aged_s: float = math.inf  # an overdue sequence that is queued so long no longer yields to those in time
 
 
-def queue_rules(settings: SchedulerSettings, router: RouterSettings) -> QueueRules:
-    """The engine's own form of the settings; weights are of the names' digests."""
-    weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return QueueRules(tenant_weights=weights, aged_s=router.max_queue_s / 2)
+def queue_rules(max_queue_s: float) -> QueueRules:
+    """The defaults, and `aged_s` for the setting `router.max_queue_s`."""
+    return QueueRules(aged_s=max_queue_s / 2)
 
 
 class FairShare:
@@ -42,13 +38,21 @@ class FairShare:
     def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
         self.num_waiting: Counter[str] = Counter()  # queued sequences, by tenant
-        self.computed_tokens: dict[str, int] = dict.fromkeys(rules.tenant_weights, 0)
+        self.computed_tokens: dict[str, int] = {}
         self.other_tokens = 0  # computed for tenants without a count of their own
+        self._weights: dict[str, float] = {}  # of tenants whose weight is not 1: as many as the operator has given one
         self._counters: dict[str, float] = {}
         self._credits: dict[str, float] = {}  # paid for and not computed: the next tokens are paid from it
         self._idle: dict[str, None] = {}  # tenants that have nothing queued, in the order in which they left
         self._last_left = ""
         self._level = 0.0  # the highest that the least counter of a queued tenant has been
+
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Its share of the service from now on, as its newest request has it."""
+        if weight == 1.0:
+            self._weights.pop(tenant, None)
+        else:
+            self._weights[tenant] = weight
 
     # ---- queued
 
@@ -142,25 +146,25 @@ class FairShare:
         if credit > price:
             self._credits[tenant] = credit - price
             return
-        weight = self.rules.tenant_weights.get(tenant, 1.0)
-        self._counters[tenant] = self.counter(tenant) + (price - credit) / weight
+        self._counters[tenant] = self.counter(tenant) + (price - credit) / self._weights.get(tenant, 1.0)
         if not self.num_waiting.get(tenant):
             self._idle.setdefault(tenant)
 
-    def most_waiting(self, newcomer: str) -> str | None:
+    def most_waiting(self, newcomer: str, weight: float) -> str | None:
         """The tenant that takes the most places, for its weight; None: not two more than `newcomer` would take."""
         largest = max(self.num_waiting, key=self._places_taken, default=newcomer)
-        return largest if self._places_taken(largest) >= self._places_taken(newcomer, 2) else None
+        return largest if self._places_taken(largest) >= (self.num_waiting[newcomer] + 2) / weight else None
 
-    def _places_taken(self, tenant: str, num_more: int = 0) -> float:
-        return (self.num_waiting[tenant] + num_more) / self.rules.tenant_weights.get(tenant, 1.0)
+    def _places_taken(self, tenant: str) -> float:
+        return self.num_waiting[tenant] / self._weights.get(tenant, 1.0)
 
     def computed(self, tenant: str, num_tokens: int) -> None:
         """Count what was computed, again after a pre-emption, too.
 
-        Of bounded size: later tenants are counted together.
+        Of bounded size: later tenants without a weight are counted together.
         """
-        if tenant in self.computed_tokens or len(self.computed_tokens) < MAX_NAMED + len(self.rules.tenant_weights):
+        is_named = tenant in self.computed_tokens or tenant in self._weights or len(self.computed_tokens) < MAX_NAMED
+        if is_named:
             self.computed_tokens[tenant] = self.computed_tokens.get(tenant, 0) + num_tokens
         else:
             self.other_tokens += num_tokens

@@ -97,7 +97,7 @@ class Scheduler:
             return "invalid", "no prompt tokens, or more of them than tokens"
         if num_tokens + (request.sampling.max_tokens > 1) > pool.num_blocks * pool.block_size:
             return "too_long", f"{num_tokens} tokens do not fit {pool.num_blocks} blocks of {pool.block_size}"
-        if self._is_full and self._displaceable(request.tenant) is None:
+        if self._is_full and self._displaceable(request) is None:
             return "full", f"{config.max_waiting} sequences are queued already"
         if request.group is None:
             return None
@@ -107,9 +107,9 @@ class Scheduler:
     def _is_full(self) -> bool:
         return self.queues.num_queued >= self.config.max_waiting
 
-    def _displaceable(self, tenant: str) -> Sequence | None:
+    def _displaceable(self, request: SequenceRequest) -> Sequence | None:
         """The last one of the tenant that takes the most places, if those are far more than the newcomer's tenant's."""
-        largest = self.fair_share.most_waiting(tenant)
+        largest = self.fair_share.most_waiting(request.tenant, request.weight)
         return None if largest is None else last_of(largest, self.waiting, self.reserving)
 
     def add(
@@ -132,7 +132,8 @@ class Scheduler:
         output_limit: int | None = None,
     ) -> Sequence:
         """Put a new sequence into a queue; meanwhile lower tiers fetch what the pool lacks of it."""
-        if self._is_full and (displaced := self._displaceable(request.tenant)) is not None:
+        self.fair_share.set_weight(request.tenant, request.weight)
+        if self._is_full and (displaced := self._displaceable(request)) is not None:
             self._reject(displaced, "full")
             self.num_displaced += 1
         self._num_arrivals += 1

@@ -69,6 +69,8 @@ def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) ->
         return "deadline_s must be finite and positive"
     if len(request.tenant) > MAX_TENANT_CHARS:
         return f"tenant: more than {MAX_TENANT_CHARS} characters"
+    if not 0 < request.weight < math.inf:
+        return "weight must be finite and positive"
     if (fault := group_fault(request, vocab_size)) is not None:
         return fault
     return sampling_fault(request.sampling, vocab_size)

@@ -119,7 +119,7 @@ def build_engine(
         shares_weights=True,
         prefix_caching=engine.prefix_caching,
         policy=settings.cache.eviction_policy,
-        rules=queue_rules(settings.scheduler, settings.router),
+        rules=queue_rules(settings.router.max_queue_s),
         preemption=engine.preemption,
         headroom=HEADROOM_SHARE,
         draft_tokens=DRAFT_TOKENS if engine.speculation != "off" else 0,

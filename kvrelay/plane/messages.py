@@ -163,6 +163,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tpot_target_s: float | None = None
     """Target for the mean time between two tokens, seconds: prefill chunks in the same batch are sized to keep it."""
     tenant: str = ""  # a digest; tenants share workers fairly
+    weight: float = 1.0  # of its tenant: its share of the computing time, against that of the others
     num_prefill_returns: int = 0  # times that a decode worker has returned it to prefill
     group: Group | None = None  # then `token_ids` is the prompt alone
 

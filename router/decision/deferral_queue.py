@@ -1,7 +1,7 @@
 """The queue of deferred requests, which wait at the router. Pure.
 
-Order: priorities, lower numbers first; within a priority, the tenant with the fewest tokens called; within a tenant,
-first come, first served. Every `OLDEST_EVERY`-th call takes the oldest request, so that none starves.
+Order: priorities, lower numbers first; within a priority, the tenant with the fewest weighted tokens called; within a
+tenant, first come, first served. Every `OLDEST_EVERY`-th call takes the oldest request, so that none starves.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ class DeferralQueue:
         self.called: set[str] = set()  # have neither come back nor ended
         self._since_s: dict[str, float] = {}  # when the waiting and the called ones came
         self._queues: dict[tuple[int, str], dict[str, RouteRequest]] = {}  # by priority and tenant
-        self._counters: dict[str, float] = {}  # tokens called, by waiting tenant; a new tenant starts at `_level`
+        self._counters: dict[str, float] = {}  # tokens called / weight, by waiting tenant; a new one starts at `_level`
         self._level = 0.0  # the counter of the tenant that was called last
         self._num_calls = 0
 
@@ -42,7 +42,7 @@ class DeferralQueue:
         else:
             entry = next(iter(self.waiting.values()))
         self._level = self._counters[entry.tenant]
-        self._counters[entry.tenant] += entry.num_tokens
+        self._counters[entry.tenant] += entry.num_tokens / entry.weight
         self._leave(entry.request_id)
         self.called.add(entry.request_id)
         return entry.request_id

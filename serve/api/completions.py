@@ -81,6 +81,7 @@ async def _generation(
 ) -> Generation:
     is_chat, caller = isinstance(body, ChatBody), caller_of(request)
     salt = caller.salt(body.cache_salt)
+    tenant, weight = parameters.tenant_share(body, front.settings.scheduler, bearer_token(request), caller)
     job = GenerationJob(
         request_id=new_id("chatcmpl-" if is_chat else "cmpl-"),
         prompts=prompts,
@@ -99,7 +100,8 @@ async def _generation(
         hints=await parameters.kv_hints(front.sessions, body, salt, caller.limits.pin_share),
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
-        tenant=parameters.tenant(body, front.settings.scheduler.tenant_by, bearer_token(request), caller.name),
+        tenant=tenant,
+        weight=weight,
         meter=front.access.meter(caller),
         force=forced_path(request),
         explain=Explain(received_s=arrived_s) if request.headers.get("x-kvrelay-explain") == "1" else None,

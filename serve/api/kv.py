@@ -1,6 +1,7 @@
 """The endpoints under /v1/kv: sessions of KV hints, and loading a prompt's KV before its request comes."""
 
 import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -112,8 +113,10 @@ async def prefetch(front: Front, request: Request) -> Response:
         raise InvalidRequest("kv.keep: what is not to be kept cannot be prefetched", "kv.keep")
     hold_s = DEFAULT_HOLD_S if body.hold_s is None else body.hold_s
     force = forced_path(request)
-    prefetches = asyncio.gather(*(_prefetch_prompt(front, salt, prompt, hints, hold_s, force) for prompt in prompts))
-    answers = await unless_client_leaves(request.receive, prefetches)
+    meter = front.access.meter(caller)
+    with contextlib.nullcontext() if meter is None else meter.running(len(prompts), 0):  # nothing is computed
+        prefetches = (_prefetch_prompt(front, salt, prompt, hints, hold_s, force) for prompt in prompts)
+        answers = await unless_client_leaves(request.receive, asyncio.gather(*prefetches))
     return json_response(_prefetch_reply(prompts, answers, hold_s))
 
 

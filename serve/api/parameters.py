@@ -22,9 +22,9 @@ from kvrelay.serve.bodies.messages import Tool, check_tools
 from kvrelay.serve.bodies.unknown_fields import unsupported
 from kvrelay.serve.requests.generation import SEED_MASK
 from kvrelay.serve.telemetry.explain import SloRecord
+from kvrelay.serve.tenants.access import Caller
 from kvrelay.serve.text.tokenising import margin
-from kvrelay.settings.choices import TenantBy
-from kvrelay.settings.router import SloSettings
+from kvrelay.settings.router import SchedulerSettings, SloSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 T = TypeVar("T")
@@ -172,15 +172,15 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
     )
 
 
-def tenant(body: Common, tenant_by: TenantBy, api_key: str, name: str = "") -> str:
-    """The tenant in fair shares: `name`, that of the API key where keys have one, else from the body or the API key, as
-    `tenant_by` has it.
+def tenant_share(body: Common, settings: SchedulerSettings, api_key: str, caller: Caller) -> tuple[str, float]:
+    """The tenant in fair shares, and its weight: the API key's where keys have names, else from the body or the API
+    key, as `tenant_by` has it.
     """
-    if name:
-        return tenant_of(name)
     names = {"cache_salt": body.cache_salt or "", "user": body.user or "", "api_key": api_key}
-    name = next(filter(None, names.values()), "") if tenant_by == "auto" else names[tenant_by]
-    return tenant_of(name)
+    by = settings.tenant_by
+    name = caller.name or (next(filter(None, names.values()), "") if by == "auto" else names[by])
+    weight = caller.limits.weight
+    return tenant_of(name), settings.tenant_weights.get(name, 1.0) if weight is None else weight
 
 
 # ---- SLO

@@ -198,6 +198,7 @@ class RequestDriver:
             slo=slo.requirement if slo is not None and is_first else None,  # after that it is admitted
             session=request.hints.session,
             tenant=request.tenant,
+            weight=request.weight,
             priority=request.priority,
             is_new=is_first,
             may_wait=is_first and self._force is None and request.deadline_s is None,

@@ -57,6 +57,7 @@ class GenerationJob:
     priority: int = 0  # in the workers' queues, as in wire.SequenceRequest
     deadline_s: float | None = None  # from the submission on
     tenant: str = ""
+    weight: float = 1.0  # of the tenant, in fair shares
     force: Force = None
     explain: Explain | None = None
     traceparent: str = ""
@@ -135,6 +136,7 @@ class _Stream:
             priority=job.priority,
             deadline_s=job.deadline_s,
             tenant=job.tenant,
+            weight=job.weight,
             group=self._group(seeds),
         )
         explain = job.explain if self._first == 0 else None

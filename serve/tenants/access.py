@@ -9,7 +9,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kvrelay.errors import ConfigError, InvalidRequest
@@ -120,7 +120,7 @@ class Access:
         if not entry.shared:
             message = _PURPOSE + bytes.fromhex(entry.key_sha256)
             namespace = hmac.new(self._secret, message, hashlib.sha256).hexdigest()
-        limits = TenantLimits(entry.max_running, entry.tokens_per_minute, entry.pin_share)
+        limits = TenantLimits(**{one.name: getattr(entry, one.name) for one in fields(TenantLimits)})
         return Caller(entry.name, namespace, limits, is_operator=False)
 
 

@@ -13,28 +13,33 @@ from pydantic import Field, StrictBool, StrictInt, ValidationError, model_valida
 
 from kvrelay.config import in_one_line
 from kvrelay.errors import ConfigError
-from kvrelay.settings.section import Section, first_problem
+from kvrelay.settings.section import Section, Size, first_problem
 
 DEFAULT_TENANT = "default"  # the name of the operator's own key, serve.api_key
 MAX_PIN_SHARE = 0.5  # of a pool, that all tenants together may pin
 
 
 class TenantEntry(Section):
-    """One tenant. Quotas hold for the whole cluster; None: no limit, or for `pin_share` that of every tenant."""
+    """One tenant. Quotas hold for the whole cluster; None: no limit, for `pin_share` and `store_bytes` that of every
+    tenant, for `weight` what the settings say.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     key_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     shared: StrictBool = False  # its KV is in the namespace that all such tenants and serve.api_key share
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # in fair shares of computing time
     max_running: Annotated[StrictInt, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[StrictInt, Field(ge=1)] | None = None
     pin_share: Annotated[float, Field(ge=0, le=MAX_PIN_SHARE)] | None = None
+    store_bytes: Size | None = None  # of the cluster's store, each copy counted
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.name == DEFAULT_TENANT:
             raise ValueError(f"the name {DEFAULT_TENANT} is that of serve.api_key")
-        if self.shared and self.pin_share is not None:
-            raise ValueError("pin_share is of a namespace of its own: with shared: true, pins are the shared one's")
+        for name in ("pin_share", "store_bytes") if self.shared else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is of a namespace of its own: with shared: true, KV is the shared one's")
         return self
 
 

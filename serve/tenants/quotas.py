@@ -22,11 +22,15 @@ tokens that were ever reported.
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """None: no limit. `pin_share` is enforced by the workers (KvHints)."""
+    """None: no limit, or what every tenant has. Workers keep `weight` and `pin_share`, which come with each request;
+    the store's nodes keep `store_bytes`.
+    """
 
+    weight: float | None = None
     max_running: int | None = None
     tokens_per_minute: int | None = None
     pin_share: float | None = None
+    store_bytes: int | None = None
 
     @property
     def are_counted(self) -> bool:

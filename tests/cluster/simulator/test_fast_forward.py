@@ -26,7 +26,7 @@ class Bench:
 
     def __init__(self, *, blocks=96, budget=32, running=8, headroom=1.0) -> None:
         self.parked = parked = ParkedSequences(WORD)
-        fair_share = FairShareWithParked(QueueRules(tenant_weights={"gold": 2.0}))
+        fair_share = FairShareWithParked(QueueRules())
         self.sched = Scheduler(
             BlockPool(blocks, block_size=BLOCK),
             SchedulerConfig(budget, running, 64, headroom),
@@ -47,6 +47,7 @@ class Bench:
             sampling=Sampling(max_tokens=output),
             tokens_per_hash=BLOCK,
             tenant=tenant,
+            weight=2.0 if tenant == "gold" else 1.0,
         )
         (self.sched.add_reservation if reserve else self.sched.add)(request, 0.0)
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvrelay.cluster.commands.cli import USAGE_ERROR, run
 from kvrelay.serve.tenants.access import Access, read_keys
+from kvrelay.serve.tenants.quotas import TenantLimits
 
 pytestmark = pytest.mark.alone
 
@@ -23,12 +24,12 @@ def keys(tmp_path, capsys):
 
 
 def test_a_key_is_printed_once_and_opens_the_api(keys):
-    status, printed, _ = keys("add", "search", "--max-running", "8", "--pin-share", "0.1")
+    status, printed, _ = keys("add", "search", "--max-running", "8", "--pin-share", "0.1", "--store-bytes", "4GiB")
     key = printed.strip()
     assert status == 0 and len(key) == len("kvr-") + 43  # 256 bits
     assert key not in keys.file.read_text() and stat.S_IMODE(keys.file.stat().st_mode) == 0o600
     limits = Access(None, str(keys.file), b"secret").caller(key).limits
-    assert (limits.max_running, limits.tokens_per_minute, limits.pin_share) == (8, None, 0.1)
+    assert limits == TenantLimits(max_running=8, pin_share=0.1, store_bytes=4 << 30)
 
 
 def test_two_keys_differ_and_one_can_be_removed(keys):
@@ -40,9 +41,10 @@ def test_two_keys_differ_and_one_can_be_removed(keys):
 
 def test_the_list_shows_names_and_quotas_and_no_hash(keys):
     keys("add", "search", "--tokens-per-minute", "600000")
-    keys("add", "chat", "--shared")
+    keys("add", "chat", "--shared", "--weight", "2.5")
+    keys("add", "batch", "--store-bytes", "4GiB")
     status, printed, _ = keys("list")
-    assert status == 0 and "600,000" in printed and "shared" in printed
+    assert status == 0 and all(one in printed for one in ("600,000", "shared", "2.5", f"{4 << 30:,}"))
     assert not any(entry.key_sha256[:8] in printed for entry in read_keys(keys.file).tenants)
 
 
@@ -54,6 +56,8 @@ def test_the_list_shows_names_and_quotas_and_no_hash(keys):
         (("add", "a b"), "tenants.0.name"),
         (("add", "other", "--pin-share", "0.9"), "pin_share"),
         (("add", "other", "--max-running", "0"), "max_running"),
+        (("add", "other", "--weight", "nan"), "weight"),
+        (("add", "other", "--store-bytes", "much"), "store_bytes: 'much' is not a size"),
         (("add", "default"), "the name default is that of serve.api_key"),
         (("remove", "nothing"), "has no tenant 'nothing'"),
     ],

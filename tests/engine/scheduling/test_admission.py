@@ -190,6 +190,27 @@ def test_one_tenant_does_not_get_every_seat_of_one_step():
     assert sorted(seq.request.tenant for seq in run.sched.running) == ["a", "a", "b", "b"]
 
 
+def backlog(run: Run, weights: dict[str, float]) -> dict[str, int]:
+    """Tokens computed for each tenant in 400 steps, while all always have prompts queued; outputs are 3 tokens."""
+    before = dict(run.sched.fair_share.computed_tokens)
+    for _ in range(400):
+        for tenant, weight in weights.items():
+            while run.sched.fair_share.num_waiting[tenant] < 4:
+                run.add(tenant, tokens=12, weight=weight)
+        for item in run.step().work:
+            if item.seq.num_output == 3:
+                run.sched.finish(item.seq, FinishReason.LENGTH)
+    return {tenant: run.sched.fair_share.computed_tokens[tenant] - before.get(tenant, 0) for tenant in weights}
+
+
+def test_weights_of_3_to_1_are_3_to_1_of_computed_tokens_and_a_new_weight_holds_at_once():
+    run = Run(budget=32, running=8, rules=QueueRules(credit_tokens=64))
+    for weight in (3.0, 1.0, 3.0):  # as the file of keys has it before a reload, and after it
+        computed = backlog(run, {"gold": weight, "plain": 1.0})
+        assert computed["gold"] / computed["plain"] == pytest.approx(weight, rel=0.05)
+    run.sched.check()
+
+
 # ---- deadlines
 
 

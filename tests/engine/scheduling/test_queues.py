@@ -8,12 +8,12 @@ import torch
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.scheduling.fair_share import CREDIT_TOKENS, QueueRules, queue_rules
+from kvrelay.engine.scheduling.fair_share import QueueRules, queue_rules
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import DeadlinePassed
-from kvrelay.hashing import block_hashes, tenant_of
+from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
@@ -75,7 +75,7 @@ def test_the_order_changes_who_is_first_and_no_token(folder):
 
 
 def test_the_load_reports_the_queue_and_the_service(folder):
-    engine = engine_of(folder, max_running=1, rules=QueueRules(tenant_weights={"gold": 2.0}))
+    engine = engine_of(folder, max_running=1)
     for number, tenant in enumerate(("gold", "b", "b")):
         engine.add(request(number, tenant=tenant, priority=number // 2))
     load = engine.reports.load()
@@ -119,7 +119,6 @@ async def test_a_worker_refuses_what_is_overdue_and_goes_on(folder):
                 "backend": "reference",
                 "max_running": 1,
             },
-            "scheduler": {"tenant_weights": {"alice": 3}},
         }
     )
     async with local_cluster(settings, folder, num_prefill=0, num_inside=1) as cluster:
@@ -135,19 +134,12 @@ async def test_a_worker_refuses_what_is_overdue_and_goes_on(folder):
         assert (load.deadline_refusals, load.waiting) == (1, 0)
 
 
-def test_weights_go_by_the_digest_of_the_name_that_clients_send():
-    settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}}})
-    rules = queue_rules(settings.scheduler, settings.router)
-    assert rules.tenant_weights == {tenant_of("alice"): 3.0} and rules.credit_tokens == CREDIT_TOKENS
-
-
 def test_sequences_have_been_queued_for_long_after_half_of_what_is_allowed():
-    settings = settings_from({"router": {"max_queue_s": 20}})
-    assert queue_rules(settings.scheduler, settings.router).aged_s == 10.0
+    assert queue_rules(20.0) == QueueRules(aged_s=10.0)
 
 
 @pytest.mark.parametrize("facts", [{"priority": 9}, {"priority": -9}, {"deadline_s": 0.0}, {"deadline_s": float("nan")},
-                                   {"tenant": "t" * 65}])  # fmt: skip
+                                   {"tenant": "t" * 65}, {"weight": 0.0}, {"weight": float("inf")}])  # fmt: skip
 def test_the_engine_takes_no_standing_that_makes_no_sense(folder, facts):
     engine = engine_of(folder)
     assert (engine.requests.refusal(request(0, **facts)) or ("",))[0] == "invalid"

@@ -33,16 +33,13 @@ def request(name: str, tenant: str = "", *, tokens: int = 6, num_prompt: int | N
         block_hashes=[],
         sampling=Sampling(max_tokens=32),
         tenant=tenant,
+        weight=WEIGHTS.get(tenant, 1.0),
         **facts,
     )
 
 
 def scheduler(kind: type[Scheduler] = Scheduler, *, blocks: int = 24) -> Scheduler:
-    return kind(
-        BlockPool(blocks, block_size=BLOCK),
-        SchedulerConfig(16, 6, 64),
-        fair_share=FairShare(QueueRules(tenant_weights=WEIGHTS)),
-    )
+    return kind(BlockPool(blocks, block_size=BLOCK), SchedulerConfig(16, 6, 64), fair_share=FairShare(QueueRules()))
 
 
 class TokenByToken(Scheduler):

@@ -89,7 +89,8 @@ def test_within_a_tenant_it_is_first_come_first_served():
 
 
 def test_a_tenant_with_twice_the_weight_gets_twice_the_tokens():
-    world = QueueWorld(QueueRules(oldest_every=None, credit_tokens=0, tenant_weights={"gold": 2.0}))
+    world = QueueWorld()
+    world.shares.set_weight("gold", 2.0)
     for _ in range(30):
         world.come("gold")
         world.come("plain")
@@ -242,9 +243,10 @@ def test_the_victim_is_of_the_lowest_priority_then_the_latest_and_never_above_wh
 def test_a_full_queue_is_left_by_the_last_of_whoever_takes_most_places():
     world = QueueWorld()
     first = world.come("greedy")
-    assert world.shares.most_waiting("modest") is None  # one against none: nothing would be won
+    assert world.shares.most_waiting("modest", 1.0) is None  # one against none: nothing would be won
     second = world.come("greedy")
-    assert world.shares.most_waiting("modest") == "greedy" and world.shares.most_waiting("greedy") is None
+    assert world.shares.most_waiting("modest", 1.0) == "greedy" and world.shares.most_waiting("greedy", 1.0) is None
+    assert world.shares.most_waiting("modest", 0.5) is None  # for its weight it would take twice as many
     assert last_of("greedy", world.queue, world.other) is second
     low = world.come("greedy", priority=1)
     world.come("greedy")

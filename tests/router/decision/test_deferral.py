@@ -55,6 +55,11 @@ def test_tenants_take_turns_by_their_tokens():
     assert calls(waiting(long, long, long, short, short, short)) == [0, 3, 4, 1, 5, 2]
 
 
+def test_a_tenant_with_three_times_the_weight_is_called_three_times_as_often():
+    line = waiting(*[{"tenant": "a"}] * 9, *[{"tenant": "b", "weight": 3.0}] * 9)
+    assert sum(number >= 9 for number in calls(line)[:8]) == 6
+
+
 def test_a_tenant_that_comes_late_has_saved_nothing_up():
     """`b` comes when `a` has had four: from then on they take turns."""
     line = waiting(*[{"tenant": "a"}] * 8)

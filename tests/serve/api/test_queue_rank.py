@@ -51,6 +51,14 @@ async def test_the_tenant_is_who_the_settings_say(make_cluster, tenant_by, expec
     assert requests_seen(cluster.prefill[0])[0].tenant == tenant_of(expected)
 
 
+async def test_a_request_brings_its_tenants_weight_to_every_worker(make_cluster):
+    cluster = await make_cluster(scheduler={"tenant_weights": {"alice": 3}})
+    for user in ("alice", "bob"):
+        await complete(cluster, {"user": user})
+    for seen in (requests_seen(cluster.prefill[0]), requests_seen(cluster.decode[0], wire.Reserve)):
+        assert [request.weight for request in seen] == [3.0, 1.0]
+
+
 async def test_by_default_the_first_name_that_a_request_has_is_its_tenant(make_cluster):
     cluster = await make_cluster()
     await complete(cluster, {"user": "alice"}, authorization="Bearer key-1")

@@ -26,7 +26,8 @@ def values(families):
 
 
 def test_forty_tenants_have_no_more_series_than_the_cap_and_all_their_tokens_are_counted():
-    shares, worker = FairShare(QueueRules(tenant_weights={tenant_of("gold"): 2.0})), FakeWorker("d0", Role.DECODE)
+    shares, worker = FairShare(QueueRules()), FakeWorker("d0", Role.DECODE)
+    shares.set_weight(tenant_of("gold"), 2.0)
     for name in [*map(str, range(40)), "gold"]:
         shares.computed(tenant_of(name), 10)
     load = LoadReport(seq=1, tenant_tokens=dict(shares.computed_tokens), other_tenant_tokens=shares.other_tokens)

@@ -25,8 +25,10 @@ def test_a_tenant_has_a_name_a_hash_and_quotas_or_none():
 
 
 def test_what_is_written_is_what_is_read():
-    tenants = (TenantEntry(**entry(pin_share=0.1)), TenantEntry(**entry(name="b", key_sha256=TWO, shared=True)))
+    own = entry(weight=2.5, pin_share=0.1, store_bytes="4GiB")
+    tenants = (TenantEntry(**own), TenantEntry(**entry(name="b", key_sha256=TWO, shared=True)))
     assert parse_keys(file_text(tenants), "keys.yaml") == KeyFile(tenants=tenants)
+    assert tenants[0].store_bytes == 4 << 30
     assert parse_keys("", "keys.yaml") == parse_keys(file_text(()), "keys.yaml") == KeyFile()
 
 
@@ -45,6 +47,9 @@ def test_what_is_written_is_what_is_read():
         ([entry(shared="yes")], "tenants.0.shared: Input should be a valid boolean (tenant search)"),
         ([entry(pin_share=0.6)], "tenants.0.pin_share: Input should be less than or equal to 0.5 (tenant search)"),
         ([entry(pin_share=0.1, shared=True)], "pin_share is of a namespace of its own"),
+        ([entry(store_bytes=1, shared=True)], "store_bytes is of a namespace of its own"),
+        ([entry(store_bytes="4GiBs")], "tenants.0.store_bytes: '4GiBs' is not a size"),
+        ([entry(weight=0)], "tenants.0.weight: Input should be greater than 0 (tenant search)"),
         ([entry(), entry(key_sha256=TWO)], "2 tenants have the same name: search, search"),
         ([entry(), entry(name="chat")], "2 tenants have the same key_sha256: search, chat"),
     ],

@@ -236,6 +236,16 @@ async def test_a_request_that_no_worker_takes_costs_no_tokens(make_tenants):
     assert cluster.access.ledger.report() == {}
 
 
+async def test_prefetches_run_within_the_quota_of_sequences_and_cost_no_tokens(make_tenants):
+    cluster = await make_tenants({"max_running": 1, "tokens_per_minute": 60})
+    prefetch = {"prompt": "x" * 40}
+    with cluster.access.meter(cluster.access.caller("key of a")).running(1, 0):
+        assert (await refusal(post(cluster, "/v1/kv/prefetch", prefetch, **key("a"))))[0] == "rate_limit_exceeded"
+    for _ in range(2):
+        assert (await post(cluster, "/v1/kv/prefetch", prefetch, **key("a"))).status_code == 200
+    assert cluster.access.ledger.report() == {}
+
+
 # ---- what the operator's key alone opens, and what none does
 
 
@@ -276,6 +286,23 @@ async def test_the_access_log_shows_the_tenant_and_never_the_key(make_tenants, c
     lines = [record.getMessage() for record in caplog.records if record.name == ACCESS_LOGGER]
     assert [line.partition(" ms")[2] for line in lines] == [", tenant=a", ", tenant=default", ""]
     assert not any("key of" in line or OPERATOR in line for line in lines)
+
+
+async def test_the_files_weight_comes_before_the_settings_and_a_new_one_holds_from_the_next_request_on(
+    make_tenants, tmp_path
+):
+    cluster = await make_tenants({"weight": 3.0}, scheduler={"tenant_weights": {"a": 9, "b": 2, "default": 4}})
+
+    async def weights():
+        before = len(cluster.prefill[0].received)
+        for name in ("a", "b", "operator"):
+            await complete(cluster, {"user": "b"}, **key(name))
+        return [m.request.weight for m in cluster.prefill[0].received[before:] if isinstance(m, wire.Prefill)]
+
+    assert await weights() == [3.0, 2.0, 4.0]
+    written(tmp_path / "keys.yaml", a={"weight": 0.5}, b={})
+    cluster.access.reload()
+    assert await weights() == [0.5, 2.0, 4.0]
 
 
 async def test_a_removed_key_stops_working_and_what_it_runs_goes_on(make_tenants, tmp_path):

@@ -103,7 +103,7 @@ class Order:
             )
 
     def _weighed(self, tenant: str, num_places: int) -> float:
-        return num_places / self.setup.line.tenant_weights.get(tenant, 1.0)
+        return num_places / self.setup.weights.get(tenant, 1.0)
 
     def victims(self, gone: list[Sequence], *, was_others: bool) -> None:
         """Only the last by class and arrival give way; nobody for whom nothing is in the way."""
@@ -177,7 +177,7 @@ class Bills:
                 slack[tenant] += SIZE
                 ahead[tenant] += self.price(record, record.seq.num_tokens)
         for tenant in "abc" if self.setup.has_classes else ("",):
-            weight = self.setup.line.tenant_weights.get(tenant, 1.0)
+            weight = self.setup.weights.get(tenant, 1.0)
             charged = shares.counter(tenant) * weight - shares._credits.get(tenant, 0.0)
             least = self.owed[tenant] - slack[tenant] * self.setup.line.output_weight
             assert charged >= least - 1e-6, f"{tenant} was charged {charged}, not {least}"

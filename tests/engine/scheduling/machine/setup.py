@@ -26,6 +26,7 @@ class Setup:
     num_sequences: int = 4
     has_classes: bool = False  # priorities, tenants, weights, deadlines
     line: QueueRules = field(default_factory=QueueRules)
+    weights: dict[str, float] = field(default_factory=dict)  # by tenant; others have 1
     has_groups: bool = False
     num_rows: int | None = None  # of the swap area
     is_checked: bool = True
@@ -40,16 +41,13 @@ class Setup:
 
 def draw(rng: random.Random) -> Setup:
     has_classes, has_groups = rng.random() < 0.5, rng.random() < 0.6
-    rules = QueueRules(
-        oldest_every=rng.choice((1, 3, 3, 16)),
-        credit_tokens=rng.choice((0.0, 40.0, FOR_EVER)),
-        tenant_weights={"a": 2.0},
-    )
+    rules = QueueRules(oldest_every=rng.choice((1, 3, 3, 16)), credit_tokens=rng.choice((0.0, 40.0, FOR_EVER)))
     return Setup(
         num_blocks=11 if has_groups else rng.choice((8, 11)),
         num_sequences=rng.choice((2, 4, 4, 6)),
         has_classes=has_classes,
         line=rules if has_classes else QueueRules(),
+        weights={"a": 2.0} if has_classes else {},
         has_groups=has_groups,
         num_rows=rng.choice((None, None, 3, 8, 40)),
         is_checked=rng.random() < 0.8,
@@ -100,11 +98,12 @@ class Requests:
             **(self._class(rng, is_siege) if self.setup.has_classes else {}),
         )
 
-    @staticmethod
-    def _class(rng: random.Random, is_siege: bool) -> dict:
+    def _class(self, rng: random.Random, is_siege: bool) -> dict:
+        priority, tenant = -2 if is_siege else rng.choice((-1, 0, 0, 0, 2)), rng.choice("aabcccccc")
         return {
-            "priority": -2 if is_siege else rng.choice((-1, 0, 0, 0, 2)),
-            "tenant": rng.choice("aabcccccc"),
+            "priority": priority,
+            "tenant": tenant,
+            "weight": self.setup.weights.get(tenant, 1.0),
             "deadline_s": rng.choice((None, None, None, 3.0, 12.0)),
         }
 
