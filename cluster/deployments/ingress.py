@@ -33,7 +33,7 @@ from kvrelay.cluster.deployments.worker import join_application, log_as_replica,
 from kvrelay.cluster.registry.actor import follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry.versions import Deployed
-from kvrelay.cluster.tenants.following import exchange_usage, follow_keys
+from kvrelay.cluster.tenants.following import exchange_usage, follow_keys, report_store_quotas
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import InvalidRequest, KvrelayError, PeerLost
 from kvrelay.grammar.gate import GrammarGate
@@ -148,7 +148,8 @@ class IngressReplica:
         self._history = History()
         background = [self._record_history(), export_metrics(self._metrics, {"ingress": INGRESS})]
         if keys.api_keys_file:
-            background += [follow_keys(self._access), exchange_usage(self._access, self._registry, own_replica())]
+            shared = self._access, self._registry, own_replica()
+            background += [follow_keys(self._access), exchange_usage(*shared), report_store_quotas(*shared)]
         self._background = [asyncio.create_task(one) for one in background]
         await until_ready(self._dispatcher.workers)  # from the end of this function on Serve sends it requests
 

@@ -25,12 +25,13 @@ from kvrelay.cluster.registry.members import HEARTBEAT_S, Order, Orders, Registr
 from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
 from kvrelay.cluster.registry.versions import Deployed, Installed, refusal
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
-from kvrelay.serve.tenants.quotas import Report, UsageTable
+from kvrelay.serve.tenants.quotas import Report, StoreQuotaTable, UsageTable
 
 logger = logging.getLogger(__name__)
 
 WATCH_S = 30.0
 _RETRY_S = 1.0
+QUOTAS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class RegistryActor:
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
-        self._usage = UsageTable()
+        self._usage, self._store_quotas = UsageTable(), StoreQuotaTable()
         self._orders = Orders()
         self._states: dict[str, bytes] = {}
         self._watching: tuple[asyncio.Task[None], ...] = ()
@@ -105,6 +106,14 @@ class RegistryActor:
     async def exchange_usage(self, ingress: str, report: Report) -> Report:
         """What tenants use at this ingress, for what they use at the others."""
         return self._usage.exchange(ingress, report, time.monotonic())
+
+    async def put_store_quotas(self, ingress: str, quotas: dict[str, int]) -> None:
+        """What tenants may have of the store, as this ingress has read it."""
+        self._store_quotas.put(ingress, quotas, time.monotonic())
+
+    async def store_quotas(self) -> dict[str, int] | None:
+        """Most bytes over all nodes, by tenant; None: no ingress has reported any."""
+        return self._store_quotas.merged()
 
     async def watch(self, version: str, timeout_s: float) -> Roster:
         """The roster once its version differs from `version`, or after `timeout_s`; with "" at once."""
@@ -221,3 +230,18 @@ async def follow_members(registry: Any, on_members: Callable[[tuple[WorkerRecord
         on_members(known)
         if not roster.is_settled:
             await asyncio.sleep(_RETRY_S)
+
+
+async def follow_store_quotas(registry: Any, on_quotas: Callable[[dict[str, int]], None]) -> None:
+    """Call `on_quotas` when tenants' quotas of the store have changed, until cancelled; while the registry is away, or
+    is of an older version, the last ones hold.
+    """
+    known: dict[str, int] | None = None
+    while True:
+        with contextlib.suppress(RayError, TimeoutError, AttributeError):
+            async with asyncio.timeout(QUOTAS_S):
+                found: dict[str, int] | None = await registry.store_quotas.remote()
+            if found is not None and found != known:
+                known = found
+                on_quotas(found)
+        await asyncio.sleep(QUOTAS_S)

@@ -13,7 +13,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
+from kvrelay.cluster.registry.actor import (
+    JoinSettings,
+    connect_registry,
+    follow_members,
+    follow_store_quotas,
+    send_heartbeats,
+)
 from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry.names import NAMESPACE, store_name
@@ -68,6 +74,7 @@ class StoreActor:
         self._tasks = [
             asyncio.create_task(send_heartbeats(self._registry, record), name="heartbeat"),
             asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry"),
+            asyncio.create_task(follow_store_quotas(self._registry, self._service.set_quotas), name="follow quotas"),
             asyncio.create_task(leave_drained_node(restarts=False), name="leave drained node"),
         ]
         return record

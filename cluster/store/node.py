@@ -9,20 +9,16 @@ import json
 import logging
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
 
-import msgspec
-
+from kvrelay.cluster.store.node_disk import TRAILER_BYTES, NodeDisk, read_trailer, write_trailer
 from kvrelay.cluster.store.peer_blocks import HolderDirectory
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.policies import EvictionPolicy
-from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
-from kvrelay.kvcache.stores.store import BlockStore
+from kvrelay.kvcache.index.tier_index import Quota, TierCounts, TierIndex, in_rows
+from kvrelay.kvcache.stores.disk.tier import DiskStore
 from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.kvtransfer.slabs.server import ReadLease, ReservedRange, SlabDelegate
 from kvrelay.types import BlockHash, BlockMeta, KvMemory
@@ -32,11 +28,6 @@ logger = logging.getLogger(__name__)
 ROW_ALIGN = 4096
 _MAX_HELD_SHARE = 0.5  # of the rows may be leased at once
 _KEY_BYTES = 16
-TRAILER_BYTES = 256  # on disk a block is a whole row: its bytes, and a trailer with its metadata
-_MAX_QUEUED = 256  # blocks that wait to be written to disk; others stay in memory only
-_BATCH_BLOCKS = 16
-
-Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -52,71 +43,6 @@ class NodeStats:
     to_disk: int = 0
 
 
-def write_trailer(row: memoryview, block: BlockOffer) -> None:
-    """Put a block's metadata at the end of its row."""
-    data = msgspec.msgpack.encode(block)
-    if len(data) + 2 > TRAILER_BYTES:  # a long tenant name, which the disk does not need
-        data = msgspec.msgpack.encode(msgspec.structs.replace(block, tenant=""))
-    begin = len(row) - TRAILER_BYTES
-    row[begin : begin + 2 + len(data)] = len(data).to_bytes(2, "little") + data
-
-
-def read_trailer(row: memoryview) -> BlockOffer | None:
-    """A block's metadata from the end of its row; None: not readable."""
-    begin = len(row) - TRAILER_BYTES
-    size = int.from_bytes(row[begin : begin + 2], "little")
-    try:
-        return msgspec.msgpack.decode(row[begin + 2 : begin + 2 + min(size, TRAILER_BYTES - 2)], type=BlockOffer)
-    except msgspec.DecodeError:
-        return None
-
-
-class NodeDisk:
-    """The disk below one node's memory: blocking calls on threads, and a queue of blocks to write. Used on the loop."""
-
-    def __init__(self, store: BlockStore, write: Callable[["NodeDisk", Sequence[bytes]], Awaitable[None]]) -> None:
-        """`store`: started. `write`: writes queued blocks, those that are still in memory, with `store`."""
-        self.blocks, self._write = store, write
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="store-disk")
-        self._queued: OrderedDict[bytes, None] = OrderedDict()
-        self._writing: asyncio.Task[None] | None = None
-
-    async def aclose(self) -> None:
-        """Finish queued writes and close the disk."""
-        if self._writing is not None:
-            await asyncio.gather(self._writing, return_exceptions=True)
-        await self.run(self.blocks.close)
-        self._threads.shutdown(wait=False)
-
-    def enqueue(self, key: bytes) -> None:
-        """Write this block soon, unless too many wait."""
-        if len(self._queued) >= _MAX_QUEUED:
-            return
-        self._queued[key] = None
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_queued(), name="store to disk")
-
-    async def _write_queued(self) -> None:
-        while self._queued:
-            await self._write(
-                self, [self._queued.popitem(last=False)[0] for _ in range(min(_BATCH_BLOCKS, len(self._queued)))]
-            )
-
-    async def delete(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._queued.pop(key, None)
-        await self.run(self.blocks.delete, [BlockHash(key) for key in keys])
-
-    async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """A blocking call on a thread. A cancellation waits for its end, since it uses rows."""
-        work = asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait({work})
-            raise
-
-
 class StoreNode(SlabDelegate):
     """The blocks of one node.
 
@@ -130,20 +56,21 @@ class StoreNode(SlabDelegate):
         memory: KvMemory,
         make_policy: Callable[[int], EvictionPolicy],
         *,
-        tenant_quota_bytes: int | None = None,
-        make_disk: Callable[[int], BlockStore] | None = None,
+        quota: Quota = lambda tenant: None,
+        make_disk: Callable[[int, Quota], DiskStore] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An empty node. The first client determines the size of blocks, and thereby of rows.
 
         Args:
             make_policy: from the number of rows.
-            make_disk: from the bytes of a row: the store below the memory, not started.
+            quota: bytes, in memory and as much again on disk. It may change: see `trim`.
+            make_disk: from the bytes of a row, and `quota`: the store below the memory, not started.
         """
         assert memory.view is not None
         self.node_id, self.epoch = node_id, uuid.uuid4().hex
         self.memory, self._view = memory, memory.view
-        self._make_policy, self._quota_bytes, self._make_disk = make_policy, tenant_quota_bytes, make_disk
+        self._make_policy, self._quota, self._make_disk = make_policy, quota, make_disk
         self._clock = clock
         self.block_bytes = 0  # the largest that fits; 0: not known yet
         self._stride = 0
@@ -177,11 +104,10 @@ class StoreNode(SlabDelegate):
         if num_rows < 1:
             logger.warning("store.memory does not hold a single block of %d bytes", block_bytes)
             return
-        quota = None if self._quota_bytes is None else max(self._quota_bytes // stride, 1)
-        self._index = TierIndex(num_rows, self._make_policy(num_rows), quota=quota)
+        self._index = TierIndex(num_rows, self._make_policy(num_rows), quota=in_rows(self._quota, stride))
         self._stride, self.block_bytes = stride, stride - TRAILER_BYTES
         if self._make_disk is not None:
-            disk = self._make_disk(stride)
+            disk = self._make_disk(stride, self._quota)
             try:
                 disk.start()
             except StoreError as error:  # the memory is used without it
@@ -189,6 +115,13 @@ class StoreNode(SlabDelegate):
                 self.disk_problem = str(error)
             else:
                 self._disk = NodeDisk(disk, self._write_to_disk)
+
+    def trim(self) -> None:
+        """Evict what tenants have beyond their quotas, which have changed; on the disk soon."""
+        if self._index is not None:
+            self._index.trim(self._clock())
+        if self._disk is not None:
+            self._disk.trim()
 
     def _row_view(self, row: int) -> memoryview:
         return self._view[row * self._stride : (row + 1) * self._stride]
@@ -383,11 +316,12 @@ class StoreNode(SlabDelegate):
             for (key, row), good in zip(loading, is_good, strict=True):
                 self._writing.discard(key)
                 block = read_trailer(self._row_view(row)) if good else None
-                if block is None or block.key != key or not 0 < block.num_bytes <= self.block_bytes:
-                    index.cancel((row,))
-                else:
+                is_right = block is not None and block.key == key and 0 < block.num_bytes <= self.block_bytes
+                if block is not None and is_right and index.assign(row, block.tenant, self._clock()):
                     self._put(block, row)
                     self.stats.from_disk += 1
+                else:
+                    index.cancel((row,))
 
 
 def _meta(block: BlockOffer) -> BlockMeta:

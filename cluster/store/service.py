@@ -17,13 +17,14 @@ import msgspec
 
 from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.node import StoreNode
+from kvrelay.cluster.store.node_quotas import NodeQuotas
 from kvrelay.config import Settings
 from kvrelay.errors import PeerLost
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru, make_policy
+from kvrelay.kvcache.index.tier_index import Quota
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.placement import StoreAddress, places
-from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, transports_for
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.kvtransfer.slabs.server import SlabServer
@@ -167,7 +168,7 @@ class StoreService:
         *,
         host: str,
         make_policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru(),
-        make_disk: Callable[[int], BlockStore] | None = None,
+        make_disk: Callable[[int, Quota], DiskStore] | None = None,
         transport: str = "auto",
         transports: Mapping[str, Transport] = TRANSPORTS,
         tls: ClusterTls | None = None,
@@ -176,14 +177,9 @@ class StoreService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._secret, self._host, self._tls, self._stall_s = settings, secret, host, tls, stall_s
-        self._memory = allocate_slab(settings.memory)
+        self._memory, self._quotas = allocate_slab(settings.memory), NodeQuotas(settings.tenant_quota)
         self.node = StoreNode(
-            node_id,
-            self._memory,
-            make_policy,
-            tenant_quota_bytes=settings.tenant_quota,
-            make_disk=make_disk,
-            clock=clock,
+            node_id, self._memory, make_policy, quota=self._quotas.bytes_here, make_disk=make_disk, clock=clock
         )
         self._slab = SharedSlab(self._memory, secret, host, transport=transport, transports=transports)
         self.repair = Repairer(self.node, self._peer, num_replicas=settings.replicas)
@@ -207,11 +203,21 @@ class StoreService:
         await self._slab.start()
         await self.server.start(port)
         self.repair.start()
+        return self._address()
+
+    def _address(self) -> StoreAddress:
         return StoreAddress(self.node.node_id, self._host, self.server.port, self._settings.memory, self.node.epoch)
 
     def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
         """All live nodes, whenever they change; this one counts whether listed or not."""
+        self._quotas.set_nodes(self._address(), nodes, self._settings.replicas)
+        self.node.trim()
         self.repair.set_nodes(nodes)
+
+    def set_quotas(self, by_tenant: Mapping[str, int]) -> None:
+        """Tenants' quotas, in bytes over all nodes, whenever they change; others have `store.tenant_quota`."""
+        self._quotas.set_quotas(by_tenant)
+        self.node.trim()
 
     async def aclose(self) -> None:
         """Stop repair, close every connection, and finish writes to disk."""
@@ -239,16 +245,16 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
     )
 
 
-def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
-    """Makes the disk below the node's memory, from the bytes of a row; None: no disk."""
+def _disk(settings: Settings, node_id: str) -> Callable[[int, Quota], DiskStore] | None:
+    """Makes the disk below the node's memory, from the bytes of a row and tenants' quotas; None: no disk."""
     path = settings.store.disk_path
     if path is None:
         return None
     folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_size
     policy = partial(make_policy, settings.cache.eviction_policy)
-    options = DiskOptions(is_admission_on=False, policy=policy, quota_bytes=settings.store.tenant_quota)
 
-    def make(row_bytes: int) -> BlockStore:
+    def make(row_bytes: int, quota: Quota) -> DiskStore:
+        options = DiskOptions(is_admission_on=False, policy=policy, quota=quota)
         namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes})
         return DiskStore(folder, limit_bytes, row_bytes, namespace, options=options)
 

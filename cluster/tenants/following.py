@@ -1,8 +1,9 @@
-"""Keeps an ingress's API keys and quotas current: follows the file of keys, and exchanges what tenants use with the
-other ingresses, through the registry.
+"""Keeps API keys and quotas current: an ingress follows the file of keys, exchanges what tenants use with the other
+ingresses, and reports quotas of the store to its nodes, all through the registry.
 """
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -45,3 +46,14 @@ async def exchange_usage(access: Access, registry: Any, ingress: str) -> None:
             continue
         is_away = False
         access.heard(report, answer)
+
+
+async def report_store_quotas(access: Access, registry: Any, ingress: str) -> None:
+    """Report what tenants may have of the cluster's store, until cancelled: again and again, since a registry that has
+    restarted knows none.
+    """
+    while True:
+        with contextlib.suppress(RayError, TimeoutError, AttributeError):  # as above
+            async with asyncio.timeout(ANSWER_S):
+                await registry.put_store_quotas.remote(ingress, access.store_quotas())
+        await asyncio.sleep(EXCHANGE_S)

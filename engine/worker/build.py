@@ -183,7 +183,7 @@ def make_stores(
         options = DiskOptions(
             policy=lambda num_rows: make_policy(settings.eviction_policy, num_rows),
             is_admission_on=is_new_each_time,
-            quota_bytes=quota,
+            quota=None if quota is None else lambda tenant: quota,
         )
         stores.append(
             DiskStore(settings.disk_path, settings.disk_size, slab.block_bytes, namespace, codec=codec, options=options)

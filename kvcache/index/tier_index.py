@@ -5,16 +5,24 @@ bytes. Not thread-safe: one owner thread. Times are the caller's clock, in secon
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.kvcache.eviction.policies import EntryUsage, EvictionPolicy
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.index.pins import TimedPins
+from kvrelay.kvcache.index.tier_rows import TierRows
 from kvrelay.kvcache.index.victims import TierEntry, VictimQueues
 from kvrelay.types import BlockHash
 
+Quota = Callable[[str], int | None]
+"""Most rows, or bytes, of a tenant, as of now; None: unlimited."""
 _DEFAULT_TENANT = ""
+
+
+def in_rows(quota: Quota, row_bytes: int) -> Quota:
+    """A quota of bytes as one of whole rows."""
+    return lambda tenant: None if (most := quota(tenant)) is None else most // row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class TierIndex:
         num_rows: int,
         policy: EvictionPolicy,
         *,
-        quota: int | None = None,
+        quota: Quota | None = None,
         pin_limit: int | None = None,
         admission: OfferedBefore | None = None,
         keep_changes: bool = False,
@@ -75,7 +83,7 @@ class TierIndex:
         """An empty index of `num_rows` rows.
 
         Args:
-            quota: most rows of each tenant (not of blocks without one); None: unlimited.
+            quota: rows of each tenant (not of blocks without one). It may change: see `trim`. None: unlimited.
             pin_limit: most entries pinned at once; default: half the rows.
             admission: remembers offers, so that `wants` refuses a block until its second one.
             keep_changes: record changes; the owner must call `drain_changes`.
@@ -149,12 +157,34 @@ class TierIndex:
         victims = self._choose_victims(count, now_s, tenant)
         if victims is None:
             return None
+        self._evict(victims, now_s)
+        self._num_rows_of[tenant] += count
+        return self.rows.reserve(count, tenant)
+
+    def _evict(self, victims: Sequence[BlockHash], now_s: float) -> None:
         for digest in victims:
             self.policy.evicted(self._entries[digest].usage, now_s)
             self._forget(digest, is_detached=True)
         self.num_evicted += len(victims)
-        self._num_rows_of[tenant] += count
-        return self.rows.reserve(count, tenant)
+
+    def assign(self, row: int, tenant: str, now_s: float) -> bool:
+        """This row, reserved without a tenant, is one of this tenant's. False, and no change: its quota is used up."""
+        victims = self._victims.choose(0, self._num_over(tenant, 1), tenant, now_s, self._pins.expire(now_s))
+        if victims is None:
+            return False
+        self._evict(victims, now_s)
+        self._remove_from_tenant(self.rows.assign(row, tenant))
+        self._num_rows_of[tenant] += 1
+        return True
+
+    def trim(self, now_s: float) -> None:
+        """Evict what tenants have beyond their quotas, which have changed; not what is held, pinned or reserved."""
+        for tenant in list(self._num_rows_of):
+            while self._num_over(tenant, 0):
+                victims = self._victims.choose(0, 1, tenant, now_s, self._pins.expire(now_s))
+                if victims is None:
+                    break
+                self._evict(victims, now_s)
 
     def next_victims(self, count: int, now_s: float, *, tenant: str = _DEFAULT_TENANT) -> list[BlockHash]:
         """What `reserve(count)` would evict now, first to go first; empty if it would fail."""
@@ -165,9 +195,13 @@ class TierIndex:
         return victims
 
     def _choose_victims(self, count: int, now_s: float, tenant: str) -> list[BlockHash] | None:
-        quota, num_needed = self._quota if tenant != _DEFAULT_TENANT else None, count - len(self.rows.free)
-        num_over = 0 if quota is None else max(0, self._num_rows_of[tenant] + count - quota)
-        return self._victims.choose(num_needed, num_over, tenant, now_s, self._pins.expire(now_s))
+        needed = count - len(self.rows.free), self._num_over(tenant, count)
+        return self._victims.choose(*needed, tenant, now_s, self._pins.expire(now_s))
+
+    def _num_over(self, tenant: str, count: int) -> int:
+        """How many rows over its quota a tenant would be with `count` more."""
+        quota = self._quota(tenant) if self._quota is not None and tenant != _DEFAULT_TENANT else None
+        return 0 if quota is None else max(0, self._num_rows_of[tenant] + count - quota)
 
     def cancel(self, rows: Iterable[int]) -> None:
         """Free reserved rows that will not be written."""
@@ -297,81 +331,6 @@ class TierIndex:
         tenants = Counter(entry.tenant for entry in self._entries.values()) + Counter(self.rows.reserved.values())
         assert tenants == self._num_rows_of, "tenants' rows are miscounted"
         self._victims.check()
-
-
-class TierRows:
-    """Which row is in which state, and how many hold it. Others only read its fields.
-
-    A row is free, reserved (handed out and being written; not matchable yet), cached (holds the block of an entry), or
-    leaving (its entry was discarded while the row was held; free when the last hold ends).
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        if num_rows < 1:
-            raise ValueError(f"a tier needs at least one row, not {num_rows}")
-        self.num_rows = num_rows
-        self.free: dict[int, None] = dict.fromkeys(range(num_rows - 1, -1, -1))
-        self.reserved: dict[int, str] = {}  # row -> tenant
-        self.leaving: set[int] = set()
-        self.holds: dict[int, int] = {}  # row -> number of holders
-        self._digests: list[BlockHash | None] = [None] * num_rows
-
-    def reserve(self, count: int, tenant: str) -> list[int]:
-        """Reserve `count` of the free rows; the caller knows that there are enough."""
-        rows = [self.free.popitem()[0] for _ in range(count)]
-        self.reserved.update(dict.fromkeys(rows, tenant))
-        return rows
-
-    def take(self, row: int, tenant: str) -> None:
-        """Reserve this free row."""
-        del self.free[row]
-        self.reserved[row] = tenant
-
-    def cancel(self, row: int) -> str:
-        """A reserved row is free again; returns its tenant."""
-        self.free[row] = None
-        return self.reserved.pop(row)
-
-    def fill(self, row: int, digest: BlockHash) -> str:
-        """A reserved row now holds this block; returns its tenant."""
-        self._digests[row] = digest
-        return self.reserved.pop(row)
-
-    def clear(self, row: int) -> None:
-        """The entry of this cached row is gone."""
-        self._digests[row] = None
-        if row in self.holds:
-            self.leaving.add(row)
-        else:
-            self.free[row] = None
-
-    def hold(self, row: int) -> None:
-        """One holder more."""
-        self.holds[row] = self.holds.get(row, 0) + 1
-
-    def unhold(self, row: int) -> BlockHash | None:
-        """One holder less. Returns the block of a cached row without any holder left."""
-        self.holds[row] -= 1
-        if self.holds[row]:
-            return None
-        del self.holds[row]
-        digest = self._digests[row]
-        if digest is None:
-            self.leaving.remove(row)
-            self.free[row] = None
-        return digest
-
-    def check(self, entries: Mapping[BlockHash, int]) -> None:
-        """Raise AssertionError unless every row is in exactly one state. `entries`: the row of each cached block."""
-        cached = set(entries.values())
-        states = (set(self.free), set(self.reserved), cached, self.leaving)
-        assert sum(map(len, states)) == self.num_rows, "a row is lost or in two states"
-        assert set().union(*states) == set(range(self.num_rows)), "a row is lost"
-        assert len(cached) == len(entries), "two entries share a row"
-        found = {digest: row for row, digest in enumerate(self._digests) if digest is not None}
-        assert found == entries, "rows and entries disagree"
-        assert self.holds.keys() <= cached | self.leaving, "a row without content is held"
-        assert self.leaving <= self.holds.keys(), "a leaving row has no holder"
 
 
 _MIN_CAPACITY = 16

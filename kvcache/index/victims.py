@@ -35,7 +35,9 @@ class VictimQueues:
         is_kept: Callable[[BlockHash, TierEntry], bool],
         has_quota: Callable[[str], bool],
     ) -> None:
-        """`is_kept`: whether an entry is held or pinned. `has_quota`: whether a tenant gets a queue of its own."""
+        """`is_kept`: whether an entry is held or pinned. `has_quota`: whether a tenant may have one, so that it
+        needs a queue of its own.
+        """
         self._entries, self._policy, self._is_kept, self._has_quota = entries, policy, is_kept, has_quota
         self._children: dict[BlockHash, int] = {}  # entries here that continue this hash, cached here or not
         self._pending: dict[BlockHash, None] = {}  # may have become evictable since the queues were last updated

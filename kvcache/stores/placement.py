@@ -11,11 +11,13 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's finaliser
+_SAMPLE = [number.to_bytes(8, "little") for number in range(1 << 13)]  # keys, of which placement makes random ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,12 @@ def ranked(keys: Sequence[bytes], nodes: Sequence[StoreAddress]) -> NDArray[np.i
 def places(keys: Sequence[bytes], nodes: Sequence[StoreAddress], num_replicas: int) -> list[list[StoreAddress]]:
     """For each key the nodes that should hold it, best first; fewer if there are not enough nodes."""
     return [[nodes[i] for i in row[:num_replicas]] for row in ranked(keys, nodes).tolist()]
+
+
+def copy_share(own: StoreAddress, others: Sequence[StoreAddress], num_replicas: int) -> Fraction:
+    """The share of all blocks' copies that placement puts on the node `own`, counted for a sample of keys.
+
+    The same sample is counted on every node, so the shares of all nodes add up to exactly 1.
+    """
+    chosen = ranked(_SAMPLE, [own, *others])[:, :num_replicas]
+    return Fraction(int((chosen == 0).sum()), chosen.size)

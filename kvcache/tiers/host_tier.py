@@ -45,8 +45,9 @@ class HostTier(TierIndex):
         quota: int | None = None,
         pin_limit: int | None = None,
     ) -> None:
-        """No blocks. `quota`, `pin_limit`: see TierIndex."""
-        super().__init__(slab.num_rows, policy, quota=quota, pin_limit=pin_limit, keep_changes=True)
+        """No blocks. `quota`: most rows of each tenant. `pin_limit`: see TierIndex."""
+        quota_of = None if quota is None else lambda tenant: quota
+        super().__init__(slab.num_rows, policy, quota=quota_of, pin_limit=pin_limit, keep_changes=True)
         self.slab, self.now_s, self.block_bytes = slab, clock, slab.block_bytes
         self._checksums = [0] * slab.num_rows
         self._metas: list[BlockMeta | None] = [None] * slab.num_rows

@@ -68,7 +68,8 @@ class StoreSettings(Section):
     replicas: int = setting(2, "Copies of each block, as far as there are machines.", unit="copies", ge=1, le=8)
     tenant_quota: Size | None = setting(
         None,
-        "Most memory on each machine for blocks of one tenant: an API key with a namespace, or a cache_salt; default: "
+        "Most memory on all machines together, each copy counted, and as much again on their disks, for blocks of one "
+        "tenant without store_bytes in serve.api_keys_file: an API key with a namespace, or a cache_salt; default: "
         "no limit.",
     )
 

@@ -20,8 +20,8 @@ class SchedulerSettings(Section):
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
         {},
-        "Shares of the service by salt, user or key as clients send it, or by name in serve.api_keys_file; other "
-        "tenants have weight 1.",
+        "Shares of computing time by salt, user or key as clients send it; with serve.api_keys_file by name, for "
+        "tenants without a weight there. Other tenants have weight 1.",
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kvrelay.errors import ConfigError, InvalidRequest
-from kvrelay.hashing import NAMESPACE_END
+from kvrelay.hashing import NAMESPACE_END, root_hash, tenant_name
 from kvrelay.serve.tenants.key_file import DEFAULT_TENANT, KeyFile, TenantEntry, key_hash, parse_keys
 from kvrelay.serve.tenants.quotas import Meter, QuotaLedger, Report, TenantLimits
 
@@ -91,6 +91,11 @@ class Access:
     def counted(self) -> dict[str, TenantLimits]:
         """The quotas that ingresses count, by tenant."""
         return {one.name: one.limits for one in self._callers.values() if one.limits.are_counted}
+
+    def store_quotas(self) -> dict[str, int]:
+        """Most bytes in the cluster's store, of the tenants with a quota of it, by the digest that blocks carry."""
+        quotas = ((one, one.limits.store_bytes) for one in self._callers.values())
+        return {tenant_name(root_hash(one.salt(None))): most for one, most in quotas if most is not None}
 
     def heard(self, report: Report, answer: Report) -> None:
         """The other ingresses' answer to a report of `ledger`."""

@@ -146,6 +146,28 @@ class UsageTable:
         return {name: (others[name], self._tokens[name]) for name in others.keys() | self._tokens.keys()}
 
 
+class StoreQuotaTable:
+    """The registry's: most bytes of each tenant in the cluster's store, as the ingresses have read them."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[float, dict[str, int]]] = {}  # by ingress: when it reported, and what
+
+    def put(self, ingress: str, quotas: dict[str, int], now_s: float) -> None:
+        """Take one ingress's quotas, by tenant, in place of those that it had."""
+        self._read[ingress] = (now_s, quotas)
+        self._read = {key: one for key, one in self._read.items() if now_s - one[0] < EXPIRE_S}
+
+    def merged(self) -> dict[str, int] | None:
+        """The least that any ingress has read, so that all agree while a changed file reaches one after the other.
+
+        None: none has reported.
+        """
+        merged: dict[str, int] = {}
+        for _, quotas in self._read.values():
+            merged |= {tenant: min(most, merged.get(tenant, most)) for tenant, most in quotas.items()}
+        return merged if self._read else None
+
+
 class Meter:
     """Counts the requests of one tenant against its quotas."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.policies import EvictionPolicy, Lru
-from kvrelay.kvcache.index.tier_index import OfferedBefore, TierIndex
+from kvrelay.kvcache.index.tier_index import OfferedBefore, Quota, TierIndex, in_rows
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.disk.folder import WorkerFolder, claim, unused_folders
 from kvrelay.kvcache.stores.disk.format import FORMAT_VERSION, PAGE_BYTES, Geometry, fit_geometry, pages, smallest_limit
@@ -43,7 +43,7 @@ class DiskOptions:
 
     policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru()  # from the number of rows
     is_admission_on: bool = True  # write a block at its second offer, or if it is pinned or has a priority
-    quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: unlimited
+    quota: Quota | None = None  # bytes of each tenant (not of blocks without one); None: unlimited
     io_depth: int = 8  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
     segment_bytes: int | None = None  # of one file at most; None: an eighth of the limit, 128 MiB at most
@@ -154,11 +154,10 @@ class DiskStore(BlockStore):
 
     def _index(self, geometry: Geometry) -> TierIndex:
         options = self._options
-        quota = None if options.quota_bytes is None else options.quota_bytes // geometry.record_bytes
         return TierIndex(
             geometry.num_rows,
             options.policy(geometry.num_rows),
-            quota=quota,
+            quota=None if options.quota is None else in_rows(options.quota, geometry.record_bytes),
             admission=OfferedBefore(geometry.num_rows) if options.is_admission_on else None,
             keep_changes=True,
         )
@@ -237,6 +236,12 @@ class DiskStore(BlockStore):
         """
         with self._visit() as volume:
             return 0 if volume is None else volume.pin(hashes, ttl_s)
+
+    def trim(self) -> None:
+        """Evict what tenants have beyond their quotas, which have changed."""
+        with self._visit() as volume:
+            if volume is not None:
+                volume.trim()
 
     def stats(self) -> StoreStats:
         with self._visit() as volume:

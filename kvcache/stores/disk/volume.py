@@ -66,6 +66,7 @@ class Volume:
             self._put(header, now_s)
             self._sequence = header.sequence
         self._index.drain_changes()
+        self.trim()
 
     def _put(self, header: RecordHeader, now_s: float) -> None:
         meta = header.meta
@@ -100,6 +101,12 @@ class Volume:
                 self._index.unpin(hashes)
                 return 0
             return self._index.pin(hashes, self._clock() + ttl_s)
+
+    def trim(self) -> None:
+        """Evict what tenants have beyond their quotas."""
+        with self._lock:
+            self._index.trim(self._clock())
+            self._note_evicted()
 
     # ---- loading
 

@@ -201,8 +201,8 @@ def test_blocks_come_back_from_the_disk_below_the_memory(make_nodes, tmp_path):
     from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
     from kvrelay.kvcache.stores.namespace import Namespace
 
-    def disk(row_bytes):
-        options = DiskOptions(is_admission_on=False)
+    def disk(row_bytes, quota):
+        options = DiskOptions(is_admission_on=False, quota=quota)
         return DiskStore(tmp_path / "disk", 16 << 20, row_bytes, Namespace.of({"slot": row_bytes}), options=options)
 
     nodes = make_nodes(num_replicas=1, memory=8 * (BLOCK + 4096))

@@ -144,7 +144,7 @@ def test_a_lower_priority_goes_first_however_lately_it_was_used():
 
 
 def test_a_tenant_over_its_quota_evicts_its_own_blocks_only():
-    tier = TierIndex(6, Lru(), quota=2)
+    tier = TierIndex(6, Lru(), quota=lambda tenant: 2)
     other = put_chain(tier, "x", 0, tenant="other")
     small = put_chain(tier, "ab", 1, tenant="small")
     assert tier.reserve(3, 2, tenant="small") is None

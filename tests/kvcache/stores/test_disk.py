@@ -127,7 +127,7 @@ def test_a_block_with_a_priority_is_written_at_once(open_disk):
 
 
 def test_a_tenant_over_its_quota_replaces_its_own_blocks(open_disk):
-    store = open_disk(12, quota_bytes=4 * SLOT_BYTES)
+    store = open_disk(12, quota=lambda tenant: 4 * SLOT_BYTES)
     other, other_metas = chain(4, salt="other")
     keep(store, other, other_metas)
     for number in range(3):
@@ -169,7 +169,7 @@ def test_tenant_priority_and_parents_come_back_after_a_restart(open_disk):
     metas = [BlockMeta(None, 16, 0, "mine"), BlockMeta(hashes[0], 32, 7, "mine")]
     keep(store, hashes, metas)
     store.close()
-    again = open_disk(4, quota_bytes=2 * SLOT_BYTES)
+    again = open_disk(4, quota=lambda tenant: 2 * SLOT_BYTES)
     more, _ = chain(1, salt="more")
     assert keep(again, more, [BlockMeta(None, 16, 9, "mine")]) == [True]
     assert again.contains([*hashes, *more]) == [True, False, True]  # the leaf went, within the tenant's quota
