@@ -156,8 +156,18 @@ def in_one_line(error: Exception) -> str:
 
 
 def with_secrets(settings: Settings) -> Settings:
-    """The settings, with the API key and the cluster's secret from the environment where they have none."""
-    secret = settings.cluster.secret or environment_secret()
+    """The settings, with the API key and the cluster's secret from the environment where they have none.
+
+    Raises ConfigError: sealed blocks would outlive a random secret.
+    """
+    secret, cache = settings.cluster.secret or environment_secret(), settings.cache
+    outliving = cache.disk_path or (settings.store.disk_path if cache.remote == "cluster" else cache.remote)
+    if cache.sealed and outliving and not secret:
+        raise ConfigError(
+            "cache.sealed: blocks on disk and in stores can be opened only with the secret that sealed them, and "
+            "without cluster.secret (or KVRELAY_SECRET) each start makes another: set it, for example to the output "
+            "of `openssl rand -hex 32`"
+        )
     cluster = settings.cluster.model_copy(update={"secret": secret})
     return with_api_key(settings, environment_api_key()).model_copy(update={"cluster": cluster})
 

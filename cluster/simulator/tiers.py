@@ -258,7 +258,9 @@ class SimulatedStore(BlockStore):
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return [self._holders.source(digest, self._worker_id) is not None for digest in hashes]
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def load(
+        self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta] = ()
+    ) -> list[bool]:
         sources = [self._holders.source(digest, self._worker_id) for digest in hashes]
         if self.planned is not None:
             self._note((source, self._node_id) for source in sources if source is not None)

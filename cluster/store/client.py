@@ -10,6 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap
 
 import msgspec
@@ -18,7 +19,7 @@ import numpy as np
 from kvrelay.cluster.store.links import NodeLink, StoreLinks
 from kvrelay.cluster.store.peer_blocks import PeerBlocks
 from kvrelay.errors import PeerLost
-from kvrelay.kvcache.stores.codecs import Codec, CodecError
+from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvtransfer.mover.mover import xxh3_regions
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
@@ -85,7 +86,7 @@ class BlockStager:
         num_bytes, meta = buffer.view.nbytes, buffer.meta or BlockMeta(None, 0)
         if not self._is_in_place:
             try:
-                data = self._codec.encode(buffer.view.cast("B"))
+                data = self._codec.of(buffer.key, meta).encode(buffer.view.cast("B"))
             except CodecError as error:
                 logger.warning("a block is not stored in the cluster: %s", error)
                 return None
@@ -102,18 +103,24 @@ class BlockStager:
             tenant=meta.tenant,
         )
 
-    def arrived(self, buffers: Sequence[BlockBuffer], offsets: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-        """Decode received blocks into the caller's buffers; returns which are in place. Size 0: it did not arrive."""
+    def arrived(
+        self, buffers: Sequence[BlockBuffer], offsets: Sequence[int], sizes: Sequence[int], *, is_plain: bool
+    ) -> list[bool]:
+        """Decode received blocks into the caller's buffers; returns which are in place.
+
+        Size 0: it did not arrive. `is_plain`: they come from another worker's memory.
+        """
+        codec = NoCodec() if is_plain else self._codec
         return [
-            size > 0 and self._decode(buffer.view, self._view[offset : offset + size])
+            size > 0 and self._decode(codec, buffer, self._view[offset : offset + size])
             for buffer, offset, size in zip(buffers, offsets, sizes, strict=True)
         ]
 
-    def _decode(self, into: memoryview, data: memoryview) -> bool:
+    def _decode(self, codec: Codec, buffer: BlockBuffer, data: memoryview) -> bool:
         if self._is_in_place:
-            return data.nbytes == into.nbytes
+            return data.nbytes == buffer.view.nbytes
         try:
-            self._codec.decode(data, into.cast("B"))
+            codec.of(buffer.key, buffer.meta or BlockMeta(None, 0)).decode(data, buffer.view.cast("B"))
         except CodecError as error:
             logger.warning("a block of the cluster's store cannot be decoded: %s", error)
             return False
@@ -152,13 +159,13 @@ class StoreClient:
         Args:
             transit_bytes: the largest encoded block.
             memory: the slab that holds all blocks of its calls, for others to read, too. Blocks are read from and into
-                it directly, except over NIXL, whose reads cannot be cancelled. None: blocks are staged.
+                it directly, except sealed ones, and over NIXL, whose reads cannot be cancelled. None: all are staged.
             shared: the blocks in `memory`, by key.
         """
         self._options, self._transit_bytes, self._shared = options, transit_bytes, shared
         self.links = StoreLinks(self._make_peer, num_replicas=options.num_replicas, on_connected=self._announce_all)
         num_cells = min(max(STAGING_BYTES // transit_bytes, _MIN_CELLS), _MAX_CELLS)
-        is_in_place = memory is not None and options.transport != "nixl"
+        is_in_place = memory is not None and options.transport != "nixl" and not codec.is_sealed
         self._memory, self._staging = memory, None if is_in_place else StagingSlab(transit_bytes, num_cells)
         self._max_blocks = num_cells if self._staging is not None else _BATCH_BYTES
         own = None if memory is None else self._export(memory)
@@ -166,6 +173,7 @@ class StoreClient:
         assert slab is not None
         self._slab, self._own_slab = slab, own
         self._stager = BlockStager(slab.memory, codec, is_in_place=is_in_place)
+        self.num_unreadable = 0  # blocks that a node or worker sent whole, and that could not be decoded
         self.peer_blocks: PeerBlocks | None = None
         self._peer_server: SlabServer | None = None
 
@@ -231,14 +239,16 @@ class StoreClient:
     async def load(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
         loaded, keys = [False] * len(buffers), [buffer.key for buffer in buffers]
 
-        async def call(node: NodeLink, chosen: list[int]) -> None:
+        async def call(node: NodeLink, chosen: list[int], *, is_plain: bool = False) -> None:
             for batch in self._batches(chosen, _BATCH_BYTES):
-                for i, is_good in zip(batch, await self._get(node, [buffers[i] for i in batch]), strict=True):
+                some = await self._get(node, [buffers[i] for i in batch], is_plain=is_plain)
+                for i, is_good in zip(batch, some, strict=True):
                     loaded[i] = is_good
 
         await self.links.by_rank(self.links.order(keys), loaded, call)
         holders = await self._find_holders(keys, loaded)
-        await self.links.by_rank([[self.links.worker(at)] if at else [] for at in holders], loaded, call)
+        workers = [[self.links.worker(at)] if at else [] for at in holders]
+        await self.links.by_rank(workers, loaded, partial(call, is_plain=True))
         return loaded
 
     def _batches(self, chosen: Sequence[int], max_bytes: int) -> Iterator[Sequence[int]]:
@@ -254,7 +264,7 @@ class StoreClient:
         else:
             yield [offset_in(self._slab.memory, buffer.view) for buffer in buffers]
 
-    async def _get(self, node: NodeLink, buffers: Sequence[BlockBuffer]) -> list[bool]:
+    async def _get(self, node: NodeLink, buffers: Sequence[BlockBuffer], *, is_plain: bool) -> list[bool]:
         """Read one batch from one node, as far as it has the blocks."""
         try:
             async with self._places(buffers) as offsets:
@@ -262,7 +272,13 @@ class StoreClient:
                     entries = zip(buffers, offsets, strict=True)
                     wanted = [BlockRequest(buffer.key, offset, self._room(buffer)) for buffer, offset in entries]
                     sizes = await peer.get(wanted)
-                    return await asyncio.to_thread(self._stager.arrived, buffers, offsets, sizes)
+                    arrived = partial(self._stager.arrived, buffers, offsets, sizes, is_plain=is_plain)
+                    are_good = await asyncio.to_thread(arrived)
+                    arrivals = zip(buffers, sizes, are_good, strict=True)
+                    if unreadable := [buffer.key for buffer, size, is_good in arrivals if size and not is_good]:
+                        self.num_unreadable += len(unreadable)
+                        await self.links.ask(node, lambda peer: peer.forget(unreadable))
+                    return are_good
         except PeerLost as error:
             self.links.failed(node, error.why)
         except StuckRead as error:

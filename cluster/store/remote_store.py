@@ -59,7 +59,7 @@ class RemoteStore(BlockStore):
         self._block_bytes, self._namespace = block_bytes, namespace
         codec = codec or NoCodec()
         self.keeps_checksums = codec.name == "none"
-        self.is_shareable = memory is not None and codec.name == "none"
+        self.is_shareable = memory is not None and codec.keeps_bytes
         self.shared: dict[bytes, BlockHash] = {}  # the host tier's blocks by key; the engine's thread writes
         self._wanted_nodes = tuple(nodes)
         self._client = StoreClient(
@@ -120,11 +120,11 @@ class RemoteStore(BlockStore):
             return [False] * len(hashes)
         return self._wait(self._client.exist([self.key(digest) for digest in hashes]))
 
-    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> list[bool]:
         if not hashes or not self._is_open:
             return [False] * len(hashes)
         views = map(self._fitting, into)
-        return self._wait(self._client.load([*map(BlockBuffer, map(self.key, hashes), views)]))
+        return self._wait(self._client.load([*map(BlockBuffer, map(self.key, hashes), views, metas)]))
 
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
         buffers = [
@@ -144,7 +144,7 @@ class RemoteStore(BlockStore):
         self._wait(self._client.links.everywhere(lambda peer: peer.pin(keys, ttl_s)))
 
     def stats(self) -> StoreStats:
-        return replace(super().stats(), corrupt_blocks=self._client.links.num_corrupt)
+        return replace(super().stats(), corrupt_blocks=self._client.links.num_corrupt + self._client.num_unreadable)
 
     def share(self, blocks: PeerBlocks) -> int:
         """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""

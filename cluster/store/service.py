@@ -253,9 +253,11 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int, Quota], DiskStore]
     folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_size
     policy = partial(make_policy, settings.cache.eviction_policy)
 
+    kind = {"sealed": True} if settings.cache.sealed else {}  # what was stored plain is not served any more
+
     def make(row_bytes: int, quota: Quota) -> DiskStore:
         options = DiskOptions(is_admission_on=False, policy=policy, quota=quota)
-        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes})
+        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes, **kind})
         return DiskStore(folder, limit_bytes, row_bytes, namespace, options=options)
 
     return make

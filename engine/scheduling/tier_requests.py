@@ -40,7 +40,8 @@ class LowerTiers:
     def _meta(self, seq: Seq, hashes: Sequence[BlockHash] | HashChain, index: int) -> BlockMeta:
         parent = hashes[index - 1] if index else None
         end = (index + 1) * self._block_size
-        return BlockMeta(parent, end, seq.request.hints.priority, tenant_name(seq.chain.root))
+        root = seq.chain.root
+        return BlockMeta(parent, end, seq.request.hints.priority, tenant_name(root), root=root)
 
     def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""

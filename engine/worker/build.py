@@ -28,10 +28,11 @@ from kvrelay.kvcache.memory.host import HostSlab, make_slab
 from kvrelay.kvcache.memory.storage import DTYPES
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.stores.codecs import make_codec
+from kvrelay.kvcache.stores.codecs import Codec, make_codec
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace, namespace_of
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
+from kvrelay.kvcache.stores.sealing import SealedCodec
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController
 from kvrelay.kvcache.tiers.host_tier import TierRules, make_host_tier
@@ -97,7 +98,8 @@ def build_engine(
         if settings.cache.host_memory is None:
             return None
         namespace = namespace_of(kv.fingerprint, kv.memory.layout)
-        return make_lower_tiers(kv.pool, kv.memory, settings.cache, checks, namespace, wake, options.cluster_store)
+        cache, secret = settings.cache, options.secret
+        return make_lower_tiers(kv.pool, kv.memory, cache, checks, namespace, wake, options.cluster_store, secret)
 
     extensions = Extensions(
         tiers=tiers,
@@ -142,12 +144,16 @@ def make_lower_tiers(
     namespace: Namespace,
     wake: Callable[[], None],
     cluster_store: ClusterStore | None = None,
+    secret: bytes = b"",
 ) -> LowerTiers:
-    """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
+    """Started. Raises ConfigError (no room for a block, or no secret), StoreError (a store cannot be used)."""
     slab = make_slab(memory, settings.host_memory or 0)
     is_checked, block_tokens = checks != "off", memory.layout.block_size
     rules = TierRules(settings.write_policy, settings.prefetch, is_checked=is_checked, block_tokens=block_tokens)
-    stores = make_stores(memory, slab, settings, namespace, cluster_store)
+    codec = make_codec(settings.compression, memory.layout)
+    if settings.sealed:
+        codec = SealedCodec(codec, secret, namespace)
+    stores = make_stores(slab, settings, namespace, codec, cluster_store)
     host = make_host_tier(settings, slab, time.monotonic)
     tiers = TierController(pool, host, stores, rules, wake=wake)
     tiers.start()
@@ -172,10 +178,9 @@ def make_swap_area(
 
 
 def make_stores(
-    memory: KvMemory, slab: HostSlab, settings: CacheSettings, namespace: Namespace, cluster_store: ClusterStore | None
+    slab: HostSlab, settings: CacheSettings, namespace: Namespace, codec: Codec, cluster_store: ClusterStore | None
 ) -> list[BlockStore]:
     """What lies below the host tier, nearest first; not started. Raises ConfigError: there is no such store."""
-    codec = make_codec(settings.compression, memory.layout)
     stores: list[BlockStore] = []
     if settings.disk_path is not None:
         is_new_each_time = settings.write_policy != "selective"  # what a hit has earned a place is admitted at once

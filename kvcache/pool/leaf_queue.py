@@ -83,7 +83,9 @@ class LeafQueue(EvictionQueue[int]):
         before = node if at else node.parent
         above = before.digests[end - HASH_BYTES : end or None] if before is not None else b""
         end_tokens = (node.start + at + 1) * tree.block_size
-        tenant = tenant_name(tree.root_of(node).usage.digest)
+        root = tree.root_of(node).usage.digest
         digest, block = BlockHash(bytes(node.digests[end : end + HASH_BYTES])), BlockId(node.blocks[at])
-        meta = BlockMeta(BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant)
+        meta = BlockMeta(
+            BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant_name(root), root=root
+        )
         return IndexedBlock(digest, block, meta)

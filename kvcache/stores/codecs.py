@@ -1,4 +1,4 @@
-"""Codecs that compress blocks for disk and remote stores. Pure.
+"""Codecs that compress blocks for disk and remote stores. Pure. (sealing.py encrypts what they make.)
 
 A codec is bound to one pool's layout. `none` and `lossless` are exact; `int8` and `fp8` are not: each group of
 adjacent numbers of one token and head shares a scale, so an outlier affects only its own group.
@@ -9,14 +9,14 @@ import functools
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import KvrelayError
 from kvrelay.native.build import NativeLibrary
-from kvrelay.types import ITEM_BYTES, KvLayout
+from kvrelay.types import ITEM_BYTES, BlockMeta, KvLayout
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.uint16]
@@ -32,14 +32,8 @@ class CodecError(KvrelayError):
     """A block cannot be encoded (it has non-finite numbers), or bytes are not an encoded block."""
 
 
-class Codec(Protocol):
-    """Blocks to bytes and back. Thread-safe."""
-
-    name: str  # in settings and namespaces
-    is_fixed: bool  # every block of one size has the same encoded size
-
-    def most_bytes(self, block_bytes: int) -> int:
-        """The largest encoded size of a block of `block_bytes`."""
+class BlockCoder(Protocol):
+    """One block to bytes and back."""
 
     def encode(self, block: memoryview) -> memoryview:
         """Encode a block; may return `block` itself. Raises CodecError."""
@@ -48,10 +42,34 @@ class Codec(Protocol):
         """Decode one block into `into`. Raises CodecError; then the content of `into` is undefined."""
 
 
-class NoCodec:
+class Codec(Protocol):
+    """How blocks are stored. Thread-safe."""
+
+    name: str  # in namespaces
+    is_fixed: bool  # every block of one size has the same encoded size
+    is_sealed: bool  # decoding verifies every bit, so that a store needs no checksum
+    keeps_bytes: bool  # what is encoded is, but for a seal, the block as it is
+
+    def most_bytes(self, block_bytes: int) -> int:
+        """The largest encoded size of a block of `block_bytes`."""
+
+    def of(self, digest: bytes, meta: BlockMeta) -> BlockCoder:
+        """The coder of one block. `digest`: what it is stored under."""
+
+
+class _Unsealed:
+    """A codec that encodes all blocks alike."""
+
+    is_sealed = keeps_bytes = False
+
+    def of(self, digest: bytes, meta: BlockMeta) -> Self:
+        return self
+
+
+class NoCodec(_Unsealed):
     """Blocks as they are."""
 
-    name, is_fixed = "none", True
+    name, is_fixed, keeps_bytes = "none", True, True
 
     def most_bytes(self, block_bytes: int) -> int:
         return block_bytes
@@ -65,7 +83,7 @@ class NoCodec:
         into[:] = data
 
 
-class LosslessCodec:
+class LosslessCodec(_Unsealed):
     """Exponents are Huffman-coded, one byte of each number; signs and mantissas, which are noise, stay as they are.
 
     Nothing repeats in KV that a search for matches would find: plain Huffman codes are smaller, and faster to make,
@@ -101,7 +119,7 @@ class LosslessCodec:
         merge_planes(np.frombuffer(top, np.uint8), np.frombuffer(data[end:], np.uint8), self._width, _array(into))
 
 
-class QuantisingCodec:
+class QuantisingCodec(_Unsealed):
     """One byte per number and a 16-bit scale per group."""
 
     is_fixed = True

@@ -88,11 +88,11 @@ class FsspecStore(EnvelopeStore):
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return self._each(self._exists, hashes)
 
-    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        return self._each(self._load_one, hashes, into)
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> list[bool]:
+        return self._each(self._load_one, hashes, into, metas)
 
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
-        done = self._each(self._store_one, list(new), [block for block, _ in new.values()])
+        done = self._each(self._store_one, list(new), *zip(*new.values(), strict=True))
         return {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
@@ -105,16 +105,16 @@ class FsspecStore(EnvelopeStore):
     def _exists(self, digest: BlockHash) -> bool:
         return bool(self._fs.exists(self._path(digest)))
 
-    def _load_one(self, digest: BlockHash, view: memoryview) -> bool:
+    def _load_one(self, digest: BlockHash, view: memoryview, meta: BlockMeta) -> bool:
         try:
             value = self._fs.cat_file(self._path(digest))
         except FileNotFoundError:
             return False
-        return self._opened(digest, view, value)
+        return self._opened(digest, view, value, meta)
 
-    def _store_one(self, digest: BlockHash, block: memoryview) -> bool:
+    def _store_one(self, digest: BlockHash, block: memoryview, meta: BlockMeta) -> bool:
         path = self._path(digest)
-        if (value := self._sealed(digest, block)) is None:
+        if (value := self._wrapped(digest, block, meta)) is None:
             return False
         if self._scheme in ("file", "local"):  # only there folders must be made, and a torn file could be found
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)

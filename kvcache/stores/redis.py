@@ -74,13 +74,13 @@ class RedisStore(EnvelopeStore):
         answers = self._run([("EXISTS", self._key(digest)) for digest in hashes])
         return [bool(answer) for answer in answers] if answers is not None else [False] * len(hashes)
 
-    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> list[bool]:
         loaded: list[bool] = []
         for some in self._batches(len(hashes)):
             answers = self._run([("MGET", *(self._key(digest) for digest in hashes[some]))])
             values = answers[0] if answers is not None else [None] * (some.stop - some.start)
-            for digest, view, value in zip(hashes[some], into[some], values, strict=True):
-                loaded.append(value is not None and self._opened(digest, view, value))
+            for digest, view, meta, value in zip(hashes[some], into[some], metas[some], values, strict=True):
+                loaded.append(value is not None and self._opened(digest, view, value, meta))
         return loaded
 
     def _find(self, hashes: Sequence[BlockHash]) -> list[bool]:
@@ -94,8 +94,8 @@ class RedisStore(EnvelopeStore):
         expiry, hashes = ("PX", self._ttl_ms) if self._ttl_ms else (), list(new)
         stored: set[BlockHash] = set()
         for some in self._batches(len(hashes)):
-            sealed = [(digest, self._sealed(digest, new[digest][0])) for digest in hashes[some]]
-            values = [(digest, value) for digest, value in sealed if value]
+            wrapped = [(digest, self._wrapped(digest, *new[digest])) for digest in hashes[some]]
+            values = [(digest, value) for digest, value in wrapped if value]
             answers = self._run([("SET", self._key(digest), value, *expiry) for digest, value in values])
             for (digest, _), answer in zip(values, answers or [False] * len(values), strict=True):
                 if answer and not isinstance(answer, Exception):

@@ -30,7 +30,7 @@ class StoreStats:
     load_s: float = 0.0
     rejected_blocks: int = 0  # not admitted, or no room
     evicted_blocks: int = 0
-    corrupt_blocks: int = 0  # failed their checksum and were discarded
+    corrupt_blocks: int = 0  # failed their checksum, or their seal, and were discarded
     failures: int = 0  # calls that failed as a whole
 
 
@@ -63,14 +63,17 @@ class BlockStore(ABC):
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         """Delete these blocks, if they are stored."""
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Read blocks and verify their checksums; returns which are in place.
+    def load(
+        self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta] = ()
+    ) -> list[bool]:
+        """Read blocks and verify their checksums or seals; returns which are in place.
 
         Args:
             into: one writable buffer of block_bytes for each hash; its content is undefined where the result is False.
+            metas: as the caller knows them, with the root that opens a sealed block; may be left out where none is.
         """
         began_s = self._clock()
-        loaded = self._load(hashes, into)
+        loaded = self._load(hashes, into, metas or [_NO_META] * len(hashes))
         self.count(loaded_blocks=sum(loaded), load_s=self._clock() - began_s)
         return loaded
 
@@ -110,7 +113,7 @@ class BlockStore(ABC):
         """Which of these blocks are stored, as `store` asks before it writes."""
         return self.contains(hashes)
 
-    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> list[bool]:
         """`load` without counting."""
         raise NotImplementedError
 
@@ -119,6 +122,7 @@ class BlockStore(ABC):
         raise NotImplementedError
 
 
+_NO_META = BlockMeta(None, 0)
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
 
 
@@ -147,7 +151,7 @@ class BackOff:
 
 logger = logging.getLogger(__name__)
 
-# magic, version, 0, namespace, hash, length, XXH3-64 of all of these and the bytes
+# magic, version, 0, namespace, hash, length, XXH3-64 of all of these and of the bytes, unless they are sealed
 _HEADER = struct.Struct("<4sHH16s16sQQ")
 _MAGIC, _VERSION = b"kvrB", 1
 HEADER_BYTES = _HEADER.size
@@ -157,10 +161,10 @@ class BadEnvelope(ValueError):
     """The value is not the requested block; the message says why."""
 
 
-def seal(namespace: bytes, digest: bytes, data: memoryview) -> bytes:
+def wrap(namespace: bytes, digest: bytes, data: memoryview, *, is_sealed: bool) -> bytes:
     """The envelope of a block, in one copy."""
     bare = _HEADER.pack(_MAGIC, _VERSION, 0, namespace, digest, data.nbytes, 0)
-    checksum = _checksum(bare, data)
+    checksum = _checksum(bare, data[:0] if is_sealed else data)
     return b"".join((_HEADER.pack(_MAGIC, _VERSION, 0, namespace, digest, data.nbytes, checksum), data))
 
 
@@ -170,8 +174,10 @@ def _checksum(bare: bytes, data: memoryview) -> int:
     return int(state.intdigest())
 
 
-def unseal(value: bytes | memoryview, namespace: bytes, digest: bytes, max_bytes: int) -> memoryview:
-    """The block's bytes, verified, without a copy. Raises BadEnvelope."""
+def unwrap(
+    value: bytes | memoryview, namespace: bytes, digest: bytes, max_bytes: int, *, is_sealed: bool
+) -> memoryview:
+    """The block's bytes without a copy, verified where they are not sealed. Raises BadEnvelope."""
     view = memoryview(value)
     if view.nbytes < HEADER_BYTES:
         raise BadEnvelope(f"{view.nbytes} bytes are no block")
@@ -183,7 +189,8 @@ def unseal(value: bytes | memoryview, namespace: bytes, digest: bytes, max_bytes
     data = view[HEADER_BYTES:]
     if size != data.nbytes or size > max_bytes:
         raise BadEnvelope(f"{data.nbytes} bytes instead of {size}")
-    if _checksum(_HEADER.pack(magic, version, 0, whose, which, size, 0), data) != checksum:
+    bare = _HEADER.pack(magic, version, 0, whose, which, size, 0)
+    if _checksum(bare, data[:0] if is_sealed else data) != checksum:
         raise BadEnvelope("its checksum does not match")
     return data
 
@@ -201,19 +208,23 @@ class EnvelopeStore(BlockStore):
         self._codec = codec or NoCodec()
         self._lock, self._back_off = threading.Lock(), BackOff()
 
-    def _sealed(self, digest: BlockHash, block: memoryview) -> bytes | None:
+    def _wrapped(self, digest: BlockHash, block: memoryview, meta: BlockMeta) -> bytes | None:
         """A block's envelope; None: the codec cannot encode it."""
+        codec = self._codec
         try:
-            return seal(self._namespace, digest, self._codec.encode(block.cast("B")))
+            encoded = codec.of(digest, meta).encode(block.cast("B"))
+            return wrap(self._namespace, digest, encoded, is_sealed=codec.is_sealed)
         except CodecError as error:
             logger.warning("a block is not sent to %s: %s", self.name, error)
             return None
 
-    def _opened(self, digest: BlockHash, view: memoryview, value: bytes) -> bool:
+    def _opened(self, digest: BlockHash, view: memoryview, value: bytes, meta: BlockMeta) -> bool:
         """Decode an envelope into the caller's memory. False: it is corrupt, and deleted."""
+        codec = self._codec
         try:
-            most_bytes = self._codec.most_bytes(self._block_bytes)
-            self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
+            most_bytes = codec.most_bytes(self._block_bytes)
+            encoded = unwrap(value, self._namespace, digest, most_bytes, is_sealed=codec.is_sealed)
+            codec.of(digest, meta).decode(encoded, view.cast("B"))
         except (BadEnvelope, CodecError) as error:
             logger.warning("a block in %s is discarded: %s", self.name, error)
             self.count(corrupt_blocks=1)

@@ -226,7 +226,7 @@ class Fetches:
             return [None] * len(part.rows)
         clock, slab = self._host.now_s, self._host.slab
         began_s = clock()
-        loaded = part.store.load(part.hashes, [slab.row(row) for row in part.rows])
+        loaded = part.store.load(part.hashes, [slab.row(row) for row in part.rows], part.metas)
         now_s = clock()
         self._speeds[part.store.name].observe(sum(loaded) * slab.block_bytes, now_s - began_s, now_s)
         return [slab.checksum(row) if is_here else None for row, is_here in zip(part.rows, loaded, strict=True)]

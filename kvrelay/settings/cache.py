@@ -34,6 +34,11 @@ class CacheSettings(Section):
     compression: Compression = setting(
         "none", "Of blocks on disk and in remote stores; int8 and fp8 quantise them, which may change tokens."
     )
+    sealed: bool = setting(
+        False,
+        "Encrypt blocks on disk and in stores, with a key for each tenant; needs cluster.secret where they outlive the "
+        "cluster.",
+    )
     prefetch: PrefetchMode = setting(
         "timeout",
         "What a queued request does about blocks on disk or in a remote store: best-effort (starts with what has "

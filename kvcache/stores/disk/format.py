@@ -4,9 +4,9 @@ A worker's folder holds `lock`, `manifest.json` and preallocated segments of equ
 header, then one block as its codec encoded it, zero-padded to whole pages. Row `n` is in segment `n //
 rows_per_segment`.
 
-Each record verifies itself: the header's checksum covers the header, which contains the payload's checksum and the
-row's number. A torn write, of header, payload or both, over any earlier content, leaves the old block, the new one,
-or a record whose checksums fail. That needs no order of writes and no flush.
+Each record verifies itself: the header's checksum covers the header, which contains the payload's checksum (0 where the
+payload is sealed, which verifies it) and the row's number. A torn write, of header, payload or both, over any earlier
+content, leaves the old block, the new one, or a record that fails. That needs no order of writes and no flush.
 """
 
 import struct

@@ -173,6 +173,7 @@ class ReadItem:
 
     header: RecordHeader
     into: memoryview
+    meta: BlockMeta  # the caller's: the header's has no root
     is_done: bool = False
     error: OSError | None = None  # not done and no error: it is corrupt
 
@@ -297,12 +298,14 @@ class RecordIo:
 
     def _accept(self, frame: memoryview, payload: memoryview, item: ReadItem) -> bool:
         """Verify header and payload, then decode the block into the caller's memory. False: it is corrupt."""
-        if bytes(frame[:HEADER_BYTES]) != item.header.pack() or payload_checksum(payload) != item.header.checksum:
+        if bytes(frame[:HEADER_BYTES]) != item.header.pack():
+            return False
+        if not self._codec.is_sealed and payload_checksum(payload) != item.header.checksum:
             return False
         if payload is item.into:
             return True
         try:
-            self._codec.decode(payload, item.into)
+            self._codec.of(item.header.digest, item.meta).decode(payload, item.into)
         except CodecError as error:
             logger.warning("row %d cannot be decoded: %s", item.header.row, error)
             return False
@@ -332,7 +335,7 @@ class RecordIo:
             payload, parts = item.block, [page, item.block]
         else:
             try:
-                encoded = self._codec.encode(item.block)
+                encoded = self._codec.of(item.digest, item.meta).encode(item.block)
             except CodecError as error:
                 logger.warning("a block is not stored on disk: %s", error)
                 return None
@@ -342,7 +345,7 @@ class RecordIo:
             payload, parts = room[: encoded.nbytes], [frame]
             payload[:] = encoded
             room[encoded.nbytes :] = bytes(room.nbytes - encoded.nbytes)
-        checksum = item.meta.checksum if self._codec.name == "none" else None
+        checksum = item.meta.checksum if self._codec.name == "none" else 0 if self._codec.is_sealed else None
         if checksum is None:
             checksum = payload_checksum(payload)
         header = RecordHeader(

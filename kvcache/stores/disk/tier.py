@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from kvrelay.errors import StoreError
@@ -189,15 +190,15 @@ class DiskStore(BlockStore):
         with self._visit() as volume:
             return [False] * len(hashes) if volume is None else volume.contains(hashes)
 
-    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+    def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> list[bool]:
         with self._visit() as volume:
-            outcome = Outcome() if volume is None else volume.load(hashes, into)
+            outcome = Outcome() if volume is None else volume.load(hashes, into, metas)
             self._note(outcome)
             return [digest in outcome.done for digest in hashes]
 
     def _store(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> set[BlockHash]:
         """Without the blocks that the admission filter refuses."""
-        self._fit_records([block for block, _ in new.values()])
+        self._fit_records(new)
         with self._visit() as volume:
             outcome = Outcome() if volume is None else volume.store(new)
             self._note(outcome)
@@ -211,7 +212,7 @@ class DiskStore(BlockStore):
         """Count and log what went wrong."""
         if outcome.num_corrupt:
             self.count(corrupt_blocks=outcome.num_corrupt)
-            what = f"discarded {outcome.num_corrupt} blocks in {self.path}, which failed their checksums"
+            what = f"discarded {outcome.num_corrupt} blocks in {self.path}, which failed their checksums or seals"
             self._complain("corrupt", what)
         if outcome.errors:
             self.count(failures=1)
@@ -298,9 +299,9 @@ class DiskStore(BlockStore):
         self._close_folder()
         self._is_changing = False
 
-    def _fit_records(self, blocks: Sequence[memoryview]) -> None:
+    def _fit_records(self, new: Mapping[BlockHash, tuple[memoryview, BlockMeta]]) -> None:
         """Where encoded sizes vary, choose the size of records from a sample; again when too many blocks do not fit."""
-        if self._codec.is_fixed or not blocks:
+        if self._codec.is_fixed or not new:
             return
         with self._lock:
             is_outgrown = self._num_unfit >= max(_UNFIT_LIMIT, self._num_fit // 8)
@@ -308,7 +309,8 @@ class DiskStore(BlockStore):
                 return
             if self._volume is not None and not is_outgrown:
                 return
-            sample = max(self._codec.encode(block).nbytes for block in blocks[:_SAMPLE_BLOCKS])
+            chosen = islice(new.items(), _SAMPLE_BLOCKS)
+            sample = max(self._codec.of(digest, meta).encode(block).nbytes for digest, (block, meta) in chosen)
             try:
                 self._resize(pages(min(int(sample * _SAMPLE_MARGIN), self._codec.most_bytes(self.block_bytes))))
             except (OSError, StoreError) as error:

@@ -110,11 +110,11 @@ class Volume:
 
     # ---- loading
 
-    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> Outcome:
+    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> Outcome:
         """Read and verify the blocks that are here."""
         with self._lock:
-            entries = zip(hashes, into, strict=True)
-            items = [ReadItem(self._headers[digest], view) for digest, view in entries if digest in self._index]
+            entries = [entry for entry in zip(hashes, into, metas, strict=True) if entry[0] in self._index]
+            items = [ReadItem(self._headers[digest], view, meta) for digest, view, meta in entries]
             held = self._index.hold([item.header.digest for item in items])
         try:
             self._records.read(items)

@@ -15,16 +15,22 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvrelay.hashing import block_hashes
+from kvrelay.hashing import block_hashes, root_hash
 from kvrelay.types import BlockMeta
 
 BLOCK_BYTES = 8192
+_METAS = {}  # of each hash that `chain` has made: a caller of load() knows them, too
+_UNKNOWN = BlockMeta(None, 0)
 
 
 def chain(count, *, salt=""):
     """Hashes of `count` blocks of one prompt, and their metas."""
     hashes = block_hashes([index for index in range(count) for _ in range(16)], 16, salt)
-    metas = [BlockMeta(hashes[index - 1] if index else None, 16 * (index + 1)) for index in range(count)]
+    metas = [
+        BlockMeta(hashes[index - 1] if index else None, 16 * (index + 1), root=root_hash(salt))
+        for index in range(count)
+    ]
+    _METAS.update(zip(hashes, metas, strict=True))
     return hashes, metas
 
 
@@ -42,10 +48,10 @@ def keep(store, hashes, metas, version=0):
     return store.store(hashes, [content(digest, version) for digest in hashes], metas)
 
 
-def fetch(store, hashes):
+def fetch(store, hashes, metas=()):
     """Blocks as loaded, None for those that were not."""
-    into = room(len(hashes))
-    return [view if is_there else None for view, is_there in zip(into, store.load(hashes, into), strict=True)]
+    into, metas = room(len(hashes)), metas or [_METAS.get(digest, _UNKNOWN) for digest in hashes]
+    return [view if is_there else None for view, is_there in zip(into, store.load(hashes, into, metas), strict=True)]
 
 
 def assert_right(hashes, blocks):

@@ -41,7 +41,7 @@ class MemoryStore(BlockStore):
     def contains(self, hashes):
         return [digest in self.blocks for digest in hashes]
 
-    def load(self, hashes, into):
+    def load(self, hashes, into, metas=()):
         self.num_loads += 1
         self.gate.wait(10)
         for digest, view in zip(hashes, into, strict=True):
@@ -283,7 +283,7 @@ def test_how_long_a_request_waits_for_a_store(world, prefetch, is_waiting):
 
 def test_a_store_that_fails_costs_a_miss(world):
     class Broken(MemoryStore):
-        def load(self, hashes, into):
+        def load(self, hashes, into, metas=()):
             raise OSError("the disk is gone")
 
     store = Broken()

@@ -74,7 +74,7 @@ def test_a_request_waits_for_a_prefetch_under_way_and_asks_for_the_rest(stored):
     it, store, hashes, metas = stored
     asked = []
     load = store.load
-    store.load = lambda digests, into: asked.extend(digests) or load(digests, into)
+    store.load = lambda digests, into, metas: asked.extend(digests) or load(digests, into, metas)
     store.gate.clear()
     ahead(it, hashes[:3], metas[:3])
     it.tiers.fetches.fetch("r", hashes, metas, 0)

@@ -150,7 +150,7 @@ class FakeStore(BlockStore):
         self._enter()
         return [digest in self.blocks for digest in hashes]
 
-    def load(self, hashes, into):
+    def load(self, hashes, into, metas=()):
         self._enter()
         came = [digest in self.blocks and self.mode != "spoils" for digest in hashes]
         for digest, view, is_good in zip(hashes, into, came, strict=True):
