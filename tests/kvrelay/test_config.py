@@ -219,6 +219,31 @@ def test_secrets_come_of_the_settings_then_of_the_environment(monkeypatch):
     assert with_secrets(own) == own
 
 
+@pytest.mark.parametrize(
+    "outlives, cache, store",
+    [
+        (True, {"disk_path": "/kv"}, {}),
+        (True, {"remote": "redis://kv:6379"}, {}),
+        (True, {"remote": "s3://bucket/kv"}, {}),
+        (True, {"remote": "cluster"}, {"disk_path": "/kv"}),
+        (False, {"remote": "cluster"}, {}),
+        (False, {}, {"disk_path": "/kv"}),
+    ],
+)
+def test_what_is_sealed_and_outlives_the_cluster_needs_a_secret_that_does(monkeypatch, outlives, cache, store):
+    monkeypatch.delenv("KVRELAY_SECRET", raising=False)
+    data = {"cache": {"host_memory": "1MiB", "sealed": True, **cache}, "store": store}
+    if outlives:
+        with pytest.raises(ConfigError, match=r"cache\.sealed: .*cluster\.secret"):
+            with_secrets(settings_from(data))
+    else:
+        with_secrets(settings_from(data))
+    with_secrets(settings_from(data | {"cluster": {"secret": "ours"}}))
+    with_secrets(settings_from(data | {"cache": data["cache"] | {"sealed": False}}))
+    monkeypatch.setenv("KVRELAY_SECRET", "secret")
+    with_secrets(settings_from(data))
+
+
 def test_a_secret_can_stand_in_a_file_that_the_environment_names(monkeypatch, tmp_path):
     file = tmp_path / "key"
     monkeypatch.delenv("KVRELAY_API_KEY", raising=False)

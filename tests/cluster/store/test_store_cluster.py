@@ -25,12 +25,12 @@ def folder(tmp_path_factory):
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def settings():
+def settings(*, is_sealed=False):
     return settings_from(
         {
             "model": {"dtype": "float32", "max_model_len": 512},
             "engine": {"kv_memory": "8MiB", "token_budget": 64, "num_threads": 1},
-            "cache": {"host_memory": "8MiB", "remote": "cluster", "prefetch": "wait"},
+            "cache": {"host_memory": "8MiB", "remote": "cluster", "prefetch": "wait", "sealed": is_sealed},
             "store": {"memory": "32MiB"},
             "cluster": {"prefill": 0},
         }
@@ -74,8 +74,10 @@ async def until_stored(cluster):
     return store, hashes
 
 
-async def test_what_one_worker_computed_another_brings_from_the_store_and_from_its_memory(folder):
-    async with local_cluster(settings(), folder, num_prefill=0, num_inside=3, num_stores=2) as cluster:
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
+async def test_what_one_worker_computed_another_brings_from_the_store_and_from_its_memory(folder, is_sealed):
+    chosen = settings(is_sealed=is_sealed)
+    async with local_cluster(chosen, folder, num_prefill=0, num_inside=3, num_stores=2) as cluster:
         expected, cached = await tokens(cluster, 0, "first")
         assert (len(expected), cached) == (12, 0)
         store, hashes = await until_stored(cluster)

