@@ -20,7 +20,7 @@ class BlockMeta:
     tenant: str = ""  # for quotas: a digest of the tenant's salt, never the salt
     pin_s: float = 0.0  # seconds for which a client pins it: stored at its first offer
     checksum: int | None = None  # XXH3-64 of its bytes when they left the pool; None: unknown
-    root: BlockHash | None = None  # of its chain; secret with a tenant's namespace: no store is told. None: unknown
+    root: BlockHash | None = None  # of its chain; secret where a tenant has a namespace: stores never see it
 
 
 class IndexedBlock(NamedTuple):

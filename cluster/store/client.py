@@ -173,7 +173,6 @@ class StoreClient:
         assert slab is not None
         self._slab, self._own_slab = slab, own
         self._stager = BlockStager(slab.memory, codec, is_in_place=is_in_place)
-        self.num_unreadable = 0  # blocks that a node or worker sent whole, and that could not be decoded
         self.peer_blocks: PeerBlocks | None = None
         self._peer_server: SlabServer | None = None
 
@@ -276,7 +275,7 @@ class StoreClient:
                     are_good = await asyncio.to_thread(arrived)
                     arrivals = zip(buffers, sizes, are_good, strict=True)
                     if unreadable := [buffer.key for buffer, size, is_good in arrivals if size and not is_good]:
-                        self.num_unreadable += len(unreadable)
+                        peer.num_corrupt += len(unreadable)
                         await self.links.ask(node, lambda peer: peer.forget(unreadable))
                     return are_good
         except PeerLost as error:

@@ -144,7 +144,7 @@ class RemoteStore(BlockStore):
         self._wait(self._client.links.everywhere(lambda peer: peer.pin(keys, ttl_s)))
 
     def stats(self) -> StoreStats:
-        return replace(super().stats(), corrupt_blocks=self._client.links.num_corrupt + self._client.num_unreadable)
+        return replace(super().stats(), corrupt_blocks=self._client.links.num_corrupt)
 
     def share(self, blocks: PeerBlocks) -> int:
         """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""

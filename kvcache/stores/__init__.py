@@ -1,4 +1,4 @@
-"""Stores of blocks below host memory: the interface, Redis and fsspec, codecs, namespaces, placement.
+"""Stores of blocks below host memory: the interface, Redis and fsspec, codecs, sealing, namespaces, placement.
 
 May import kvrelay.
 """

@@ -1,9 +1,9 @@
 """Sealed blocks: encrypted and authenticated for disk and remote stores, under keys that are in workers' memory alone.
 
-AES-256-GCM. HKDF-SHA256 derives a tenant's key from the cluster's secret and the root of the block's chain, which
-follows from the tenant's namespace and the request's salt and which no store is told, and from that key one for the
-block's hash. Nonces are random, so 2**32 seals are safe under one key (NIST SP 800-38D, 8.3): a bound on how often the
-same block is written, which no cluster reaches, and none on how many blocks a tenant has.
+AES-256-GCM. HKDF-SHA256 derives a tenant's key from the cluster's secret and the root of the block's chain, and from
+that one a key for the block's hash. The root follows from the tenant's namespace and the request's salt; no store gets
+it. Nonces are random, so 2**32 seals are safe under one key (NIST SP 800-38D, 8.3): a bound on how often the same
+block is written, which no cluster reaches, and none on how many blocks a tenant has.
 """
 
 import os

@@ -81,6 +81,7 @@ async def test_what_one_worker_computed_another_brings_from_the_store_and_from_i
         expected, cached = await tokens(cluster, 0, "first")
         assert (len(expected), cached) == (12, 0)
         store, hashes = await until_stored(cluster)
+        assert store.keeps_checksums is not is_sealed  # of what it is given; what is sealed verifies itself
 
         assert await tokens(cluster, 1, "from the store") == (expected, LENGTH // 16 * 16)
         (loaded,) = [tier for tier in cluster.inside[1].load().tiers if tier.tier == "cluster"]
