@@ -29,6 +29,7 @@ _LAZY = {  # command -> module and function, and its summary
     "doctor": ("cluster.commands.doctor:doctor", "Show between which workers KV can travel, and what to change."),
     "scale": ("cluster.commands.status:scale", "Change how many workers run, without restarting the others."),
     "role": ("cluster.commands.status:role", "Change a worker's role in place: prefill, decode or both."),
+    "rotate": ("cluster.commands.status:rotate", "Give the cluster's TLS a new authority; the old one ends."),
     "verify": ("cluster.verify.cli:command", "Compare the tokens of every serving path with Hugging Face generate."),
     "prepare": ("cluster.commands.prepare:command", "Compile a model's kernels ahead of time; needs no GPU."),
     "models": ("cluster.commands.models:command", "List the cache of converted models, or clear it."),

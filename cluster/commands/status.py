@@ -1,6 +1,8 @@
-"""`kvrelay status`, `scale` and `role`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
+"""`kvrelay status`, `scale`, `role` and `rotate`, over HTTP from the ingress and Ray's dashboard, outside Ray."""
 
 import json
+import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ from kvrelay.cluster.launch.dashboard import dashboard_token_hint
 from kvrelay.cluster.launch.endpoints import Endpoints, addressed, other_clusters
 from kvrelay.cluster.launch.http_json import auth_headers, request_json
 from kvrelay.cluster.launch.rollout import latest_lines, progress, wait_until_running
+from kvrelay.cluster.registry.rotation import STEPS
 from kvrelay.environment import environment_api_key
 from kvrelay.errors import ConfigError
 from kvrelay.settings.cluster import NEVER_NONE
@@ -25,6 +28,13 @@ from kvrelay.settings.cluster import NEVER_NONE
 TIMEOUT_S = 10.0
 ANSWER_S = 30.0  # for a change of role, beyond its drain
 LONGEST_DRAIN_S = 3600.0  # where the cluster's own setting applies
+LOOK_S = 0.5  # between looks at a rotation
+LOST_S = 60.0  # how long an ingress or the registry may not answer meanwhile: both may be replaced
+_STEPS = (
+    "every process trusts the new authority besides the old one",
+    "every process shows the new one's certificates",
+)
+_LAST_STEP = "no process trusts the old one"
 
 
 def gather(cluster: Endpoints, api_key: str | None) -> dict[str, Any]:
@@ -302,3 +312,76 @@ def role(
     console.print(line, highlight=False, soft_wrap=True)
     if answer["notice"]:
         console.print(answer["notice"], style="yellow", highlight=False, soft_wrap=True)
+
+
+def rotate(url: Url = None, address: Address = None, app: App = None, api_key: ApiKey = None) -> None:
+    """Give the cluster's TLS a new authority, in three steps; the old one then ends, and no request fails meanwhile.
+
+    With cluster.tls_dir every process reads its files again. Ctrl-C ends the display alone.
+    """
+    console, began_s = Console(highlight=False), time.monotonic()
+    with addressed(url, address, app) as cluster:
+
+        def ask(method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            headers = auth_headers(api_key or environment_api_key())
+            return request_json(method, f"{cluster.api_url}/kvrelay/rotate", body, headers=headers, timeout_s=TIMEOUT_S)
+
+        try:
+            found = ask("POST", {})
+        except RequestRefused as error:
+            raise ClusterError(error.message) from error
+        has_files, last = found["has_files"], -(-found["number"] // STEPS) * STEPS
+        if not found["is_begun"]:
+            console.print("a rotation is under way: waiting for its end")
+        answered_s, shown = time.monotonic(), ""
+        with console.status("") as display:
+            while found["number"] < last or found["waiting_for"]:
+                shown, before = rotation_step(found), shown
+                display.update(rotation_waits(found))
+                if shown != before and not has_files:
+                    console.print(shown)
+                time.sleep(LOOK_S)
+                try:
+                    found, answered_s = ask("GET"), time.monotonic()
+                except ClusterError:
+                    if time.monotonic() - answered_s > LOST_S:
+                        raise
+    faults = rotation_faults(found["processes"]) if has_files else []
+    for line in faults:
+        console.print(line, style="red", soft_wrap=True, markup=False)
+    console.print(rotation_end(found, time.monotonic() - began_s, has_files=has_files), soft_wrap=True)
+    if faults:
+        raise typer.Exit(1)
+
+
+def rotation_step(found: dict[str, Any]) -> str:
+    """The step that was taken last."""
+    step = (found["number"] - 1) % STEPS
+    return f"step {step + 1} of {STEPS}: {(*_STEPS, _LAST_STEP)[step]}"
+
+
+def rotation_waits(found: dict[str, Any]) -> str:
+    """What it waits for."""
+    return f"waiting for {', '.join(found['waiting_for'])}" if found["waiting_for"] else "letting handshakes end"
+
+
+def rotation_faults(processes: dict[str, dict[str, Any]]) -> list[str]:
+    """Hosts whose files could not be read, or whose ca.crt differs from that of most processes; a line for each."""
+    problems = {(one["host"], one["problem"]): None for one in processes.values() if one["problem"]}
+    digests = Counter(one["authority"] for one in processes.values() if not one["problem"])
+    most = digests.most_common(1)[0][0] if digests else ""
+    others = {one["host"]: None for one in processes.values() if not one["problem"] and one["authority"] != most}
+    return [f"host {host}: {problem}" for host, problem in problems] + [
+        f"host {host}: ca.crt differs from that of most processes" for host in others
+    ]
+
+
+def rotation_end(found: dict[str, Any], seconds: float, *, has_files: bool) -> str:
+    """The last line."""
+    processes = found["processes"].values()
+    where = f"{len(processes)} processes on {len({one['host'] for one in processes})} hosts"
+    if has_files:
+        expiries = [one["expires"] for one in processes if not one["problem"]]
+        until = f"; the first certificate expires on {min(expiries)}" if expiries else ""
+        return f"{len(expiries)} of {where} use what they read in cluster.tls_dir now{until}"
+    return f"rotated: {where} show and trust the new authority alone, after {seconds:.1f} s"

@@ -1,7 +1,7 @@
 """The ingress as a Ray Serve deployment: hosts the OpenAI app and follows the registry.
 
-It also answers `GET /kvrelay/status` for `kvrelay status`, and `POST /kvrelay/role` for `kvrelay role`. Must not
-import torch: of the model it needs only the tokenizer.
+It also answers `GET /kvrelay/status` for `kvrelay status`, `POST /kvrelay/role` for `kvrelay role`, and
+`/kvrelay/rotate` for `kvrelay rotate`. Must not import torch: of the model it needs only the tokenizer.
 """
 
 import asyncio
@@ -131,11 +131,12 @@ class IngressReplica:
         log_as_replica("ingress")
         listen_with_limits(settings_from(settings).router.max_inflight)
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
-        self._registry, joined = await join_application(f"ingress-{own_replica()}", deployed)
-        self._settings = with_api_key(settings_from(settings), joined.api_key)
+        given, name = settings_from(settings), f"ingress-{own_replica()}"
+        self._registry, joined, holding = await join_application(name, deployed, given.cluster)
+        self._settings = with_api_key(given, joined.api_key)
         keys = self._settings.serve
         self._access = await asyncio.to_thread(Access, keys.api_key, keys.api_keys_file, joined.secret)
-        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
+        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
         self._grammars = GrammarGate(model_dir, self._tokenizer.vocab_size, self._tokenizer.eos_ids)
@@ -150,7 +151,7 @@ class IngressReplica:
         if keys.api_keys_file:
             shared = self._access, self._registry, own_replica()
             background += [follow_keys(self._access), exchange_usage(*shared), report_store_quotas(*shared)]
-        self._background = [asyncio.create_task(one) for one in background]
+        self._background = [holding, *(asyncio.create_task(one) for one in background)]
         await until_ready(self._dispatcher.workers)  # from the end of this function on Serve sends it requests
 
     def _metrics(self) -> Iterable[Metric]:
@@ -165,6 +166,8 @@ class IngressReplica:
         app.router.routes.append(Route("/kvrelay/status", self._endpoint(self.status), methods=["GET"]))
         app.router.routes.append(Route("/kvrelay/role", self._endpoint(self.set_role), methods=["POST"]))
         app.router.routes.append(Route("/kvrelay/retire", self._endpoint(self.retire), methods=["POST"]))
+        app.router.routes.append(Route("/kvrelay/rotate", self._endpoint(self.rotation), methods=["GET"]))
+        app.router.routes.append(Route("/kvrelay/rotate", self._endpoint(self.rotate), methods=["POST"]))
         return app
 
     async def _record_history(self) -> None:
@@ -218,6 +221,28 @@ class IngressReplica:
         drain_s = self._settings.cluster.drain_timeout_s
         await self._registry.retire.remote(workers, drain_s)
         return {"drain_timeout_s": drain_s}
+
+    async def rotate(self, body: bytes) -> dict[str, Any]:
+        """Begin a rotation of the authority, unless one is under way. Raises InvalidRequest (409): there is no TLS."""
+        cluster = self._settings.cluster
+        if not cluster.tls:
+            raise InvalidRequest("cluster.tls is off: there is no authority to rotate", None, 409, "rotate")
+        is_begun = await self._of_registry(self._registry.rotate, cluster.tls_dir is not None)
+        return {"is_begun": is_begun, "has_files": cluster.tls_dir is not None, **await self.rotation()}
+
+    async def rotation(self) -> dict[str, Any]:
+        """How far it is: a RotationReport."""
+        return asdict(await self._of_registry(self._registry.rotation))
+
+    @staticmethod
+    async def _of_registry(method: Any, *arguments: object) -> Any:
+        """Raises Unavailable."""
+        try:
+            async with asyncio.timeout(REGISTRY_S):
+                return await method.remote(*arguments)
+        except (RayError, TimeoutError) as error:
+            message = f"the registry does not answer: {error or 'timed out'}"
+            raise Unavailable(message, _RETRY_AFTER_S, "registry_unavailable") from error
 
     async def status(self) -> dict[str, Any]:
         """Every member with its own status; a worker that does not answer has only its record. Those that warm up, and

@@ -4,6 +4,7 @@ has it. One process of a host fetches; others wait for it.
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvrelay.cluster.deployments.model_sharing import ModelOffer, ModelServer, fetch, log_progress
 from kvrelay.cluster.registry.actor import JoinSettings
+from kvrelay.cluster.registry.authorities import hold_authorities
 from kvrelay.cluster.registry.names import NAMESPACE
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.checkpoints.checkpoint import Progress, cached, model_name, prepare_checkpoint
@@ -27,9 +29,9 @@ _PREPARE_S = 1800.0  # the other host may have to download or convert it first
 class ModelHost:
     """The Ray actor on a host that may have the model: it serves the files until the process that asked lets it go."""
 
-    def __init__(self, settings: dict[str, Any], join: JoinSettings) -> None:
+    def __init__(self, settings: dict[str, Any], join: JoinSettings, registry: Any) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._settings, self._join = settings_from(settings), join
+        self._settings, self._join, self._registry = settings_from(settings), join, registry
         use_ports(self._settings.cluster.ports)
 
     async def offer(self) -> ModelOffer | None:
@@ -40,11 +42,13 @@ class ModelHost:
             logger.info("this host cannot serve the model's files: %s", error)
             return None
         tls = cluster_tls(self._settings.cluster, self._join.secret)
+        host, name = self._join.host or ray.util.get_node_ip_address(), f"model-host-{os.getpid()}"
+        self._holding = await hold_authorities(self._registry, f"{name}@{host}", host, tls)
         self._server = ModelServer(folder, self._join.secret, tls)
-        return await self._server.start(self._join.host or ray.util.get_node_ip_address())
+        return await self._server.start(host)
 
 
-def model_on_host(settings: Settings, join: JoinSettings) -> Path:
+def model_on_host(settings: Settings, join: JoinSettings, registry: Any) -> Path:
     """The checkpoint's folder on this host. Blocking, minutes perhaps; progress is logged.
 
     Raises:
@@ -58,7 +62,7 @@ def model_on_host(settings: Settings, join: JoinSettings) -> Path:
     except ModelNotFound as error:
         logger.info("model %s: asking the cluster's other hosts, as %s", model_name(settings.model), error)
         for node_id in _other_nodes():
-            if (folder := _from_node(node_id, settings, join, report)) is not None:
+            if (folder := _from_node(node_id, settings, join, registry, report)) is not None:
                 return folder
         raise
 
@@ -70,13 +74,13 @@ def _other_nodes() -> list[str]:
     return [node["NodeID"] for node in nodes if node["NodeID"] != own]
 
 
-def _from_node(node_id: str, settings: Settings, join: JoinSettings, report: Progress) -> Path | None:
+def _from_node(node_id: str, settings: Settings, join: JoinSettings, registry: Any, report: Progress) -> Path | None:
     """The folder, fetched from that node; None when the node cannot serve it."""
     own, secret, name = ray.get_runtime_context().get_node_id(), join.secret, model_name(settings.model)
     actor = ray.remote(ModelHost).options(
         namespace=NAMESPACE, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
     )
-    host = actor.remote(settings.model_dump(mode="json", include={"model", "cluster"}), join)
+    host = actor.remote(settings.model_dump(mode="json", include={"model", "cluster"}), join, registry)
     tls = cluster_tls(settings.cluster, secret)
     try:
         offer: ModelOffer | None = ray.get(host.offer.remote(), timeout=_PREPARE_S)

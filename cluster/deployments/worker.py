@@ -30,6 +30,7 @@ from kvrelay.cluster.registry.actor import (
     listed_as_warming,
     send_heartbeats,
 )
+from kvrelay.cluster.registry.authorities import hold_authorities
 from kvrelay.cluster.registry.members import Order, WorkerRecord
 from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
@@ -40,7 +41,9 @@ from kvrelay.errors import EngineFailed, StoreError, WorkerError
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.logs import configure_logging
 from kvrelay.machine import cpu_quota, own_cores
+from kvrelay.plane.tls import cluster_tls
 from kvrelay.serve.telemetry.metrics import worker_metrics
+from kvrelay.settings.cluster import ClusterSettings
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -82,8 +85,9 @@ class WorkerReplica:
         """Raises VersionMismatch."""
         log_as_replica(self.role)
         self._listing: asyncio.Task[None] | None = None
-        self._registry, joined = await join_application(worker_name(self.role, own_replica()), deployed)
-        self._settings = settings_from(settings)
+        self._settings, name = settings_from(settings), worker_name(self.role, own_replica())
+        self._registry, joined, holding = await join_application(name, deployed, self._settings.cluster)
+        self._background = [holding]
         self._ending: asyncio.Task[None] | None = None
         self._changing: asyncio.Task[None] | None = None  # its role
         self._following: asyncio.Task[None] | None = None
@@ -92,7 +96,7 @@ class WorkerReplica:
         host = joined.host or ray.util.get_node_ip_address()
         warming = WorkerRecord(worker_name(self.role, own_replica()), self.role, "", host, 0, node_id, os.getpid())
         async with listed_as_warming(self._registry, warming):
-            model_dir = await asyncio.to_thread(model_on_host, self._settings, joined)
+            model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry)
             num_workers = await deployed_workers()
             self._lease = self._lease_cores(num_workers)
             if self._settings.cache.remote == CLUSTER:
@@ -111,7 +115,7 @@ class WorkerReplica:
         )
         self._watch = StepWatch(self._worker.thread)
         self._listing = asyncio.create_task(send_heartbeats(self._registry, self._record, self._obey), name="heartbeat")
-        self._exporting = asyncio.create_task(export_metrics(self._metrics), name="export metrics")
+        self._background.append(asyncio.create_task(export_metrics(self._metrics), name="export metrics"))
 
     def _metrics(self) -> Iterable[Metric]:
         return worker_metrics([(self._worker.info, self._worker.load())])
@@ -222,7 +226,8 @@ class WorkerReplica:
         except ray.exceptions.RayError as error:
             logger.warning("worker %s could not leave the registry: %s", self._record.worker_id, error)
         await self._worker.drain(drain_s)
-        self._exporting.cancel()
+        for task in self._background:
+            task.cancel()
         await self._worker.aclose()
         if self._lease is not None:
             self._lease.release()
@@ -258,11 +263,17 @@ def own_application() -> str:
     return str(serve.get_replica_context().app_name)
 
 
-async def join_application(name: str, deployed: Deployed) -> tuple[Any, JoinSettings]:
-    """The application's registry, and what the replica `name` needs to join. Raises VersionMismatch."""
+async def join_application(
+    name: str, deployed: Deployed, cluster: ClusterSettings
+) -> tuple[Any, JoinSettings, "asyncio.Task[None]"]:
+    """The application's registry, what the replica `name` needs to join, and the task that keeps it trusted. Raises
+    VersionMismatch, ConfigError.
+    """
     _listen_at_own_address(ray.util.get_node_ip_address())
     registry = connect_registry(deployed["secret"], api_key=deployed["api_key"], app_name=own_application())
-    return registry, await join(registry, name, deployed)
+    joined = await join(registry, name, deployed)
+    host = joined.host or ray.util.get_node_ip_address()
+    return registry, joined, await hold_authorities(registry, name, host, cluster_tls(cluster, joined.secret))
 
 
 def _listen_at_own_address(host: str) -> None:

@@ -1,8 +1,8 @@
 """The registry as a named Ray actor, and how other processes use it.
 
 Each application has one of its own. It also keeps what ingresses share (sessions of KV hints, and what tenants with
-quotas use), the planner's state, and the application's secret and API key: these outlive redeployments and stay out of
-the application's arguments, which the dashboard shows.
+quotas use), the planner's state, the authorities of its TLS, and the application's secret and API key: these outlive
+redeployments and stay out of the application's arguments, which the dashboard shows.
 """
 
 import asyncio
@@ -19,11 +19,14 @@ import ray
 from ray.exceptions import RayError
 
 from kvrelay.cluster.errors import VersionMismatch
+from kvrelay.cluster.registry.authorities import AuthorityKeeper
 from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.ending import end_with_application
 from kvrelay.cluster.registry.members import HEARTBEAT_S, Order, Orders, Registry, Roster, WorkerRecord, merged
 from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
+from kvrelay.cluster.registry.rotation import HeldAuthorities, RotationReport
 from kvrelay.cluster.registry.versions import Deployed, Installed, refusal
+from kvrelay.plane.tls import Authorities
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
 from kvrelay.serve.tenants.quotas import Report, StoreQuotaTable, UsageTable
 
@@ -58,6 +61,7 @@ class RegistryActor:
         self._sessions = SessionTable()
         self._usage, self._store_quotas = UsageTable(), StoreQuotaTable()
         self._orders = Orders()
+        self._authorities = AuthorityKeeper(registry_name(app_name))
         self._states: dict[str, bytes] = {}
         self._watching: tuple[asyncio.Task[None], ...] = ()
 
@@ -80,6 +84,17 @@ class RegistryActor:
     async def change_roles(self, roles: dict[str, str], drain_s: float) -> None:
         """Have workers take these roles, each at its next heartbeat. The request must be repeated or it expires."""
         self._orders.give({name: Order(drain_s, role) for name, role in roles.items()}, time.monotonic())
+
+    async def authorities(self, process: str, held: HeldAuthorities) -> Authorities:
+        """What this process is to hold (authorities.py)."""
+        return await self._authorities.exchange(process, held)
+
+    async def rotate(self, has_files: bool) -> bool:
+        """Begin a rotation, or have the operator's files read again; false: one is under way."""
+        return await self._authorities.rotate(has_files=has_files)
+
+    async def rotation(self) -> RotationReport:
+        return await self._authorities.report()
 
     async def save_state(self, name: str, data: bytes) -> None:
         """Save state that outlives its process (cluster/autoscaling/policies.py), over what had this name."""

@@ -20,6 +20,7 @@ from kvrelay.cluster.registry.actor import (
     follow_store_quotas,
     send_heartbeats,
 )
+from kvrelay.cluster.registry.authorities import hold_authorities
 from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry.names import NAMESPACE, store_name
@@ -53,13 +54,15 @@ class StoreActor:
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="store", daemon=True).start()
-        self._record = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        self._record = asyncio.run_coroutine_threadsafe(self._start(host), self._loop).result()
 
     def record(self) -> WorkerRecord:
         """The node's address, as a registry record."""
         return self._record
 
-    async def _start(self) -> WorkerRecord:
+    async def _start(self, host: str) -> WorkerRecord:
+        name, tls = f"{STORE_ROLE}-{self._node_id[:8]}", self._service.tls
+        holding = await hold_authorities(self._registry, name, host, tls)
         address = await self._service.start()
         record = WorkerRecord(
             address.node_id,
@@ -72,6 +75,7 @@ class StoreActor:
             address.capacity_bytes,
         )
         self._tasks = [
+            holding,
             asyncio.create_task(send_heartbeats(self._registry, record), name="heartbeat"),
             asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry"),
             asyncio.create_task(follow_store_quotas(self._registry, self._service.set_quotas), name="follow quotas"),

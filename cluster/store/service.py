@@ -176,7 +176,8 @@ class StoreService:
         stall_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._secret, self._host, self._tls, self._stall_s = settings, secret, host, tls, stall_s
+        self.tls = tls
+        self._settings, self._secret, self._host, self._stall_s = settings, secret, host, stall_s
         self._memory, self._quotas = allocate_slab(settings.memory), NodeQuotas(settings.tenant_quota)
         self.node = StoreNode(
             node_id, self._memory, make_policy, quota=self._quotas.bytes_here, make_disk=make_disk, clock=clock
@@ -195,7 +196,7 @@ class StoreService:
             block_bytes=self.node.block_bytes,
             answer_s=self._stall_s,
             stall_s=self._stall_s,
-            tls=self._tls,
+            tls=self.tls,
         )
 
     async def start(self, port: int = 0) -> StoreAddress:

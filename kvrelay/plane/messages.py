@@ -22,7 +22,7 @@ from kvrelay.plane.reports import (
     WorkerInfo,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either sign: each is a class in queues and metrics
 DRAINED = "drained"  # Failed.code of a sequence that outlasted its worker's drain: no fault
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker returns to prefill: no fault

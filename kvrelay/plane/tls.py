@@ -1,13 +1,15 @@
 """The cluster's TLS: a peer belongs to the cluster when its certificate is of the cluster's own authority.
 
-Without files, every process derives the same authority from the cluster's secret (HKDF to a P-256 key) and issues
-itself a certificate for a day, anew every few hours; its key stays in memory. With files, they are the operator's
-own and are read again every few hours, so that rotated ones are taken up. TLS 1.3 only, and both ends verify. Names are
-not compared, since workers are reached by address: let the authority sign for nothing but this cluster.
+Without files, every process derives the same authority from the cluster's secret and a salt (HKDF to a P-256 key) and
+issues itself a certificate for a day, anew every few hours; its key stays in memory. `Authorities` says which salts: a
+rotation (cluster/registry/rotation.py) changes them. With files, they are the operator's own and are read again every
+few hours, and at once when a rotation says so. TLS 1.3 only, and both ends verify. Names are not compared, since
+workers are reached by address: let the authority sign for nothing but this cluster.
 
 Both ends know from the address alone whether a connection is under TLS (`tls_at`), so they need no agreement.
 """
 
+import hashlib
 import os
 import ssl
 import threading
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 
 from cryptography import x509
@@ -38,17 +41,41 @@ _RENEW_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
+class Authorities:
+    """The cluster's authorities, by the salts of their keys: which one issues certificates, and which are trusted.
+    `number` grows with every change. As a cluster starts, it has one, whose salt is empty.
+    """
+
+    number: int = 0
+    issuing: bytes = b""
+    trusted: tuple[bytes, ...] = (b"",)
+
+
+_FIRST = Authorities()
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process shows (certificate and key) and what it trusts (the authority), in PEM."""
+    """What a process shows (certificate and key) and what it trusts (one authority or more), in PEM."""
 
     certificate: bytes
     key: bytes
     authority: bytes
 
+    @property
+    def authority_digest(self) -> str:
+        """Short, the same for the same authorities."""
+        return hashlib.sha256(self.authority.strip()).hexdigest()[:12]
 
-def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
-    """The same key for the same secret, in every process."""
-    material = HKDF(algorithm=hashes.SHA256(), length=48, salt=None, info=_LABEL).derive(secret)
+    @property
+    def expires(self) -> datetime:
+        """When the certificate does."""
+        return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc
+
+
+def _authority_key(secret: bytes, salt: bytes) -> ec.EllipticCurvePrivateKey:
+    """The same key for the same secret and salt, in every process."""
+    material = HKDF(algorithm=hashes.SHA256(), length=48, salt=salt or None, info=_LABEL).derive(secret)
     return ec.derive_private_key(int.from_bytes(material, "big") % (_P256_ORDER - 1) + 1, ec.SECP256R1())
 
 
@@ -77,9 +104,9 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     )
 
 
-def issue(secret: bytes, not_before: datetime, not_after: datetime) -> Identity:
-    """A member of the cluster that knows `secret`, valid between those times."""
-    authority, mine = _authority_key(secret), ec.generate_private_key(ec.SECP256R1())
+def issue(secret: bytes, not_before: datetime, not_after: datetime, authorities: Authorities = _FIRST) -> Identity:
+    """A member of the cluster that knows `secret` and its authorities, valid between those times."""
+    authority, mine = _authority_key(secret, authorities.issuing), ec.generate_private_key(ec.SECP256R1())
     both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     certificate = (
         x509.CertificateBuilder(
@@ -96,13 +123,15 @@ def issue(secret: bytes, not_before: datetime, not_after: datetime) -> Identity:
     return Identity(
         certificate.public_bytes(pem),
         mine.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
-        _authority_certificate(authority).public_bytes(pem),
+        b"".join(
+            _authority_certificate(_authority_key(secret, salt)).public_bytes(pem) for salt in authorities.trusted
+        ),
     )
 
 
-def _issue_now(secret: bytes) -> Identity:
+def _issue_now(secret: bytes, authorities: Authorities) -> Identity:
     now = datetime.now(UTC)
-    return issue(secret, now - _SKEW, now + _LIFETIME)
+    return issue(secret, now - _SKEW, now + _LIFETIME, authorities)
 
 
 def read_identity(folder: str) -> Identity:
@@ -114,12 +143,14 @@ def read_identity(folder: str) -> Identity:
             contents.append(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"cluster.tls_dir: {path}: {error.strerror}") from error
-    try:
-        expired = x509.load_pem_x509_certificate(contents[0]).not_valid_after_utc
-    except ValueError as error:
-        raise ConfigError(f"cluster.tls_dir: tls.crt in {folder} holds no certificate in PEM") from error
-    if expired < datetime.now(UTC):
-        raise ConfigError(f"cluster.tls_dir: tls.crt in {folder} expired on {expired:%Y-%m-%d}")
+    for name, content in (("tls.crt", contents[0]), ("ca.crt", contents[2])):
+        try:
+            expiries = [one.not_valid_after_utc for one in x509.load_pem_x509_certificates(content)]
+        except ValueError as error:
+            raise ConfigError(f"cluster.tls_dir: {name} in {folder} holds no certificate in PEM") from error
+        expired = max(expiries) if name == "ca.crt" else expiries[0]  # the process's own comes before its issuers
+        if expired < datetime.now(UTC):
+            raise ConfigError(f"cluster.tls_dir: {name} in {folder} expired on {expired:%Y-%m-%d}")
     return Identity(*contents)
 
 
@@ -152,29 +183,37 @@ class ClusterTls:
     """One process's contexts for both ends, made anew before what they show grows old. For use from any thread."""
 
     def __init__(
-        self, identify: Callable[[], Identity], *, is_everywhere: bool = True, renew_s: float = _RENEW_S
+        self, identify: Callable[[Authorities], Identity], *, is_everywhere: bool = True, renew_s: float = _RENEW_S
     ) -> None:
         """`is_everywhere`: at loopback addresses too, and in place of Unix sockets. Raises ConfigError when there is no
         usable identity.
         """
         self._identify, self._renew_s, self._lock = identify, renew_s, threading.Lock()
         self.is_everywhere = is_everywhere
-        self._contexts = self._made()
+        self.take(_FIRST)
 
     @classmethod
     def derived(cls, secret: bytes, *, is_everywhere: bool = True) -> "ClusterTls":
-        """Of the authority that the cluster's secret makes."""
-        return cls(lambda: _issue_now(secret), is_everywhere=is_everywhere)
+        """Of the authorities that the cluster's secret makes."""
+        return cls(partial(_issue_now, secret), is_everywhere=is_everywhere)
 
-    def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        identity = self._identify()
-        self._made_at = time.monotonic()
-        return _context(identity, is_server=True), _context(identity, is_server=False)
+    def take(self, authorities: Authorities) -> Identity:
+        """Show and trust these from now on, in every connection that is opened or accepted after; with files: read them
+        again. Returns what is shown now. Raises ConfigError: what was shown before stays.
+        """
+        with self._lock:
+            return self._make(authorities)
+
+    def _make(self, authorities: Authorities) -> Identity:
+        identity = self._identify(authorities)
+        self._contexts = _context(identity, is_server=True), _context(identity, is_server=False)
+        self._authorities, self._made_at = authorities, time.monotonic()
+        return identity
 
     def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         with self._lock:
             if time.monotonic() - self._made_at > self._renew_s:
-                self._contexts = self._made()
+                self._make(self._authorities)
             return self._contexts
 
     def server(self) -> ssl.SSLContext:
@@ -187,13 +226,17 @@ class ClusterTls:
 
 
 def cluster_tls(settings: ClusterSettings, secret: bytes) -> ClusterTls | None:
-    """What the settings say; None: no TLS. Raises ConfigError naming the file at fault."""
-    if not settings.tls:
-        return None
-    is_everywhere = settings.tls is True
-    if (folder := settings.tls_dir) is None:
+    """What the settings say, one for each cluster that this process belongs to, so that a rotation reaches all its
+    connections; None: no TLS. Raises ConfigError naming the file at fault.
+    """
+    return _shared(secret, settings.tls_dir, settings.tls is True) if settings.tls else None
+
+
+@cache
+def _shared(secret: bytes, folder: str | None, is_everywhere: bool) -> ClusterTls:
+    if folder is None:
         return ClusterTls.derived(secret, is_everywhere=is_everywhere)
-    return ClusterTls(lambda: read_identity(folder), is_everywhere=is_everywhere)
+    return ClusterTls(lambda _: read_identity(folder), is_everywhere=is_everywhere)
 
 
 def tls_at(tls: ClusterTls | None, host: str) -> ClusterTls | None:

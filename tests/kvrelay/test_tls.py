@@ -113,7 +113,7 @@ async def test_a_server_of_another_authority_is_not_trusted():
 
 async def test_a_client_of_another_authority_is_refused_though_it_knows_the_secret(caplog):
     good, foreign = between(-1, 1), between(-1, 1, b"another secret")
-    intruder = ClusterTls(lambda: replace(foreign, authority=good.authority))
+    intruder = ClusterTls(lambda _: replace(foreign, authority=good.authority))
     await assert_refused(intruder, caplog)
 
 
@@ -131,7 +131,7 @@ async def test_a_client_without_a_certificate_is_refused(caplog):
 
 @pytest.mark.parametrize(("first", "last"), [(-2, -1), (1, 2)], ids=["expired", "not yet valid"])
 async def test_a_client_outside_its_days_is_refused(first, last, caplog):
-    await assert_refused(ClusterTls(lambda: between(first, last)), caplog)
+    await assert_refused(ClusterTls(lambda _: between(first, last)), caplog)
 
 
 async def assert_refused(intruder, caplog):
@@ -154,7 +154,7 @@ async def assert_refused(intruder, caplog):
 
 @pytest.mark.parametrize(("first", "last"), [(-2, -1), (1, 2)], ids=["expired", "not yet valid"])
 async def test_a_server_outside_its_days_is_not_trusted(first, last):
-    async with serving(ClusterTls(lambda: between(first, last))) as port:
+    async with serving(ClusterTls(lambda _: between(first, last))) as port:
         with pytest.raises(AuthenticationFailed, match=r"expired|not yet valid"):
             await plane.connect(HOST, port, SECRET, tls=ClusterTls.derived(SECRET))
 
@@ -217,7 +217,7 @@ def test_contexts_leave_no_file_behind(tmp_path, monkeypatch):
 async def test_a_certificate_is_renewed_while_the_server_runs():
     issued = []
 
-    def identify():
+    def identify(_):
         issued.append(between(-1, 1))
         return issued[-1]
 
