@@ -64,8 +64,11 @@ class Identity:
 
     @property
     def authority_digest(self) -> str:
-        """Short, the same for the same authorities."""
-        return hashlib.sha256(self.authority.strip()).hexdigest()[:12]
+        """Short, the same for the same authorities' keys in any order."""
+        der, info = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        trusted = x509.load_pem_x509_certificates(self.authority)
+        keys = sorted(one.public_key().public_bytes(der, info) for one in trusted)
+        return hashlib.sha256(b"".join(keys)).hexdigest()[:12]
 
     @property
     def expires(self) -> datetime:
