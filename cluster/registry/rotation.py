@@ -12,7 +12,7 @@ Pure; the registry's actor holds it (authorities.py). Times are seconds of the r
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvrelay.cluster.registry.members import TIMEOUT_S
+from kvrelay.cluster.registry.members import HEARTBEAT_S, TIMEOUT_S
 from kvrelay.plane.tls import Authorities
 
 STEPS = 3
@@ -48,11 +48,12 @@ class _Process:
 
 class Rotation:
     """The cluster's authorities, and which live processes hold them. A process that is silent for the timeout is gone;
-    no step is taken for so long after the start of the registry, when it may not know all of them yet.
+    no step is taken for so long after the start of the registry, when it may not know all of them yet, nor after it has
+    heard none for two heartbeats: it was stopped, not they.
     """
 
     def __init__(self, authorities: Authorities, started_s: float) -> None:
-        self.authorities, self._started_s = authorities, started_s
+        self.authorities, self._started_s, self._heard_s = authorities, started_s, started_s
         self._processes: dict[str, _Process] = {}
 
     @property
@@ -61,7 +62,9 @@ class Rotation:
 
     def confirm(self, process: str, held: HeldAuthorities, now_s: float) -> None:
         """The process is alive and holds this."""
-        before = self._processes.get(process)
+        if now_s - self._heard_s > 2 * HEARTBEAT_S:
+            self._started_s = now_s
+        self._heard_s, before = now_s, self._processes.get(process)
         is_same = before is not None and before.held.number == held.number
         self._processes[process] = _Process(held, before.since_s if before and is_same else now_s, now_s)
 

@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 
 from kvrelay.cluster.registry import authorities as module
 from kvrelay.cluster.registry.authorities import AuthorityKeeper, hold_authorities
-from kvrelay.cluster.registry.members import TIMEOUT_S
 from kvrelay.config import settings_from
 from kvrelay.errors import AuthenticationFailed, ConnectionLost
 from kvrelay.plane import connection as plane
@@ -55,7 +54,6 @@ class Registry:
 
     def start(self) -> None:
         self.keeper, self.is_up = AuthorityKeeper("registry", lambda: self.now_s), True
-        self.now_s += TIMEOUT_S + 1.0  # every process has called since
 
     async def remote(self, process: str, held: Any) -> Any:
         if not self.is_up:
@@ -118,8 +116,10 @@ async def ended(registry: Registry, *members: Member, during: Any = None) -> Non
                 during(report)
             if report.number % 3 == 0 and not report.waiting_for:
                 return
-            registry.now_s += 1.0
-            await asyncio.sleep(0.01)
+            registry.now_s += 2.0
+            calls = len(registry.calls)
+            while registry.is_up and len(registry.calls) < calls + len(members):
+                await asyncio.sleep(0.001)
 
 
 async def test_links_are_accepted_throughout_and_the_old_authority_is_refused_from_the_end_on(store: dict[str, bytes]):

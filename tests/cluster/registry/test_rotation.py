@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.cluster.registry.members import TIMEOUT_S
+from kvrelay.cluster.registry.members import HEARTBEAT_S, TIMEOUT_S
 from kvrelay.cluster.registry.rotation import LINGER_S, HeldAuthorities, Rotation
 from kvrelay.plane.tls import Authorities
 
@@ -19,11 +19,21 @@ def held(number: int, host: str = "10.0.0.1") -> HeldAuthorities:
     return HeldAuthorities(host, number)
 
 
-def begun(now_s: float = 0.0, *processes: str) -> Rotation:
-    """A rotation in its first step; the registry has started long ago, and these processes have confirmed nothing."""
-    rotation = Rotation(Authorities(), now_s - 2 * TIMEOUT_S)
-    for name in processes:
-        rotation.confirm(name, held(0), now_s)
+def confirm(rotation: Rotation, name: str, number: int, first_s: float, last_s: float) -> None:
+    """The process holds this and says so from then to then, as often as it does."""
+    now_s = first_s
+    while now_s < last_s:
+        rotation.confirm(name, held(number), now_s)
+        now_s += HEARTBEAT_S
+    rotation.confirm(name, held(number), last_s)
+
+
+def begun(*processes: str) -> Rotation:
+    """A rotation in its first step at 0 s, which these processes have not confirmed; the registry started long ago."""
+    rotation = Rotation(Authorities(), -TIMEOUT_S)
+    for second in range(-int(TIMEOUT_S), 1):
+        for name in processes or ("a",):
+            rotation.confirm(name, held(0), float(second))
     step = rotation.first_step(NEW)
     assert step is not None
     rotation.authorities = step
@@ -31,12 +41,11 @@ def begun(now_s: float = 0.0, *processes: str) -> Rotation:
 
 
 def test_first_both_are_trusted_then_the_new_one_issues_then_the_old_one_is_trusted_no_more():
-    rotation, now_s, steps = begun(), 0.0, []
-    steps.append(rotation.authorities)
+    rotation, now_s = begun("a"), 0.0
+    steps = [rotation.authorities]
     while rotation.is_under_way:
-        rotation.confirm("a", held(rotation.authorities.number), now_s)
+        confirm(rotation, "a", rotation.authorities.number, now_s, now_s + LINGER_S)
         now_s += LINGER_S
-        rotation.confirm("a", held(rotation.authorities.number), now_s)
         step = rotation.next_step(now_s)
         assert step is not None
         rotation.authorities = step
@@ -46,35 +55,42 @@ def test_first_both_are_trusted_then_the_new_one_issues_then_the_old_one_is_trus
 
 
 def test_a_step_waits_for_every_process_and_names_those_it_waits_for():
-    rotation = begun(0.0, "a", "b")
-    rotation.confirm("a", held(1), 1.0)
-    assert rotation.report(1.0).waiting_for == ("b",)
-    assert rotation.next_step(1.0 + LINGER_S) is None
-    rotation.confirm("b", held(1), 8.0)
-    assert rotation.report(8.0).waiting_for == ()
-    assert rotation.next_step(8.0 + LINGER_S) == Authorities(2, NEW, (OLD, NEW))
+    rotation = begun("a", "b")
+    confirm(rotation, "a", 1, 1.0, 14.0)
+    assert rotation.report(14.0).waiting_for == ("b",)
+    assert rotation.next_step(14.0) is None
+    confirm(rotation, "b", 1, 14.0, 14.0 + LINGER_S)
+    assert rotation.report(14.0 + LINGER_S).waiting_for == ()
+    assert rotation.next_step(14.0 + LINGER_S) == Authorities(2, NEW, (OLD, NEW))
 
 
 def test_a_step_lets_handshakes_end_that_began_before_the_last_confirmation():
-    rotation = begun(0.0, "a")
-    rotation.confirm("a", held(1), 1.0)
-    rotation.confirm("a", held(1), 6.0)  # repeated: it holds it since 1.0
+    rotation = begun("a")
+    confirm(rotation, "a", 1, 1.0, 6.0)  # repeated: it holds it since 1.0
     assert rotation.next_step(0.9 + LINGER_S) is None
     assert rotation.next_step(1.0 + LINGER_S) is not None
 
 
 def test_a_process_that_is_silent_for_the_timeout_is_gone_and_waited_for_no_more():
-    rotation = begun(0.0, "a", "b")
-    rotation.confirm("a", held(1), 1.0)
-    rotation.confirm("a", held(1), TIMEOUT_S)
+    rotation = begun("a", "b")
+    confirm(rotation, "a", 1, 1.0, TIMEOUT_S)
     assert rotation.next_step(TIMEOUT_S) is None
     assert rotation.next_step(TIMEOUT_S + 0.1) is not None
     assert list(rotation.report(TIMEOUT_S + 0.1).processes) == ["a"]
 
 
+def test_a_registry_that_was_stopped_takes_nobody_for_gone():
+    rotation = begun("a", "b")
+    confirm(rotation, "a", 1, 1.0, 10.0)
+    confirm(rotation, "a", 1, 40.0, 50.0)  # "b" will call soon, too
+    assert rotation.next_step(50.0) is None
+    confirm(rotation, "b", 0, 51.0, 51.0)
+    assert rotation.report(51.0).waiting_for == ("b",)
+
+
 def test_a_process_that_starts_meanwhile_is_waited_for_from_its_first_call():
-    rotation = begun(0.0, "a")
-    rotation.confirm("a", held(1), 1.0)
+    rotation = begun("a")
+    confirm(rotation, "a", 1, 1.0, 5.0)
     rotation.confirm("new", HeldAuthorities("10.0.0.2"), 5.0)
     assert rotation.next_step(1.0 + LINGER_S) is None
     assert rotation.report(1.0 + LINGER_S).waiting_for == ("new",)
@@ -89,15 +105,13 @@ def test_a_second_rotation_does_not_begin_before_the_first_has_ended():
 
 def test_a_registry_that_has_restarted_first_learns_who_is_alive_and_then_goes_on():
     rotation = Rotation(Authorities(2, NEW, (OLD, NEW)), started_s=100.0)
-    rotation.confirm("a", held(2), 101.0)
-    for now_s in (110.0, 119.9):
-        rotation.confirm("a", held(2), now_s)
-        assert rotation.next_step(now_s) is None  # "b" may not have called yet
+    confirm(rotation, "a", 2, 101.0, 119.9)
+    assert rotation.next_step(119.9) is None  # "b" may not have called yet
     assert rotation.next_step(100.0 + TIMEOUT_S) == Authorities(3, NEW, (NEW,))
 
 
 def test_the_operators_files_are_read_again_under_a_new_number_and_no_step_follows():
-    rotation = Rotation(Authorities(), -100.0)
+    rotation = Rotation(Authorities(), 0.0)
     rotation.confirm("a", held(0), 0.0)
     rotation.authorities = rotation.read_again()
     assert rotation.authorities == Authorities(3) and not rotation.is_under_way
@@ -123,10 +137,12 @@ class Fleet:
 
     def __init__(self) -> None:
         self.now_s, self.num_started, self.stored = 0.0, 0, Authorities()
-        self.rotation = Rotation(self.stored, self.now_s - TIMEOUT_S)
+        self.rotation = Rotation(self.stored, self.now_s)
         self.live: dict[str, Process] = {}
         for _ in range(3):
             self.start(0)
+        for _ in range(int(TIMEOUT_S)):
+            self.wait(0)
 
     def start(self, index: int) -> None:
         self.num_started += 1
@@ -159,17 +175,23 @@ class Fleet:
     def restart_registry(self, index: int) -> None:
         self.rotation = Rotation(self.stored, self.now_s)
 
+    def stop_registry(self, index: int) -> None:
+        """For longer than the timeout; then every process gets an answer again soon."""
+        self.now_s += TIMEOUT_S + 1.0
+        for process in self.live.values():
+            process.seen_s = self.now_s
+
     def wait(self, index: int) -> None:
         """Time passes; whoever would have been silent for too long calls before."""
         self.now_s += 1.0 + index % 5
         for number, process in enumerate(list(self.live.values())):
-            if self.now_s - process.seen_s > TIMEOUT_S - 6.0:
+            if self.now_s - process.seen_s > HEARTBEAT_S:
                 self.call(number)
 
 
 ACTS = st.lists(
     st.tuples(
-        st.sampled_from(["start", *["call"] * 6, "rotate", "kill", "restart_registry", *["wait"] * 4]),
+        st.sampled_from(["start", *["call"] * 6, "rotate", "kill", "restart_registry", "stop_registry", *["wait"] * 4]),
         st.integers(0, 9),
     ),
     min_size=20,
