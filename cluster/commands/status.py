@@ -32,9 +32,9 @@ LOOK_S = 0.5  # between looks at a rotation
 LOST_S = 60.0  # how long an ingress or the registry may not answer meanwhile: both may be replaced
 _STEPS = (
     "every process trusts the new authority besides the old one",
-    "every process shows the new one's certificates",
+    "every process shows a certificate of the new one",
+    "no process trusts the old one",
 )
-_LAST_STEP = "no process trusts the old one"
 
 
 def gather(cluster: Endpoints, api_key: str | None) -> dict[str, Any]:
@@ -333,13 +333,15 @@ def rotate(url: Url = None, address: Address = None, app: App = None, api_key: A
         has_files, last = found["has_files"], -(-found["number"] // STEPS) * STEPS
         if not found["is_begun"]:
             console.print("a rotation is under way: waiting for its end")
-        answered_s, shown = time.monotonic(), ""
+        answered_s, shown = time.monotonic(), last if has_files else found["number"] - 1
         with console.status("") as display:
-            while found["number"] < last or found["waiting_for"]:
-                shown, before = rotation_step(found), shown
-                display.update(rotation_waits(found))
-                if shown != before and not has_files:
-                    console.print(shown)
+            while True:
+                for number in range(shown + 1, min(found["number"], last) + 1):
+                    console.print(rotation_step(number))
+                    shown = number
+                if found["number"] >= last and not found["waiting_for"]:
+                    break
+                display.update(rotation_waits(found["waiting_for"]))
                 time.sleep(LOOK_S)
                 try:
                     found, answered_s = ask("GET"), time.monotonic()
@@ -354,15 +356,15 @@ def rotate(url: Url = None, address: Address = None, app: App = None, api_key: A
         raise typer.Exit(1)
 
 
-def rotation_step(found: dict[str, Any]) -> str:
-    """The step that was taken last."""
-    step = (found["number"] - 1) % STEPS
-    return f"step {step + 1} of {STEPS}: {(*_STEPS, _LAST_STEP)[step]}"
+def rotation_step(number: int) -> str:
+    """What the authorities of this number mean."""
+    step = (number - 1) % STEPS
+    return f"step {step + 1} of {STEPS}: {_STEPS[step]}"
 
 
-def rotation_waits(found: dict[str, Any]) -> str:
-    """What it waits for."""
-    return f"waiting for {', '.join(found['waiting_for'])}" if found["waiting_for"] else "letting handshakes end"
+def rotation_waits(processes: list[str]) -> str:
+    """What the next step waits for."""
+    return f"waiting for {', '.join(processes)}" if processes else "letting handshakes end"
 
 
 def rotation_faults(processes: dict[str, dict[str, Any]]) -> list[str]:

@@ -112,13 +112,13 @@ def test_no_request_fails_while_the_authority_is_rotated_and_the_old_one_is_refu
     places = workers(cluster)
     assert len(places) == 2 and all(is_accepted(place, old) for place in places)  # before a rotation
     with Clients(cluster) as clients:
-        rotating = start_rotate(cluster)
-        assert rotating.stdout is not None
-        assert "step 1 of 3" in rotating.stdout.readline()
-        (registry,) = cluster.part("registry")
-        os.kill(registry, signal.SIGKILL)
-        lines = rotating.stdout.read().splitlines()
-        assert rotating.wait() == 0, lines
+        with start_rotate(cluster) as rotating:
+            assert rotating.stdout is not None
+            assert "step 1 of 3" in rotating.stdout.readline()
+            (registry,) = cluster.part("registry")
+            os.kill(registry, signal.SIGKILL)
+            lines = rotating.stdout.read().splitlines()
+        assert rotating.returncode == 0, lines
         num_before = clients.num_answered
         while clients.num_answered < num_before + 4 and not clients.failures:
             time.sleep(0.1)
