@@ -381,7 +381,8 @@ def rotation_faults(processes: dict[str, dict[str, Any]]) -> list[str]:
 def rotation_end(found: dict[str, Any], seconds: float, *, has_files: bool) -> str:
     """The last line."""
     processes = found["processes"].values()
-    where = f"{len(processes)} processes on {len({one['host'] for one in processes})} hosts"
+    hosts = {one["host"] for one in processes}
+    where = f"{len(processes)} processes on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}"
     if has_files:
         expiries = [one["expires"] for one in processes if not one["problem"]]
         until = f"; the first certificate expires on {min(expiries)}" if expiries else ""

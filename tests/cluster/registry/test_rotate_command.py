@@ -124,7 +124,7 @@ def test_no_request_fails_while_the_authority_is_rotated_and_the_old_one_is_refu
             time.sleep(0.1)
     assert clients.failures == () and num_before > 0
     assert [line[:11] for line in lines[:-1]] == ["step 2 of 3", "step 3 of 3"]
-    assert lines[-1].startswith("rotated: 3 processes on 1 hosts")
+    assert lines[-1].startswith("rotated: 3 processes on 1 host show")
     assert cluster.part("registry") != [registry]
     assert workers(cluster) == places and not any(is_accepted(place, old) for place in places)
 
