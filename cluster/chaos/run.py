@@ -113,7 +113,7 @@ class ChaosRun:
                 group.create_task(self._suffer(kind, planned, group))
                 continue
             async with AsyncExitStack() as held:
-                for part in sorted((kind.part, *kind.also)):  # in one order: nobody waits for each other
+                for part in sorted((kind.part, *kind.also)):  # in one order, against deadlocks
                     await held.enter_async_context(self._parts[part])
                 if self._clock() < end_s and not await self._suffer(kind, planned, group):
                     return

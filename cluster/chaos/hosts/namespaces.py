@@ -248,7 +248,7 @@ class Hosts:
 
     def deafen(self, host: int, to: int) -> None:
         """Lose what `host` sends `to` another one, whose own packets arrive. No sender hears of it."""
-        self._neighbour("replace", host, to, "lladdr", "02:00:00:00:00:01", "nud", "permanent")  # nobody's: all drop it
+        self._neighbour("replace", host, to, "lladdr", "02:00:00:00:00:01", "nud", "permanent")  # no host has it: all drop it
 
     def reconcile(self, host: int, to: int) -> None:
         """Undo `deafen`."""
@@ -306,7 +306,7 @@ def _call(*command: str) -> str:
 
 
 def _spawn(command: Sequence[str], log: Path = Path(os.devnull)) -> None:
-    """Start a process that outlives this one and is nobody's child."""
+    """Start a process that outlives this one and has no parent here."""
     with log.open("wb") as output:
         subprocess.run(
             ["setsid", "--fork", *command],
