@@ -248,7 +248,8 @@ class Hosts:
 
     def deafen(self, host: int, to: int) -> None:
         """Lose what `host` sends `to` another one, whose own packets arrive. No sender hears of it."""
-        self._neighbour("replace", host, to, "lladdr", "02:00:00:00:00:01", "nud", "permanent")  # no host has it: all drop it
+        nowhere = "02:00:00:00:00:01"  # no host has this address, so all drop what is sent to it
+        self._neighbour("replace", host, to, "lladdr", nowhere, "nud", "permanent")
 
     def reconcile(self, host: int, to: int) -> None:
         """Undo `deafen`."""
