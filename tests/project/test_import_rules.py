@@ -53,6 +53,7 @@ PURE_FILES = sorted(
         "engine/scheduling/*.py",
         "engine/step/requests.py",
         "engine/step/reports.py",
+        "cluster/store/node_quotas.py",
         "serve/tenants/key_file.py",
         "serve/tenants/quotas.py",
     )

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayError
 
-from kvrelay.cluster.registry.actor import RegistryActor
+from kvrelay.cluster.registry import actor
+from kvrelay.cluster.registry.actor import RegistryActor, follow_store_quotas
 from kvrelay.cluster.tenants import following
-from kvrelay.cluster.tenants.following import exchange_usage, follow_keys
+from kvrelay.cluster.tenants.following import exchange_usage, follow_keys, report_store_quotas
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.tenants.quotas import QuotaExceeded
@@ -26,13 +27,15 @@ class Handle:
 
     def __init__(self):
         self.actor, self.error, self.num_calls = RegistryActor("secret", None, None), None, 0
-        self.exchange_usage = SimpleNamespace(remote=self._exchange)
 
-    async def _exchange(self, *arguments):
-        self.num_calls += 1
-        if self.error is not None:
-            raise self.error
-        return await self.actor.exchange_usage(*arguments)
+    def __getattr__(self, name):
+        async def remote(*arguments):
+            self.num_calls += 1
+            if self.error is not None:
+                raise self.error
+            return await getattr(self.actor, name)(*arguments)
+
+        return SimpleNamespace(remote=remote)
 
     async def called(self, times=4):
         """After so many more calls, each ingress has heard what the other had reported before."""
@@ -56,6 +59,7 @@ def ingresses(tmp_path, monkeypatch):
     """(registry, two ingresses' keys): a tenant with a quota of 2 sequences and 600 tokens per minute."""
     monkeypatch.setattr(following, "EXCHANGE_S", 0.001)
     monkeypatch.setattr(following, "RELOAD_S", 0.001)
+    monkeypatch.setattr(actor, "QUOTAS_S", 0.001)
     file = written(tmp_path / "keys.yaml", search={"max_running": 2, "tokens_per_minute": 600})
     return Handle(), *(Access(None, file, b"secret", lambda: 0.0) for _ in range(2))
 
@@ -103,6 +107,36 @@ async def test_a_registry_of_an_older_version_leaves_each_ingress_its_own_count(
                 await asyncio.sleep(0)
             with pytest.raises(QuotaExceeded), request_at(one):
                 pass
+
+
+async def test_quotas_of_the_store_reach_its_nodes_and_outlive_the_registry(ingresses, tmp_path):
+    registry, one, _ = ingresses
+    seen = []
+    async with running(follow_store_quotas(registry, seen.append)):
+        await registry.called()
+        assert not seen  # no ingress has reported: what the node knows holds
+        async with running(report_store_quotas(one, registry, "one"), follow_keys(one)):
+            written(tmp_path / "keys.yaml", search={"store_bytes": 4096})
+            await until(lambda: seen and seen[-1])
+            assert seen[-1] == one.store_quotas() and list(seen[-1].values()) == [4096]
+            registry.error = RayError("away")
+            await registry.called()
+            before, registry.actor, registry.error = len(seen), RegistryActor("secret", None, None), None
+            await registry.called()
+            assert len(seen) == before  # the new registry has heard of them before it was asked, or knows nothing
+            written(tmp_path / "keys.yaml", search={})
+            await until(lambda: seen[-1] == {})
+
+
+async def test_a_registry_of_an_older_version_changes_no_nodes_quotas(ingresses):
+    _, one, _ = ingresses
+    seen = []
+    async with running(
+        report_store_quotas(one, SimpleNamespace(), "one"), follow_store_quotas(SimpleNamespace(), seen.append)
+    ):
+        for _ in range(20):
+            await asyncio.sleep(0)
+    assert not seen
 
 
 async def test_a_changed_file_is_found(ingresses, tmp_path):

@@ -158,6 +158,37 @@ def test_a_tenant_over_its_quota_evicts_its_own_blocks_only():
     assert tier.reserve(1, 2, tenant="small") is not None
 
 
+def test_a_quota_that_shrinks_takes_the_tenants_least_used_blocks_and_no_others():
+    quotas = {"greedy": 4, "small": 4}
+    tier = TierIndex(12, Lru(), quota=quotas.get)
+    other, none = put_chain(tier, "xy", 0, tenant="small"), put_chain(tier, "z", 0)
+    old, new = put_chain(tier, "ab", 1, tenant="greedy"), put_chain(tier, "cd", 2, tenant="greedy")
+    quotas["greedy"] = 2
+    tier.hold(old[:1])
+    tier.trim(3)
+    left = [digest in tier for digest in (*old, *new)]
+    assert left == [True, False, True, False]  # leaves went, and nothing that is held
+    assert all(digest in tier for digest in (*other, *none))
+    quotas["greedy"] = 0
+    tier.trim(4)
+    assert [digest in tier for digest in (*old, *new)] == [True, False, False, False]
+    assert tier.reserve(1, 5, tenant="greedy") is None
+    tier.check()
+
+
+def test_a_row_that_turns_out_to_be_a_tenants_counts_for_it_or_is_refused():
+    tier = TierIndex(6, Lru(), quota=lambda tenant: 2)
+    first, second = put_chain(tier, "ab", 0, tenant="small")
+    (row,) = tier.reserve(1, 1)
+    assert tier.assign(row, "small", 1) and second not in tier and first in tier
+    tier.put(name("c"), row, 1, parent=None, end_tokens=16)
+    tier.hold([first, name("c")])
+    (row,) = tier.reserve(1, 2)
+    assert not tier.assign(row, "small", 2)
+    tier.check()
+    tier.cancel([row])
+
+
 def test_a_block_is_wanted_at_its_second_offer_where_an_admission_filter_is_set():
     tier = TierIndex(4, Lru(), admission=OfferedBefore(64))
     assert [tier.wants(name("a")), tier.wants(name("a")), tier.wants(name("b"))] == [False, True, False]
@@ -200,7 +231,8 @@ QUOTAS = {"small": 3, "big": 3}
 class Walk:
     """Drives one TierIndex by numbers, and knows by brute force what may happen."""
 
-    tier: TierIndex = field(default_factory=lambda: TierIndex(SLOTS, Lru(), quota=3, pin_limit=2, keep_changes=True))
+    quotas: dict[str, int] = field(default_factory=QUOTAS.copy)
+    tier: TierIndex = field(init=False)
     now_s: float = 0
     reserved: list[tuple[int, str]] = field(default_factory=list)
     held: list[tuple[int, BlockHash]] = field(default_factory=list)
@@ -208,11 +240,14 @@ class Walk:
     pins: dict[BlockHash, float] = field(default_factory=dict)
     published: set[BlockHash] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.tier = TierIndex(SLOTS, Lru(), quota=self.quotas.get, pin_limit=2, keep_changes=True)
+
     def step(self, number: int) -> None:
         self.now_s += 1
         number, path = divmod(number, len(PATHS))
         actions = (self.reserve, self.put, self.put, self.cancel, self.use, self.hold, self.unhold, self.pin, self.drop)
-        actions[number % len(actions)](PATHS[path])
+        (*actions, self.trim)[number % (len(actions) + 1)](PATHS[path])
         self.tier.check()
         assert set(self.tier.hashes()) == set(self.used_s)
 
@@ -236,7 +271,7 @@ class Walk:
     def reserve(self, path: str) -> None:
         tenant, count = TENANTS[path[0]], len(path)
         mine = sum(TENANTS[chr(one[0])] == tenant for one in self.used_s) + sum(t == tenant for _, t in self.reserved)
-        over = max(0, mine + count - QUOTAS.get(tenant, SLOTS + count + mine))
+        over = max(0, mine + count - self.quotas.get(tenant, SLOTS + count + mine))
         need = max(0, count - self.tier.counts().free)
         expected = self.can_go(need, tenant=None) if not over else self.can_go(over, tenant=tenant)
         slots = self.tier.reserve(count, self.now_s, tenant=tenant)
@@ -254,6 +289,23 @@ class Walk:
         taken = {slot for slot, _ in self.reserved} | {slot for slot, _ in self.held}
         assert not taken & set(slots), "a slot in use was handed out"
         self.reserved += [(slot, tenant) for slot in slots]
+
+    def trim(self, path: str) -> None:
+        """A tenant's quota changes; what tenants have beyond theirs goes, as far as it can."""
+        if TENANTS[path[0]]:
+            self.quotas[TENANTS[path[0]]] = 1 + (self.quotas[TENANTS[path[0]]] + len(path)) % 4
+        expected = set(self.used_s)
+        for tenant, quota in self.quotas.items():
+            mine = [TENANTS[chr(one[0])] for one in self.used_s] + [whose for _, whose in self.reserved]
+            over = max(0, mine.count(tenant) - quota)
+            while (left := self.can_go(over, tenant=tenant)) is None:
+                over -= 1
+            expected &= left
+        self.tier.trim(self.now_s)
+        assert set(self.tier.hashes()) == expected, "others went than should have"
+        for one in self.used_s.keys() - expected:
+            del self.used_s[one]
+            self.pins.pop(one, None)
 
     def put(self, path: str) -> None:
         mine = [one for one in self.reserved if one[1] == TENANTS[path[0]]]

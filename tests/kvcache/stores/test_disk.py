@@ -137,6 +137,21 @@ def test_a_tenant_over_its_quota_replaces_its_own_blocks(open_disk):
     assert store.stats().num_blocks == 8
 
 
+def test_a_quota_that_shrinks_takes_a_tenants_blocks_and_they_do_not_come_back_after_a_restart(open_disk):
+    most = {"mine": 4 * SLOT_BYTES}
+    store = open_disk(12, quota=most.get)
+    for tenant in ("mine", "other"):
+        hashes, metas = chain(4, salt=tenant)
+        keep(store, hashes, [BlockMeta(meta.parent, meta.end_tokens, tenant=tenant) for meta in metas])
+    most["mine"] = SLOT_BYTES
+    store.trim()
+    mine, other = chain(4, salt="mine")[0], chain(4, salt="other")[0]
+    for _ in range(2):
+        assert store.contains(mine) == [True, False, False, False] and store.contains(other) == [True] * 4
+        store.close()
+        store = open_disk(12, quota=most.get)
+
+
 def test_pinned_blocks_stay_until_their_time(open_disk):
     now = [0.0]
     store, (hashes, metas) = open_disk(8, clock=lambda: now[0]), chain(4)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvrelay.kvcache.stores.placement import StoreAddress, places, ranked
+from kvrelay.kvcache.stores.placement import StoreAddress, copy_share, places, ranked
 
 pytestmark = pytest.mark.pure
 
@@ -75,3 +75,14 @@ def test_after_a_change_a_block_is_among_its_first_places_and_one_more():
 def test_all_nodes_are_ranked():
     nodes = [node(f"n{i}") for i in range(6)]
     assert all(sorted(row) == list(range(6)) for row in ranked(KEYS[:50], nodes).tolist())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(1,), (1, 1), (1, 2, 5), (1, 1, 1, 20)])
+def test_the_shares_of_all_copies_add_up_to_one_and_are_where_copies_go(sizes, num_replicas):
+    nodes = [node(f"n{i}", gib) for i, gib in enumerate(sizes)]
+    shares = [copy_share(one, [other for other in nodes if other is not one], num_replicas) for one in nodes]
+    assert sum(shares) == 1
+    copies = Counter(one.node_id for row in places(KEYS, nodes, num_replicas) for one in row)
+    for one, share in zip(nodes, shares, strict=True):
+        assert copies[one.node_id] / copies.total() == pytest.approx(float(share), abs=0.02)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvrelay.errors import ConfigError, InvalidRequest
-from kvrelay.hashing import block_hashes
+from kvrelay.hashing import block_hashes, root_hash, tenant_name
 from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.tenants.key_file import TenantEntry, file_text, key_hash
 
@@ -77,6 +77,15 @@ def test_no_cache_salt_names_a_namespace(path):
     for key in (OPERATOR, "key of a"):
         with pytest.raises(InvalidRequest, match="NUL"):
             access.caller(key).salt(guess)
+
+
+def test_quotas_of_the_store_are_of_the_names_that_blocks_carry_whatever_their_salt(path):
+    access = Access(None, written(path, a={"store_bytes": 1 << 20}, b={}), SECRET)
+    of_a, of_b = (
+        {tenant_name(root_hash(access.caller(f"key of {name}").salt(salt))) for salt in (None, "x", "y")}
+        for name in "ab"
+    )
+    assert access.store_quotas() == dict.fromkeys(of_a, 1 << 20) and len(of_a) == len(of_b) == 1 and of_a != of_b
 
 
 # ---- the file changes

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import InvalidRequest, Overloaded
-from kvrelay.serve.tenants.quotas import EXPIRE_S, Meter, QuotaExceeded, QuotaLedger, TenantLimits, UsageTable
+from kvrelay.serve.tenants.quotas import (
+    EXPIRE_S,
+    Meter,
+    QuotaExceeded,
+    QuotaLedger,
+    StoreQuotaTable,
+    TenantLimits,
+    UsageTable,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -212,3 +220,20 @@ def test_a_request_that_is_refused_costs_nothing_and_one_that_fails_later_does()
         ledger.admit(NAME, limits, 1, 300, 0.0)
     assert caught.value.retry_after_s == pytest.approx(10.1)
     assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+
+
+# ---- of the store
+
+
+def test_of_what_ingresses_have_read_of_the_store_the_least_holds_and_the_last_when_all_are_gone():
+    table = StoreQuotaTable()
+    assert table.merged() is None  # not: no tenant has a quota
+    table.put("one", {"a": 5, "b": 1}, 0.0)
+    table.put("other", {"a": 3}, 0.0)
+    assert table.merged() == {"a": 3, "b": 1}
+    table.put("one", {"a": 5}, EXPIRE_S / 2)
+    assert table.merged() == {"a": 3}
+    table.put("one", {"a": 5}, EXPIRE_S)  # `other` is gone
+    assert table.merged() == {"a": 5}
+    table.put("one", {}, EXPIRE_S)
+    assert table.merged() == {}
