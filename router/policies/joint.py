@@ -208,8 +208,8 @@ class _JointScorer:
 @lru_cache(maxsize=64)
 def _golden(count: int) -> Floats:
     """The fractions of as many multiples of the golden ratio: spread evenly over [0, 1)."""
-    fractions: Floats = np.arange(1, count + 1) * _GOLDEN % 1.0
-    return fractions
+    whole: Floats = np.arange(1.0, count + 1.0) * _GOLDEN
+    return whole - np.floor(whole)
 
 
 @lru_cache(maxsize=64)
