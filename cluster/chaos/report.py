@@ -92,7 +92,7 @@ def _lines(report: ChaosReport, *, shows_growth: bool) -> Iterator[str]:
     yield from (f"not back  after {kind}" for kind in lost)
     for one in memory_trends(report.samples) if shows_growth else ():
         rate = "not known" if one.per_hour is None else f"{one.per_hour:+.1f} MiB/h"
-        course = f"{one.first:.0f}, at the end {one.last:.0f}, at most {one.peak:.0f} MiB"
+        course = f"first {one.first:.0f}, last {one.last:.0f}, peak {one.peak:.0f} MiB"
         yield f"growth    {rate:>12}  {one.kind}, {one.num_processes} in all: {course}"
 
 

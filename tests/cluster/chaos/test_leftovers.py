@@ -1,10 +1,13 @@
 """What a cluster must have given back: blocks, descriptors, memory. And faults that damage files."""
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from kvrelay.cluster.chaos.faults import CorruptDisk, NothingToHarm
 from kvrelay.cluster.chaos.history import Problem
-from kvrelay.cluster.chaos.report import CONTROL, ChaosReport
+from kvrelay.cluster.chaos.report import CONTROL, ChaosReport, render
 from kvrelay.cluster.chaos.run import FD_SLACK, ProcessSample, StruckFault, fd_leaks, pool_problem
 
 pytestmark = pytest.mark.pure
@@ -51,6 +54,22 @@ def test_a_run_is_fine_unless_something_is_wrong_leaked_or_not_back():
     assert not report(problems=[Problem(1, "a wrong token", is_wrong=True)]).is_fine
     assert not report(leaks=["process 7"]).is_fine
     assert not report(faults=[StruckFault("kill-decode", 1.0, 0.5, None)]).is_fine
+
+
+@pytest.mark.parametrize("shows_growth", [True, False])
+def test_a_soak_prints_a_line_for_each_kind_of_process(shows_growth):
+    samples = [sample(at_s, mib=100 + at_s / 60) for at_s in range(0, 601, 5)] + [sample(600, pid=2, mib=50)]
+    samples += [ProcessSample(at_s, 3, "raylet", 30 << 20, 10) for at_s in (0, 5)]
+    render(report(samples=samples), console := Console(file=StringIO(), width=200), shows_growth=shows_growth)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("growth")]
+    assert (
+        lines
+        == [
+            "growth     +60.0 MiB/h  ray::x, 2 in all: first 100, last 110, peak 110 MiB",
+            "growth       not known  raylet, 1 in all: first 30, last 30, peak 30 MiB",
+        ]
+        * shows_growth
+    )
 
 
 def test_the_control_is_no_fault():
