@@ -1,4 +1,4 @@
-"""Steps of the wall clock that a cluster's Python code sees; monotonic clocks go on, as when a host's clock is set.
+"""Steps of the wall clock that the Python code of one process sees; its monotonic clock goes on.
 
 Only what Python itself asks for is shifted, by a library that is preloaded: libfaketime also shifts what native code
 asks for, whose waits until a time (absl's, in Ray) the kernel would then measure by another clock, for up to an hour.
@@ -6,10 +6,11 @@ asks for, whose waits until a time (absl's, in Ray) the kernel would then measur
 
 import os
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
-CLOCK = "KVRELAY_CHAOS_CLOCK"  # variable of the processes: a file of 8 bytes, the seconds to add
+CLOCK = "KVRELAY_CHAOS_CLOCK"  # variable of the processes: a file of two integers, the process and the seconds to add
 _SOURCE = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,7 +23,7 @@ _SOURCE = r"""
 #include <unistd.h>
 
 static int (*real)(clockid_t, struct timespec *);
-static const volatile int64_t *step_s;
+static const volatile int64_t *step;
 static uintptr_t python, low, high; /* a function of Python's, and the code around it */
 
 static int look(struct dl_phdr_info *object, size_t size, void *unused) {
@@ -37,18 +38,19 @@ __attribute__((constructor)) static void start(void) {
     const char *path = getenv("KVRELAY_CHAOS_CLOCK");
     int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (file < 0) return;
-    void *map = mmap(NULL, sizeof(int64_t), PROT_READ, MAP_SHARED, file, 0);
+    void *map = mmap(NULL, 2 * sizeof(int64_t), PROT_READ, MAP_SHARED, file, 0);
     close(file);
     if (map == MAP_FAILED || !(python = (uintptr_t)dlsym(RTLD_DEFAULT, "Py_GetVersion"))) return;
     dl_iterate_phdr(look, NULL);
-    step_s = map;
+    step = map;
 }
 
 int clock_gettime(clockid_t clock, struct timespec *now) {
     if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
     int status = real(clock, now);
     uintptr_t caller = (uintptr_t)__builtin_return_address(0);
-    if (step_s && clock == CLOCK_REALTIME && low <= caller && caller < high) now->tv_sec += *step_s;
+    if (step && clock == CLOCK_REALTIME && low <= caller && caller < high)
+        if (step[0] == getpid()) now->tv_sec += step[1];
     return status;
 }
 """
@@ -65,7 +67,7 @@ def clock_library(folder: Path) -> Path | None:
     return library if subprocess.run(command, capture_output=True).returncode == 0 else None
 
 
-def set_clock(file: Path, step_s: int) -> None:
-    """Shift the clocks of the processes that were started with this file, at once."""
+def set_clock(file: Path, pid: int = 0, step_s: int = 0) -> None:
+    """Shift the clock of this process, which was started with this file, at once; and all others' back."""
     with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as opened:  # mapped: never truncated
-        opened.write(step_s.to_bytes(8, "little", signed=True))
+        opened.write(struct.pack("qq", pid, step_s))

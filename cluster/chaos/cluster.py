@@ -44,7 +44,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))  # short: Ray's socket paths have a limit
         self.environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder), "COLUMNS": "200"}
         self.port, self.dashboard_url = free_port(LOOPBACK), ""
-        self.clocks: list[Path] = []  # one file for each host: chaos/clock.py
+        self.clock = Path()  # the file of chaos/clock.py, as its processes see it
         self._spawned: list[subprocess.Popen[bytes]] = []
         self.url = f"http://{LOOPBACK}:{self.port}"
 
@@ -63,10 +63,10 @@ class Cluster:
         raise NotImplementedError
 
     def use_clock(self, library: Path) -> None:
-        """Preload this library, so that `clocks` step what its processes see as the time. Call it before `start`."""
-        self.clocks = [library.with_name("clock")]
-        set_clock(self.clocks[0], 0)
-        self.environment |= {"LD_PRELOAD": str(library), CLOCK: str(self.clocks[0])}
+        """Preload this library: the file `clock` then steps the time that a process sees. Call it before `start`."""
+        self.clock = library.with_name("clock")
+        set_clock(self.clock)
+        self.environment |= {"LD_PRELOAD": str(library), CLOCK: str(self.clock)}
 
     def restart_gcs(self) -> None:
         raise NotImplementedError

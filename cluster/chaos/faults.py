@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.clients import ChaosClients
 from kvrelay.cluster.chaos.clock import set_clock
 from kvrelay.cluster.chaos.cluster import PARTS, Cluster, send_signal
@@ -191,20 +192,30 @@ class MemoryPressure(FaultKind):
 
 
 class StepClock(FaultKind):
-    """One host's wall clock is wrong by up to STEP_S, and then right again."""
+    """The wall clock of one of kvrelay's processes is wrong by up to STEP_S, and then right again. Not of Ray's: its
+    Serve controller measures health checks by it, and after a step back it makes none for as long.
+    """
 
     part, is_held = "clock", True
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._file = cluster, Path()
 
     async def strike(self, choice: float) -> None:
-        draw = random.Random(choice)
-        set_clock(draw.choice(self._files), draw.randint(-STEP_S, STEP_S))
+        await asyncio.to_thread(self._step, random.Random(choice))
+
+    def _step(self, draw: random.Random) -> None:
+        pids = [pid for part in PARTS if part != "controller" for pid in self._cluster.part(part)]
+        pid = draw.choice(pids) if pids else 0
+        self._file = Path(f"/proc/{pid}/root{self._cluster.clock}")  # as the process sees it
+        try:
+            set_clock(self._file, processes.own_pid(pid), draw.randint(-STEP_S, STEP_S))
+        except FileNotFoundError as error:  # it has just ended
+            raise NothingToHarm from error
 
     def undo(self) -> None:
-        for file in self._files:
-            set_clock(file, 0)
+        with suppress(FileNotFoundError):
+            set_clock(self._file)
 
 
 class Nothing(FaultKind):
@@ -250,6 +261,6 @@ FAULTS: dict[str, Callable[[FaultTargets], FaultKind]] = {
     "corrupt-disk": lambda to: CorruptDisk(to.disk, "worker-*/segment-*"),
     "corrupt-store": lambda to: CorruptDisk(to.disk / STORE, "*/worker-*/segment-*"),
     FULL_DISK: lambda to: FillDisk(to.disk),
-    CLOCK_STEP: lambda to: StepClock(to.cluster.clocks),
+    CLOCK_STEP: lambda to: StepClock(to.cluster),
     "memory": lambda to: MemoryPressure(to.cluster),
 }

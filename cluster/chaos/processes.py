@@ -46,6 +46,12 @@ def parent(pid: int) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
+def own_pid(pid: int) -> int:
+    """How the process itself knows its pid, in a namespace of its own; 0 when it has gone."""
+    found = [line for line in _read(pid, "status").decode().splitlines() if line.startswith("NSpid:")]
+    return int(found[0].split()[-1]) if found else 0
+
+
 def session(pid: int) -> int:
     """The session it belongs to; 0 when it has gone."""
     fields = _stat(pid)

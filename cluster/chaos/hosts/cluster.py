@@ -44,14 +44,15 @@ class ClusterOnHosts(Cluster):
         self.dashboard_url = f"http://{self.hosts.address(HEAD)}:8265"
 
     def use_clock(self, library: Path) -> None:
-        self.clocks = [self.hosts.folder / f"h{host}/tmp/clock" for host in self._numbers]
-        self.environment |= {"LD_PRELOAD": str(library), CLOCK: "/tmp/clock"}  # of each host's own
+        super().use_clock(library)
+        self.clock = Path("/tmp/clock")  # of each host's own: processes of two hosts may have one pid
+        self.environment[CLOCK] = str(self.clock)
 
     def start(self) -> None:
         keep_ray_token_private()
         self.hosts.up()
-        for file in self.clocks:
-            set_clock(file, 0)
+        for host in self._numbers:
+            set_clock(self.hosts.folder / f"h{host}/tmp/clock")
         passed = {name: value for name, value in self.environment.items() if name in PASSED}
         self.hosts.environment = {
             **passed,

@@ -11,11 +11,11 @@ RATE, LATENCY_S = "10mbit", 0.1  # of a slow link, each way
 
 
 class HostFault(FaultKind):
-    """`begin` and `end` of it on a host other than the first. Its workers are not harmed otherwise meanwhile: those of
-    other hosts may be the only ones.
+    """`begin` and `end` of it on a host other than the first. Workers are not harmed otherwise meanwhile: those of the
+    other hosts may be the only ones. Nor is the registry, which may be on that host.
     """
 
-    part, also, is_held = "hosts", ("decode", "prefill"), True
+    part, also, is_held = "hosts", ("decode", "prefill", "registry"), True
 
     def __init__(
         self, cluster: ClusterOnHosts, begin: Callable[[Hosts, int, int], None], end: Callable[[Hosts, int, int], None]
@@ -35,7 +35,7 @@ class HostFault(FaultKind):
 
     def is_over(self) -> bool:
         self._cluster.keep_up(self._host)
-        return True
+        return bool(self._cluster.part("registry"))
 
 
 def _both_ways(
