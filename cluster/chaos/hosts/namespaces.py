@@ -285,15 +285,16 @@ class Hosts:
 
 def printed(command: Sequence[str], what: str, *, timeout_s: float, **options: Any) -> str:
     """What a command prints, stderr too. Raises HostError, which begins with `what`, when it fails."""
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        **options,
-    )
+    output: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    try:
+        done = subprocess.run(command, timeout=timeout_s, **output, **options)
+    except subprocess.TimeoutExpired as error:
+        raise HostError(f"{what}: not over after {timeout_s:.0f} s") from error
     if done.returncode:
         raise HostError(f"{what}: status {done.returncode}\n{done.stdout[-6000:]}")
     return str(done.stdout)
