@@ -17,6 +17,7 @@ class NodeQuotas:
         """`default_bytes`: over all nodes, of a tenant without a quota of its own; None: no limit."""
         self._default_bytes = default_bytes
         self._by_tenant: Mapping[str, int] = {}
+        self._nodes: tuple[StoreAddress, ...] = ()
         self._share = Fraction(1)
 
     def bytes_here(self, tenant: str) -> int | None:
@@ -29,5 +30,7 @@ class NodeQuotas:
         self._by_tenant = dict(by_tenant)
 
     def set_nodes(self, own: StoreAddress, others: Sequence[StoreAddress], num_replicas: int) -> None:
-        """The live nodes."""
-        self._share = copy_share(own, [node for node in others if node.node_id != own.node_id], num_replicas)
+        """The live nodes; workers come and go more often."""
+        nodes = (own, *(node for node in others if node.node_id != own.node_id))
+        if nodes != self._nodes:
+            self._nodes, self._share = nodes, copy_share(own, nodes[1:], num_replicas)
