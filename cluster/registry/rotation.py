@@ -26,7 +26,7 @@ class HeldAuthorities:
     host: str
     number: int = -1
     authority: str = ""  # its digest
-    expires: str = ""  # the process's certificate, as an ISO date
+    expires: str = ""  # when the certificate that it took with them does, as an ISO date
     problem: str = ""  # the operator's files that it could not take: it goes on with what it had
 
 
