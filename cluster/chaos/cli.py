@@ -1,5 +1,6 @@
 """`kvrelay chaos`: its flags."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -30,5 +31,6 @@ def command(
     """
     from kvrelay.cluster.chaos.session import ChaosOptions, chaos, kinds_of
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the cluster ends, too
     options = ChaosOptions(seconds, seed, kinds_of(faults, hosts), rate, clients, model, hosts)
     raise typer.Exit(0 if chaos(options, report, Console(), shows_growth=is_soak) else 1)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from kvrelay.cluster.chaos.cluster import PARTS
@@ -49,6 +52,25 @@ def test_hosts_and_links_that_fail_cost_no_token_block_or_process(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["faults"] and {one["kind"] for one in report["faults"]} <= set(HOST_FAULTS)
     assert report["counts"]["complete"] > 50 and report["problems"] == report["leaks"] == []
+
+
+def test_a_run_that_is_told_to_end_takes_its_cluster_along(tmp_path):
+    command = [sys.executable, "-m", "kvrelay.cluster.commands.cli", "chaos", "--seconds", "300"]
+    chaos = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    try:
+        end_s = time.monotonic() + 120
+        while not (cluster := psutil.Process(chaos.pid).children(recursive=True)):
+            assert chaos.poll() is None and time.monotonic() < end_s
+            time.sleep(0.2)
+        time.sleep(5)  # of its start, so that there are more
+        cluster += psutil.Process(chaos.pid).children(recursive=True)
+        chaos.send_signal(signal.SIGTERM)
+        assert chaos.wait(timeout=120) != 0
+        gone, alive = psutil.wait_procs(cluster, timeout=30)
+        assert gone and not alive
+        assert not list(tmp_path.glob("kvrelay-chaos-*"))
+    finally:
+        chaos.kill()
 
 
 def test_an_unknown_kind_of_fault_is_refused():
