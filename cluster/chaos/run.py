@@ -104,8 +104,10 @@ class ChaosRun:
     async def _harm(
         self, plan: Iterator[PlannedFault], faults: Mapping[str, FaultKind], end_s: float, group: asyncio.TaskGroup
     ) -> None:
+        due_s = self._clock()
         for planned in plan:
-            await asyncio.sleep(min(planned.gap_s, max(end_s - self._clock(), 0.0)))
+            due_s += planned.gap_s
+            await asyncio.sleep(max(min(due_s, end_s) - self._clock(), 0.0))
             if self._clock() >= end_s:
                 return
             kind = faults[planned.kind]
@@ -117,6 +119,7 @@ class ChaosRun:
                     await held.enter_async_context(self._parts[part])
                 if self._clock() < end_s and not await self._suffer(kind, planned, group):
                     return
+            due_s = self._clock()
 
     async def _suffer(self, kind: FaultKind, planned: PlannedFault, group: asyncio.TaskGroup) -> bool:
         """Whether the part is whole again. Recorded by `group`, once the silence is known."""

@@ -29,7 +29,8 @@ SETTINGS = {
     "cache.remote": "cluster",
     "store.disk_size": "16MiB",
 }
-TINY_KV, OTHER_KV = "16MiB", "128MiB"  # of the pool, the host tier and the store: small, so that blocks are evicted
+# of the pool and the host tier, and of the store: small, so that blocks are evicted, and its disk is read
+TINY_KV, OTHER_KV = ("16MiB", "4MiB"), ("128MiB", "32MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ def _session(options: ChaosOptions, console: Console) -> tuple[ChaosReport, str]
         if not stack.enter_context(small_disk(disk)):
             left_out[FULL_DISK] = "this user may not mount a file system"
         source = options.model or str(tiny_checkpoint("llama", scratch / "tiny-llama"))
-        kv = OTHER_KV if options.model else TINY_KV
+        kv, store = OTHER_KV if options.model else TINY_KV
         own = {"engine.kv_memory": kv, "cache.host_memory": kv, "cache.disk_path": str(disk)}
-        own |= {"store.memory": kv, "store.disk_path": str(disk / STORE)}
+        own |= {"store.memory": store, "store.disk_path": str(disk / STORE)}
         cluster: Cluster
         if options.num_hosts > 1:
             cluster = hosts = ClusterOnHosts(options.num_hosts, source, COUNTS, SETTINGS | own)

@@ -1,6 +1,7 @@
 """A cluster on several hosts in namespaces, as `ray start` and `kvrelay deploy` make it."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
 from kvrelay.config import settings_from
 
 HEAD = 1
-PREFIX = "10.77.3"
+NETWORK = "10.78"  # with the process's number: several clusters may exist side by side
 CPUS = 8  # of each host, as far as Ray knows
 PASSED = {MARK, CLOCK, "LD_PRELOAD", "PYTHONPATH"}
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -39,7 +40,8 @@ class ClusterOnHosts(Cluster):
         if count < max(counts["prefill"], counts["decode"]):
             raise ClusterError(f"--hosts: at least {max(counts['prefill'], counts['decode'])}, one for each worker")
         super().__init__(model, counts, settings)
-        self.hosts, self.port, self._numbers = Hosts(count, PREFIX), 8000, range(1, count + 1)
+        self.hosts, self.port = Hosts(count, f"{NETWORK}.{os.getpid() % 256}"), 8000
+        self._numbers, self._has_begun = range(1, count + 1), False
         self.url = f"http://{self.hosts.address(HEAD)}:{self.port}"
         self.dashboard_url = f"http://{self.hosts.address(HEAD)}:8265"
 
@@ -50,6 +52,7 @@ class ClusterOnHosts(Cluster):
 
     def start(self) -> None:
         keep_ray_token_private()
+        self._has_begun = True
         self.hosts.up()
         for host in self._numbers:
             set_clock(self.hosts.folder / f"h{host}/tmp/clock")
@@ -97,7 +100,7 @@ class ClusterOnHosts(Cluster):
     def stop(self) -> list[str]:
         """Also returns processes and shared memory of each host."""
         found = list[str]()
-        if self.hosts.folder.exists():
+        if self._has_begun and self.hosts.folder.exists():
             try:
                 found = self._end()
                 logs = sorted(self.hosts.folder.glob("h*/tmp/ray/session_2*/logs/serve/*.log"))
