@@ -67,7 +67,13 @@ def clock_library(folder: Path) -> Path | None:
     return library if subprocess.run(command, capture_output=True).returncode == 0 else None
 
 
-def set_clock(file: Path, pid: int = 0, step_s: int = 0) -> None:
+def open_clock(path: Path) -> int:
+    """A descriptor of the file, made where there is none; its processes see the right time. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    set_clock(file)
+    return file
+
+
+def set_clock(file: int, pid: int = 0, step_s: int = 0) -> None:
     """Shift the clock of this process, which was started with this file, at once; and all others' back."""
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as opened:  # mapped: never truncated
-        opened.write(struct.pack("qq", pid, step_s))
+    os.pwrite(file, struct.pack("qq", pid, step_s), 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrelay.cluster.chaos import processes
-from kvrelay.cluster.chaos.clock import CLOCK, set_clock
+from kvrelay.cluster.chaos.clock import CLOCK, open_clock
 from kvrelay.cluster.chaos.served import START_S, start_serve
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.dashboard import RayDashboard
@@ -65,7 +65,7 @@ class Cluster:
     def use_clock(self, library: Path) -> None:
         """Preload this library: the file `clock` then steps the time that a process sees. Call it before `start`."""
         self.clock = library.with_name("clock")
-        set_clock(self.clock)
+        os.close(open_clock(self.clock))
         self.environment |= {"LD_PRELOAD": str(library), CLOCK: str(self.clock)}
 
     def restart_gcs(self) -> None:

@@ -6,6 +6,7 @@ Not done: changed bits in the pools' memory. A cached block that is used before 
 
 import asyncio
 import mmap
+import os
 import random
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import psutil
 
 from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.clients import ChaosClients
-from kvrelay.cluster.chaos.clock import set_clock
+from kvrelay.cluster.chaos.clock import open_clock, set_clock
 from kvrelay.cluster.chaos.cluster import PARTS, Cluster, send_signal
 from kvrelay.cluster.errors import ClusterError
 
@@ -199,7 +200,7 @@ class StepClock(FaultKind):
     part, is_held = "clock", True
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._file = cluster, Path()
+        self._cluster, self._file = cluster, -1
 
     async def strike(self, choice: float) -> None:
         await asyncio.to_thread(self._step, random.Random(choice))
@@ -207,15 +208,15 @@ class StepClock(FaultKind):
     def _step(self, draw: random.Random) -> None:
         pids = [pid for part in PARTS if part != "controller" for pid in self._cluster.part(part)]
         pid = draw.choice(pids) if pids else 0
-        self._file = Path(f"/proc/{pid}/root{self._cluster.clock}")  # as the process sees it
         try:
-            set_clock(self._file, processes.own_pid(pid), draw.randint(-STEP_S, STEP_S))
+            self._file = open_clock(Path(f"/proc/{pid}/root{self._cluster.clock}"))  # as the process sees it
         except FileNotFoundError as error:  # it has just ended
             raise NothingToHarm from error
+        set_clock(self._file, processes.own_pid(pid), draw.randint(-STEP_S, STEP_S))
 
     def undo(self) -> None:
-        with suppress(FileNotFoundError):
-            set_clock(self._file)
+        set_clock(self._file)
+        os.close(self._file)
 
 
 class Nothing(FaultKind):

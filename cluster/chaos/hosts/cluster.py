@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.chaos import processes
-from kvrelay.cluster.chaos.clock import CLOCK, set_clock
+from kvrelay.cluster.chaos.clock import CLOCK, open_clock
 from kvrelay.cluster.chaos.cluster import COUNTS, MARK, SETTINGS, Cluster
 from kvrelay.cluster.chaos.hosts.namespaces import Hosts, why_not
 from kvrelay.cluster.chaos.served import START_S, STOP_S
@@ -55,7 +55,7 @@ class ClusterOnHosts(Cluster):
         self._has_begun = True
         self.hosts.up()
         for host in self._numbers:
-            set_clock(self.hosts.folder / f"h{host}/tmp/clock")
+            os.close(open_clock(self.hosts.folder / f"h{host}/tmp/clock"))
         passed = {name: value for name, value in self.environment.items() if name in PASSED}
         self.hosts.environment = {
             **passed,
