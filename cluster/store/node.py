@@ -300,10 +300,12 @@ class StoreNode(SlabDelegate):
         index, disk = self._index, self._disk
         assert index is not None and disk is not None
         wanted = [BlockHash(key) for key in keys if key not in self._writing]
-        there = await disk.run(disk.blocks.contains, wanted)
+        tenants = await disk.run(disk.blocks.tenants, wanted)
         loading: list[tuple[BlockHash, int]] = []
-        for key, here in zip(wanted, there, strict=True):
-            if here and key not in index and key not in self._writing and (free := index.reserve(1, self._clock())):
+        for key, tenant in zip(wanted, tenants, strict=True):
+            if tenant is None or key in index or key in self._writing:
+                continue
+            if free := index.reserve(1, self._clock(), tenant=tenant):
                 loading.append((key, free[0]))
                 self._writing.add(key)
         if not loading:
@@ -316,12 +318,11 @@ class StoreNode(SlabDelegate):
             for (key, row), good in zip(loading, is_good, strict=True):
                 self._writing.discard(key)
                 block = read_trailer(self._row_view(row)) if good else None
-                is_right = block is not None and block.key == key and 0 < block.num_bytes <= self.block_bytes
-                if block is not None and is_right and index.assign(row, block.tenant, self._clock()):
+                if block is None or block.key != key or not 0 < block.num_bytes <= self.block_bytes:
+                    index.cancel((row,))
+                else:
                     self._put(block, row)
                     self.stats.from_disk += 1
-                else:
-                    index.cancel((row,))
 
 
 def _meta(block: BlockOffer) -> BlockMeta:

@@ -167,16 +167,6 @@ class TierIndex:
             self._forget(digest, is_detached=True)
         self.num_evicted += len(victims)
 
-    def assign(self, row: int, tenant: str, now_s: float) -> bool:
-        """This row, reserved without a tenant, is one of this tenant's. False, and no change: its quota is used up."""
-        victims = self._victims.choose(0, self._num_over(tenant, 1), tenant, now_s, self._pins.expire(now_s))
-        if victims is None:
-            return False
-        self._evict(victims, now_s)
-        self._remove_from_tenant(self.rows.assign(row, tenant))
-        self._num_rows_of[tenant] += 1
-        return True
-
     def trim(self, now_s: float) -> None:
         """Evict what tenants have beyond their quotas, which have changed; not what is held, pinned or reserved."""
         for tenant in list(self._num_rows_of):

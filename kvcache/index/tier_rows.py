@@ -38,11 +38,6 @@ class TierRows:
         self.free[row] = None
         return self.reserved.pop(row)
 
-    def assign(self, row: int, tenant: str) -> str:
-        """A reserved row is this tenant's now; returns whose it was."""
-        before, self.reserved[row] = self.reserved[row], tenant
-        return before
-
     def fill(self, row: int, digest: BlockHash) -> str:
         """A reserved row now holds this block; returns its tenant."""
         self._digests[row] = digest

@@ -190,6 +190,11 @@ class DiskStore(BlockStore):
         with self._visit() as volume:
             return [False] * len(hashes) if volume is None else volume.contains(hashes)
 
+    def tenants(self, hashes: Sequence[BlockHash]) -> list[str | None]:
+        """Whose each of these blocks is; None: it is not stored."""
+        with self._visit() as volume:
+            return [None] * len(hashes) if volume is None else volume.tenants(hashes)
+
     def _load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], metas: Sequence[BlockMeta]) -> list[bool]:
         with self._visit() as volume:
             outcome = Outcome() if volume is None else volume.load(hashes, into, metas)

@@ -89,6 +89,11 @@ class Volume:
         with self._lock:
             return [digest in self._index for digest in hashes]
 
+    def tenants(self, hashes: Sequence[BlockHash]) -> list[str | None]:
+        """Whose each of these blocks is; None: it is not stored."""
+        with self._lock:
+            return [self._headers[digest].meta.tenant if digest in self._index else None for digest in hashes]
+
     def usage(self) -> tuple[int, int, int]:
         """(blocks, blocks evicted since open(), bytes of the rows in use)."""
         with self._lock:

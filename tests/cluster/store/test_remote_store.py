@@ -10,6 +10,8 @@ import pytest
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.stores.codecs import LosslessCodec
+from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
+from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.placement import places
 from kvrelay.kvtransfer.paths.selection import transports_for
 from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
@@ -198,9 +200,6 @@ def test_a_store_laid_out_for_smaller_blocks_refuses_larger_ones(make_nodes, cap
 
 
 def test_blocks_come_back_from_the_disk_below_the_memory(make_nodes, tmp_path):
-    from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
-    from kvrelay.kvcache.stores.namespace import Namespace
-
     def disk(row_bytes, quota):
         options = DiskOptions(is_admission_on=False, quota=quota)
         return DiskStore(tmp_path / "disk", 16 << 20, row_bytes, Namespace.of({"slot": row_bytes}), options=options)
@@ -217,6 +216,27 @@ def test_blocks_come_back_from_the_disk_below_the_memory(make_nodes, tmp_path):
     assert service.node.stats.from_disk == 4
     store.delete(hashes[:4])
     assert store.contains(hashes[:5]) == [False] * 4 + [True]
+
+
+def test_what_comes_back_from_disk_counts_for_its_tenant_and_takes_no_others_place(make_nodes, tmp_path):
+    def disk(row_bytes, quota):
+        options = DiskOptions(is_admission_on=False, quota=quota)
+        return DiskStore(tmp_path / "disk", 16 << 20, row_bytes, Namespace.of({"slot": row_bytes}), options=options)
+
+    nodes = make_nodes(num_replicas=1, memory=8 * (BLOCK + 4096))
+    service = nodes.inside("a", make_disk=disk)
+    store, mine, theirs = nodes.client(), hashes_of(6), hashes_of(5)
+    for digest in mine:
+        put(store, [digest], BlockMeta(None, 16, tenant="greedy"))
+        until(lambda: service.node.stats.to_disk == service.node.stats.kept, "written to disk")
+    service.set_quotas({"greedy": 3 * (BLOCK + 4096)})
+    until(lambda: sum(store.contains(mine)) == 3, "the disk is trimmed")
+    put(store, theirs, BlockMeta(None, 16, tenant="other"))
+    in_memory = held_by(service, store, theirs)
+    for _ in range(3):
+        get(store, mine)
+        assert held_by(service, store, theirs) == in_memory == [True] * 5
+        assert sum(held_by(service, store, mine)) <= 3
 
 
 # ---- what must be refused

@@ -176,19 +176,6 @@ def test_a_quota_that_shrinks_takes_the_tenants_least_used_blocks_and_no_others(
     tier.check()
 
 
-def test_a_row_that_turns_out_to_be_a_tenants_counts_for_it_or_is_refused():
-    tier = TierIndex(6, Lru(), quota=lambda tenant: 2)
-    first, second = put_chain(tier, "ab", 0, tenant="small")
-    (row,) = tier.reserve(1, 1)
-    assert tier.assign(row, "small", 1) and second not in tier and first in tier
-    tier.put(name("c"), row, 1, parent=None, end_tokens=16)
-    tier.hold([first, name("c")])
-    (row,) = tier.reserve(1, 2)
-    assert not tier.assign(row, "small", 2)
-    tier.check()
-    tier.cancel([row])
-
-
 def test_a_block_is_wanted_at_its_second_offer_where_an_admission_filter_is_set():
     tier = TierIndex(4, Lru(), admission=OfferedBefore(64))
     assert [tier.wants(name("a")), tier.wants(name("a")), tier.wants(name("b"))] == [False, True, False]
