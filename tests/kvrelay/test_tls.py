@@ -323,6 +323,20 @@ def test_an_expired_file_is_told_at_the_start(folder):
         configured(tls=True, tls_dir=folder)
 
 
+def test_an_expired_authority_is_told_unless_another_one_beside_it_is_valid(folder):
+    expired, valid = between(-9, -8).certificate, (folder / "ca.crt").read_bytes()
+    (folder / "ca.crt").write_bytes(expired)
+    with pytest.raises(ConfigError, match=r"ca\.crt in .* expired on"):
+        configured(tls=True, tls_dir=folder)
+    (folder / "ca.crt").write_bytes(expired + valid)
+    assert configured(tls=True, tls_dir=folder) is not None
+
+
+def test_all_connections_of_a_process_share_what_a_rotation_changes(folder):
+    assert configured(tls=True) is configured(tls=True)
+    assert configured(tls=True, tls_dir=folder) is not configured(tls=True)
+
+
 def test_the_folder_needs_tls(folder):
     with pytest.raises(ConfigError, match=r"set cluster\.tls: on"):
         configured(tls=False, tls_dir=folder)
