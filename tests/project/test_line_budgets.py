@@ -5,7 +5,8 @@ for clusters of several hosts (deploy, roles that change, migration, dashboards,
 which need code that was not there. Again, by little, for what the edge lacked: limits of open bodies, connections and
 long texts, disk folders that nobody else can read, and workers that no longer answer. Then for tenants (keys,
 namespaces, quotas), overload (expected waits, order of arrival), TLS between hosts and hidden secrets, and
-for `kvrelay chaos`, which took what benches had for damaging clusters.
+for `kvrelay chaos`, which took what benches had for damaging clusters, and then what the tests had for hosts in
+namespaces. Last for what was still missing there: rotated authorities, blocks sealed at rest, and store quotas.
 """
 
 from pathlib import Path
@@ -16,17 +17,17 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_530,
+    "kvrelay": 5_600,
     "kernels": 6_600,
-    "kvcache": 6_420,
-    "engine": 11_840,
+    "kvcache": 6_620,
+    "engine": 11_850,
     "kvtransfer": 5_900,
     "prefill": 1_050,
     "decode": 1_300,
-    "router": 6_460,
-    "serve": 9_960,
-    "cluster": 20_000,
-    "bench": 11_760,
+    "router": 6_470,
+    "serve": 9_990,
+    "cluster": 21_360,
+    "bench": 12_080,
 }
 
 
