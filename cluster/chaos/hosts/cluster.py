@@ -11,7 +11,7 @@ from typing import Any
 from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.clock import CLOCK, open_clock
 from kvrelay.cluster.chaos.cluster import COUNTS, MARK, SETTINGS, Cluster
-from kvrelay.cluster.chaos.hosts.namespaces import Hosts, why_not
+from kvrelay.cluster.chaos.hosts.namespaces import HostError, Hosts, why_not
 from kvrelay.cluster.chaos.served import START_S, STOP_S
 from kvrelay.cluster.deployments.serve_config import serve_config
 from kvrelay.cluster.errors import ClusterError
@@ -63,6 +63,8 @@ class ClusterOnHosts(Cluster):
             "RAY_worker_niceness": "0",
             "RAY_enable_worker_prestart": "0",
             "REPORTER_UPDATE_INTERVAL_MS": "30000",
+            "RAY_raylet_start_wait_time_s": "100",  # several hosts share this machine's cores
+            "RAY_agent_register_timeout_ms": "120000",
             **SHARED_ADDRESS,
         }
         for host in self._numbers:
@@ -77,10 +79,16 @@ class ClusterOnHosts(Cluster):
         own = ["--object-store-memory=80000000", f"--node-ip-address={self.hosts.address(host)}", f"--num-cpus={CPUS}"]
         self.hosts.run(host, *RAY, "start", *as_what, *own, "--disable-usage-stats", timeout_s=START_S)
 
-    def keep_up(self, host: int) -> None:
-        """Start Ray where it does not run, as a service manager does: it ends when the head has given its host up."""
-        if "raylet" not in self.hosts.run(host, "ps", "-eo", "args"):
-            self.start_ray(host)
+    def keep_up(self, host: int) -> bool:
+        """Start Ray where it does not run, as a service manager does: it ends when the head has given its host up.
+        False: it did not start, and the next call tries again.
+        """
+        try:
+            if "/raylet/raylet " not in self.hosts.run(host, "ps", "-eo", "args"):
+                self.start_ray(host)
+        except HostError:
+            return False
+        return True
 
     def _config(self) -> dict[str, Any]:
         """Of the application. Raises ConfigError."""

@@ -34,8 +34,7 @@ class HostFault(FaultKind):
         self._end(self._cluster.hosts, self._host, self._sender)
 
     def is_over(self) -> bool:
-        self._cluster.keep_up(self._host)
-        return bool(self._cluster.part("registry"))
+        return self._cluster.keep_up(self._host) and bool(self._cluster.part("registry"))
 
 
 def _both_ways(
