@@ -4,6 +4,7 @@ import pytest
 
 from kvrelay.cluster.chaos.hosts import cluster as module
 from kvrelay.cluster.chaos.hosts.cluster import ClusterOnHosts
+from kvrelay.cluster.chaos.hosts.namespaces import HostError
 from kvrelay.cluster.errors import ClusterError
 
 pytestmark = pytest.mark.pure
@@ -22,6 +23,22 @@ def test_a_host_has_one_worker_of_a_role_and_the_first_one_has_the_ingresses(mad
     assert {deployments[role]["max_replicas_per_node"] for role in ("prefill", "decode")} == {1}
     assert "node:__internal_head__" in deployments["ingress"]["ray_actor_options"]["resources"]
     assert made._config()["applications"][0]["args"]["engine"] == {"kv_memory": 16 << 20}
+
+
+@pytest.mark.parametrize(
+    "shown, starts, is_up",
+    [("/x/raylet/raylet --a", [], True), ("agent --raylet-name=/s/raylet", [2], True), (None, [], False)],
+)
+def test_ray_is_started_on_a_host_where_it_has_ended(made, monkeypatch, shown, starts, is_up):
+    def run(host, *command):
+        if shown is None:
+            raise HostError("no answer")
+        return shown
+
+    started = []
+    monkeypatch.setattr(made.hosts, "run", run)
+    monkeypatch.setattr(made, "start_ray", started.append)
+    assert made.keep_up(2) is is_up and started == starts
 
 
 def test_where_no_hosts_can_be_made_the_reason_is_given(monkeypatch):
