@@ -351,7 +351,8 @@ async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_c
     replica._registry = replica._worker = replica._record = facts
     replica._ending = replica._following = replica._lease = None
     note_exits(monkeypatch, facts.note)
-    replica._listing = replica._exporting = asyncio.create_task(asyncio.sleep(60))
+    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    replica._background = [replica._listing]
     replica._retire(45.0)
     replica._retire(45.0)  # told again with every heartbeat
     for _ in range(5):
@@ -375,7 +376,8 @@ async def test_who_is_ended_by_serve_does_not_end_its_process_itself(monkeypatch
     replica._settings = settings_from({"cluster": {"drain_timeout_s": 30}})
     replica._ending = replica._following = replica._lease = None
     note_exits(monkeypatch, facts.note)
-    replica._listing = replica._exporting = asyncio.create_task(asyncio.sleep(60))
+    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    replica._background = [replica._listing]
     await DecodeReplica.__del__(replica)
     assert facts.note == ["leave", "drain 30", "close"]
 

@@ -122,7 +122,8 @@ def test_what_was_stored_plain_is_not_taken_for_sealed_on_a_nodes_disk(tmp_path)
     folders = []
     for is_sealed in (False, True, False):
         cache = {"host_memory": "1MiB", "remote": "cluster", "sealed": is_sealed}
-        disk = _disk(settings_from({"cache": cache, "store": {"disk_path": str(tmp_path)}}), "a")(16384)
+        make = _disk(settings_from({"cache": cache, "store": {"disk_path": str(tmp_path)}}), "a")
+        disk = make(16384, lambda tenant: None)
         disk.start()
         folders.append(disk._folder.path.name)
         disk.close()
