@@ -1,5 +1,6 @@
 """Whether memory grows in a run: for each kind of process, its resident memory and how fast it rises. Pure."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ WARM_S = 120.0  # of a process's life that do not count: until then pools and ca
 STEADY_S = 60.0  # a process is judged by at least so much of the run's second half
 MOST_POINTS = 512  # of one process; of more, every second, third, ... counts
 _MIB = 1 << 20
+_NUMBERS = re.compile(r"( \d+)+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,14 @@ def memory_trends(samples: Sequence[ProcessSample]) -> list[MemoryTrend]:
 
 
 def kind_of(name: str) -> str:
-    """A process's kind: its name, without the call that an actor's title may show."""
-    return name.partition(".")[0] if name.startswith("ray::") else name
+    """A process's kind: its name, without the call or the replica that an actor's title may show, and without numbers
+    behind a program's name.
+    """
+    if not name.startswith("ray::"):
+        return _NUMBERS.sub("", name)
+    _, _, replica = name.rpartition("#")
+    title = f"ray::{replica.partition(':')[2]}" if replica != name else name
+    return title.partition(".")[0]
 
 
 def _trend(kind: str, lives: Sequence[Sequence[ProcessSample]], half_s: float) -> MemoryTrend:

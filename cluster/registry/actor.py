@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from kvrelay.cluster.errors import VersionMismatch
 from kvrelay.cluster.registry.authorities import AuthorityKeeper
@@ -181,8 +181,16 @@ def connect_registry(
 
 
 async def join(registry: Any, name: str, deployed: Deployed) -> JoinSettings:
-    """What the replica `name` needs to join. Raises VersionMismatch naming both versions and hosts."""
-    settings: JoinSettings = await registry.join_settings.remote()
+    """What the replica `name` needs to join, once the registry answers: it may be restarting. Raises VersionMismatch
+    naming both versions and hosts.
+    """
+    settings: JoinSettings | None = None
+    while settings is None:
+        try:
+            settings = await registry.join_settings.remote()
+        except ActorUnavailableError as error:
+            logger.warning("%s cannot reach the registry: %s", name, error)
+            await asyncio.sleep(_RETRY_S)
     own = Installed(settings.host or ray.util.get_node_ip_address())
     if why := refusal(name, own, deployed, settings.registry):
         raise VersionMismatch(why)

@@ -5,6 +5,7 @@ blocks are is volume.py's, what their bytes look like format.py's.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _REPEAT_S = 60.0  # between two log lines of one kind
 _RECLAIM_S = 60.0  # between two attempts to claim a folder
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SEGMENT_BYTES = 128 << 20
 _MAX_SEGMENTS = 8192  # on a disk that was almost full at the start: each takes a file descriptor
 _SAMPLE_BLOCKS = 16  # whose encoded size determines the size of records
@@ -91,7 +93,8 @@ class DiskStore(BlockStore):
     # ---- life
 
     def start(self) -> None:
-        """Claim a subfolder and find its blocks.
+        """Claim a subfolder and find its blocks. On a full disk it does so once there is room, and stores nothing until
+        then.
 
         Raises:
             StoreError: not writable, too small for a block, or (with foreign="refuse") of another namespace.
@@ -105,10 +108,20 @@ class DiskStore(BlockStore):
         self._executor = ThreadPoolExecutor(self._options.io_depth, thread_name_prefix="kvrelay-disk")
         try:
             with self._lock:
-                self._open()
+                self._open_unless_full()
         except BaseException:
             self.close()
             raise
+
+    def _open_unless_full(self) -> None:
+        """Raises StoreError: another reason."""
+        try:
+            self._open()
+        except StoreError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+                raise
+            self._retry_at_s = self._clock() + _RECLAIM_S
+            self._complain("open", error)
 
     def _open(self) -> None:
         """Raises StoreError."""

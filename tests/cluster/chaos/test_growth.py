@@ -61,6 +61,9 @@ def test_kinds_come_by_how_fast_they_grow():
 def test_an_actor_in_a_call_is_of_the_same_kind():
     assert kind_of("ray::RegistryActor.beat()") == kind_of("ray::RegistryActor") == "ray::RegistryActor"
     assert kind_of("ray::ServeReplica:kvrelay:decode.handle_request") == "ray::ServeReplica:kvrelay:decode"
+    starting = "ray::SERVE_REPLICA::kvrelay#decode#9xuqv4fo:ServeReplica:kvrelay:decode"
+    assert kind_of(starting) == "ray::ServeReplica:kvrelay:decode"
+    assert kind_of("haproxy c 12197") == "haproxy c"
     assert kind_of("redis-server 6.2") == "redis-server 6.2"
 
 

@@ -1,10 +1,12 @@
 """One version of kvrelay in a cluster: which replica is refused, and with what line."""
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from kvrelay.cluster.commands.doctor import versions
 from kvrelay.cluster.errors import VersionMismatch
-from kvrelay.cluster.registry.actor import RegistryActor, join
+from kvrelay.cluster.registry import actor
+from kvrelay.cluster.registry.actor import JoinSettings, RegistryActor, join
 from kvrelay.cluster.registry.versions import Deployed, Installed, protocol_refusal, refusal
 
 REGISTRY = Installed("10.0.0.1", "0.2.0", 6)
@@ -38,19 +40,31 @@ def test_a_registry_of_an_older_release_is_used_while_the_protocol_is_the_same()
 
 
 class Remote:
-    """The registry's handle, without Ray."""
+    """The registry's handle, without Ray. `num_down`: calls that come while it restarts."""
 
-    def __init__(self, actor: RegistryActor) -> None:
-        self.join_settings = self
-        self.remote = actor.join_settings
+    def __init__(self, actor: RegistryActor, num_down: int = 0) -> None:
+        self.join_settings, self._actor, self.num_down = self, actor, num_down
+
+    async def remote(self) -> JoinSettings:
+        if self.num_down:
+            self.num_down -= 1
+            raise ActorUnavailableError("it is restarting", None)
+        return await self._actor.join_settings()
 
 
 async def test_a_replica_asks_the_registry_before_it_joins():
-    actor = RegistryActor("secret", "10.0.0.1", None)
+    registry = RegistryActor("secret", "10.0.0.1", None)
     own = Installed("10.0.0.1")
-    assert (await join(Remote(actor), "decode-1", deployed(own.version))).secret == b"secret"
+    assert (await join(Remote(registry), "decode-1", deployed(own.version))).secret == b"secret"
     with pytest.raises(VersionMismatch, match=r"decode-1 has .* but kvrelay 9\.9 was deployed from host 10\.0\.0\.7"):
-        await join(Remote(actor), "decode-1", deployed("9.9", "10.0.0.7"))
+        await join(Remote(registry), "decode-1", deployed("9.9", "10.0.0.7"))
+
+
+async def test_a_replica_that_starts_while_the_registry_restarts_waits_for_it(monkeypatch):
+    monkeypatch.setattr(actor, "_RETRY_S", 0.0)
+    handle = Remote(RegistryActor("secret", "10.0.0.1", None), num_down=3)
+    own = Installed("10.0.0.1")
+    assert (await join(handle, "decode-1", deployed(own.version))).secret == b"secret" and not handle.num_down
 
 
 def test_the_doctor_lists_versions_by_host_and_those_that_differ():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvrelay.errors import StoreError
 from kvrelay.kvcache.stores.disk import folder as disk_folder
 from kvrelay.kvcache.stores.disk.format import HEADER_BYTES, PAGE_BYTES, smallest_limit
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
@@ -253,6 +254,29 @@ def test_a_disk_without_room_for_a_single_block_keeps_nothing(open_disk, monkeyp
     assert keep(store, hashes, metas) == [False] * 4
     assert fetch(store, hashes) == [None] * 4
     assert store.stats().rejected_blocks == 4
+
+
+@pytest.mark.parametrize("call", ["_claim", "write_manifest"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(open_disk, monkeypatch, caplog, call, code):
+    """A worker that starts then serves without it."""
+
+    def fail(*args):
+        raise OSError(code, os.strerror(code))
+
+    now, (hashes, metas) = [0.0], chain(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_folder if call == "_claim" else disk_folder.WorkerFolder, call, fail)
+        if code == errno.EACCES:
+            with pytest.raises(StoreError, match=r"(?i)permission|writ"):
+                open_disk(clock=lambda: now[0])
+            return
+        store = open_disk(clock=lambda: now[0])
+        assert keep(store, hashes, metas) == [False] * 4
+        assert "disk tier: " in caplog.text and store.stats().num_blocks == 0
+    now[0] = 61.0
+    assert keep(store, hashes, metas) == [True] * 4
+    assert assert_right(hashes, fetch(store, hashes)) == 4
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
