@@ -14,8 +14,8 @@ from kvrelay.cluster.deployments.ingress import IngressReplica
 from kvrelay.cluster.deployments.serve_config import CLOSE_S
 from kvrelay.cluster.deployments.worker import DecodeReplica, PrefillReplica
 from kvrelay.cluster.registry.versions import Deployed
-from kvrelay.config import Settings, settings_from, with_secrets
-from kvrelay.environment import environment_api_key
+from kvrelay.config import Settings, settings_from
+from kvrelay.environment import environment_api_key, environment_secret
 
 DEFAULT_CPUS = 0.1  # what Ray accounts for; cores.py pins the real cores
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
@@ -39,7 +39,7 @@ def application(settings: Settings) -> Application:
     deployed = Deployed(
         version=__version__,
         host=ray.util.get_node_ip_address() if ray.is_initialized() else "localhost",
-        secret=with_secrets(settings).cluster.secret,
+        secret=cluster.secret or environment_secret(),  # None where kvrelay's commands have given it to the registry
         api_key=environment_api_key(),
     )
     workers = [
