@@ -158,18 +158,24 @@ def in_one_line(error: Exception) -> str:
 def with_secrets(settings: Settings) -> Settings:
     """The settings, with the API key and the cluster's secret from the environment where they have none.
 
-    Raises ConfigError: sealed blocks would outlive a random secret.
+    Raises ConfigError: see `check_sealed`.
     """
-    secret, cache = settings.cluster.secret or environment_secret(), settings.cache
+    secret = settings.cluster.secret or environment_secret()
+    check_sealed(settings, has_secret=secret is not None)
+    cluster = settings.cluster.model_copy(update={"secret": secret})
+    return with_api_key(settings, environment_api_key()).model_copy(update={"cluster": cluster})
+
+
+def check_sealed(settings: Settings, *, has_secret: bool) -> None:
+    """Raises ConfigError: sealed blocks would outlive a random secret. `has_secret`: the cluster was given one."""
+    cache = settings.cache
     outliving = cache.disk_path or (settings.store.disk_path if cache.remote == "cluster" else cache.remote)
-    if cache.sealed and outliving and not secret:
+    if cache.sealed and outliving and not has_secret:
         raise ConfigError(
             "cache.sealed: blocks on disk and in stores can be opened only with the secret that sealed them, and "
             "without cluster.secret (or KVRELAY_SECRET) each start makes another: set it, for example to the output "
             "of `openssl rand -hex 32`"
         )
-    cluster = settings.cluster.model_copy(update={"secret": secret})
-    return with_api_key(settings, environment_api_key()).model_copy(update={"cluster": cluster})
 
 
 def with_api_key(settings: Settings, api_key: str | None) -> Settings:

@@ -62,6 +62,7 @@ FRESH_S = 2.0  # how long an ingress uses a session of KV hints that it has look
 REGISTRY_S = 5.0
 READY_S = 10.0
 _RETRY_AFTER_S = 1.0
+_AWAY = "registry_unavailable", "the registry does not answer"
 
 
 class SharedSessions:
@@ -104,13 +105,18 @@ class SharedSessions:
 
     @staticmethod
     async def _call(method: Any, *arguments: object) -> Any:
-        try:
-            async with asyncio.timeout(REGISTRY_S):
-                return await method.remote(*arguments)
-        except (RayError, TimeoutError) as error:
-            logger.warning("the registry does not answer about a session: %s", error)
-            message = "sessions cannot be looked up now: the registry does not answer"
-            raise Unavailable(message, _RETRY_AFTER_S, "sessions_unavailable") from error
+        message = "sessions cannot be looked up now: the registry does not answer"
+        return await ask_registry("sessions_unavailable", message, method, *arguments)
+
+
+async def ask_registry(code: str, message: str, method: Any, *arguments: object) -> Any:
+    """The answer of a method of the registry's actor. Raises Unavailable with this code and message."""
+    try:
+        async with asyncio.timeout(REGISTRY_S):
+            return await method.remote(*arguments)
+    except (RayError, TimeoutError) as error:
+        logger.warning("%s: %s", message, error or "timed out")
+        raise Unavailable(message, _RETRY_AFTER_S, code) from error
 
 
 async def until_ready(workers: Membership, limit_s: float = READY_S) -> None:
@@ -132,7 +138,7 @@ class IngressReplica:
         listen_with_limits(settings_from(settings).router.max_inflight)
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         given, name = settings_from(settings), f"ingress-{own_replica()}"
-        self._registry, joined, holding = await join_application(name, deployed, given.cluster)
+        self._registry, joined, holding = await join_application(name, deployed, given)
         self._settings = with_api_key(given, joined.api_key)
         keys = self._settings.serve
         self._access = await asyncio.to_thread(Access, keys.api_key, keys.api_keys_file, joined.secret)
@@ -227,22 +233,12 @@ class IngressReplica:
         cluster = self._settings.cluster
         if not cluster.tls:
             raise InvalidRequest("cluster.tls is off: there is no authority to rotate", None, 409, "rotate")
-        is_begun = await self._of_registry(self._registry.rotate, cluster.tls_dir is not None)
+        is_begun = await ask_registry(*_AWAY, self._registry.rotate, cluster.tls_dir is not None)
         return {"is_begun": is_begun, "has_files": cluster.tls_dir is not None, **await self.rotation()}
 
     async def rotation(self) -> dict[str, Any]:
         """How far it is: a RotationReport."""
-        return asdict(await self._of_registry(self._registry.rotation))
-
-    @staticmethod
-    async def _of_registry(method: Any, *arguments: object) -> Any:
-        """Raises Unavailable."""
-        try:
-            async with asyncio.timeout(REGISTRY_S):
-                return await method.remote(*arguments)
-        except (RayError, TimeoutError) as error:
-            message = f"the registry does not answer: {error or 'timed out'}"
-            raise Unavailable(message, _RETRY_AFTER_S, "registry_unavailable") from error
+        return asdict(await ask_registry(*_AWAY, self._registry.rotation))
 
     async def status(self) -> dict[str, Any]:
         """Every member with its own status; a worker that does not answer has only its record. Those that warm up, and

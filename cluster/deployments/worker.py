@@ -35,7 +35,7 @@ from kvrelay.cluster.registry.members import Order, WorkerRecord
 from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.remote_store import ClusterStores
-from kvrelay.config import settings_from
+from kvrelay.config import Settings, check_sealed, settings_from
 from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError, WorkerError
 from kvrelay.kvcache.stores.remote import CLUSTER
@@ -43,7 +43,6 @@ from kvrelay.logs import configure_logging
 from kvrelay.machine import cpu_quota, own_cores
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.serve.telemetry.metrics import worker_metrics
-from kvrelay.settings.cluster import ClusterSettings
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class WorkerReplica:
         log_as_replica(self.role)
         self._listing: asyncio.Task[None] | None = None
         self._settings, name = settings_from(settings), worker_name(self.role, own_replica())
-        self._registry, joined, holding = await join_application(name, deployed, self._settings.cluster)
+        self._registry, joined, holding = await join_application(name, deployed, self._settings)
         self._background = [holding]
         self._ending: asyncio.Task[None] | None = None
         self._changing: asyncio.Task[None] | None = None  # its role
@@ -94,7 +93,7 @@ class WorkerReplica:
         self._stores: ClusterStores | None = None
         node_id = str(ray.get_runtime_context().get_node_id())
         host = joined.host or ray.util.get_node_ip_address()
-        warming = WorkerRecord(worker_name(self.role, own_replica()), self.role, "", host, 0, node_id, os.getpid())
+        warming = WorkerRecord(name, self.role, "", host, 0, node_id, os.getpid())
         async with listed_as_warming(self._registry, warming):
             model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry)
             num_workers = await deployed_workers()
@@ -264,7 +263,7 @@ def own_application() -> str:
 
 
 async def join_application(
-    name: str, deployed: Deployed, cluster: ClusterSettings
+    name: str, deployed: Deployed, settings: Settings
 ) -> tuple[Any, JoinSettings, "asyncio.Task[None]"]:
     """The application's registry, what the replica `name` needs to join, and the task that keeps it trusted. Raises
     VersionMismatch, ConfigError.
@@ -272,8 +271,9 @@ async def join_application(
     _listen_at_own_address(ray.util.get_node_ip_address())
     registry = connect_registry(deployed["secret"], api_key=deployed["api_key"], app_name=own_application())
     joined = await join(registry, name, deployed)
+    check_sealed(settings, has_secret=joined.is_secret_given)
     host = joined.host or ray.util.get_node_ip_address()
-    return registry, joined, await hold_authorities(registry, name, host, cluster_tls(cluster, joined.secret))
+    return registry, joined, await hold_authorities(registry, name, host, cluster_tls(settings.cluster, joined.secret))
 
 
 def _listen_at_own_address(host: str) -> None:

@@ -42,6 +42,7 @@ class JoinSettings:
     """What a replica needs to join the cluster."""
 
     secret: bytes
+    is_secret_given: bool  # or made up when the cluster started
     host: str | None  # workers listen here; None: on their node's address
     api_key: str | None  # for ingresses whose settings have none
     registry: Installed
@@ -52,10 +53,18 @@ class RegistryActor:
     drained and it moves to another one.
     """
 
-    def __init__(self, secret: str, host: str | None, api_key: str | None, app_name: str = APP_NAME) -> None:
+    def __init__(
+        self,
+        secret: str,
+        host: str | None,
+        api_key: str | None,
+        app_name: str = APP_NAME,
+        *,
+        is_secret_given: bool = True,
+    ) -> None:
         self._app_name = app_name
         own = Installed(host or ray.util.get_node_ip_address())
-        self._join_settings = JoinSettings(secret.encode(), host, api_key, own)
+        self._join_settings = JoinSettings(secret.encode(), is_secret_given, host, api_key, own)
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
@@ -177,7 +186,8 @@ def connect_registry(
         max_task_retries=0,
         max_concurrency=10_000,
     )
-    return actor.remote(secret or secrets.token_hex(32), host, api_key, app_name)
+    made = secret or secrets.token_hex(32)
+    return actor.remote(made, host, api_key, app_name, is_secret_given=secret is not None)
 
 
 async def join(registry: Any, name: str, deployed: Deployed) -> JoinSettings:
@@ -256,12 +266,12 @@ async def follow_members(registry: Any, on_members: Callable[[tuple[WorkerRecord
 
 
 async def follow_store_quotas(registry: Any, on_quotas: Callable[[dict[str, int]], None]) -> None:
-    """Call `on_quotas` when tenants' quotas of the store have changed, until cancelled; while the registry is away, or
-    is of an older version, the last ones hold.
+    """Call `on_quotas` when tenants' quotas of the store have changed, until cancelled; while the registry is away, the
+    last ones hold.
     """
     known: dict[str, int] | None = None
     while True:
-        with contextlib.suppress(RayError, TimeoutError, AttributeError):
+        with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(QUOTAS_S):
                 found: dict[str, int] | None = await registry.store_quotas.remote()
             if found is not None and found != known:

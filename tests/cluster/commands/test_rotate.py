@@ -112,7 +112,6 @@ class RotatingIngress:
     """An ingress, as far as it answers for the registry."""
 
     rotate, rotation = IngressReplica.rotate, IngressReplica.rotation
-    _of_registry = staticmethod(IngressReplica._of_registry)
 
     def __init__(self, **cluster: Any) -> None:
         self._settings, self._registry = settings_from({"cluster": cluster}), RotatingRegistry()

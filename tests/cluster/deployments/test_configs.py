@@ -68,6 +68,21 @@ def test_arguments_of_replicas_do_not_change_with_the_counts():
     assert replica_arguments(few) != replica_arguments(settings_from({"engine": {"token_budget": 64}}))
 
 
+def test_sealed_blocks_need_no_secret_where_the_application_is_built(monkeypatch: pytest.MonkeyPatch):
+    """`kvrelay serve` gives it to the registry alone; a replica that joins is refused where that has made one up."""
+    from kvrelay.cluster.deployments.app import build
+    from kvrelay.config import check_sealed
+    from kvrelay.errors import ConfigError
+
+    monkeypatch.delenv("KVRELAY_SECRET", raising=False)
+    cache = {"host_memory": "1MiB", "disk_path": "/kv", "sealed": True}
+    settings = settings_from({"model": {"source": "m"}, "cache": cache})
+    assert build(settings) is not None
+    check_sealed(settings, has_secret=True)
+    with pytest.raises(ConfigError, match=r"cache\.sealed"):
+        check_sealed(settings, has_secret=False)
+
+
 def exported(text: str) -> dict[str, str]:
     """The variables that `export` lines of a shell set, apart from those of other subjects."""
     lines = re.findall(r"^ *export ((?:[^\n;]|\n(?! *(?:export|ray)))+)", text, re.MULTILINE)

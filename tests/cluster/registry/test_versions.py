@@ -67,6 +67,13 @@ async def test_a_replica_that_starts_while_the_registry_restarts_waits_for_it(mo
     assert (await join(handle, "decode-1", deployed(own.version))).secret == b"secret" and not handle.num_down
 
 
+async def test_a_replica_learns_whether_the_clusters_secret_was_given_or_made_up():
+    own = Installed("10.0.0.1")
+    for is_given in (True, False):
+        handle = Remote(RegistryActor("secret", "10.0.0.1", None, is_secret_given=is_given))
+        assert (await join(handle, "decode-1", deployed(own.version))).is_secret_given is is_given
+
+
 def test_the_doctor_lists_versions_by_host_and_those_that_differ():
     from kvrelay import __version__
 
