@@ -266,12 +266,12 @@ async def follow_members(registry: Any, on_members: Callable[[tuple[WorkerRecord
 
 
 async def follow_store_quotas(registry: Any, on_quotas: Callable[[dict[str, int]], None]) -> None:
-    """Call `on_quotas` when tenants' quotas of the store have changed, until cancelled; while the registry is away, the
-    last ones hold.
+    """Call `on_quotas` when tenants' quotas of the store have changed, until cancelled; while the registry is away, or
+    is of an older version, the last ones hold.
     """
     known: dict[str, int] | None = None
     while True:
-        with contextlib.suppress(RayError, TimeoutError):
+        with contextlib.suppress(RayError, TimeoutError, AttributeError):
             async with asyncio.timeout(QUOTAS_S):
                 found: dict[str, int] | None = await registry.store_quotas.remote()
             if found is not None and found != known:

@@ -38,7 +38,7 @@ async def exchange_usage(access: Access, registry: Any, ingress: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer: Report = await registry.exchange_usage.remote(ingress, report)
-        except (RayError, TimeoutError) as error:
+        except (RayError, TimeoutError, AttributeError) as error:  # AttributeError: a registry of an older version
             access.ledger.returned(report)
             if not is_away:
                 logger.warning("quotas go on with the last sums of the other ingresses: %r", error)
@@ -53,7 +53,7 @@ async def report_store_quotas(access: Access, registry: Any, ingress: str) -> No
     restarted knows none.
     """
     while True:
-        with contextlib.suppress(RayError, TimeoutError):
+        with contextlib.suppress(RayError, TimeoutError, AttributeError):  # as above
             async with asyncio.timeout(ANSWER_S):
                 await registry.put_store_quotas.remote(ingress, access.store_quotas())
         await asyncio.sleep(EXCHANGE_S)

@@ -18,21 +18,21 @@ from kvrelay.cluster.chaos.hosts.namespaces import why_not
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
 
 
-def test_a_minute_of_faults_costs_no_token_block_or_process(tmp_path):
-    command = [sys.executable, "-m", "kvrelay.cluster.commands.cli", "chaos", "--seconds", "60", "--seed", "1"]
-    done = subprocess.run(
-        [*command, "--report", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "200"},
-        timeout=560,
-    )
+def report_of(folder, *flags):
+    """The report of a run that must end with 0."""
+    command = [sys.executable, "-m", "kvrelay.cluster.commands.cli", "chaos", *flags, "--report", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, timeout=560)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
+    assert report["counts"]["complete"] > 50 and report["problems"] == report["leaks"] == []
+    return report
+
+
+def test_a_minute_of_faults_costs_no_token_block_or_process(tmp_path):
+    report = report_of(tmp_path, "--seconds", "60", "--seed", "1")
     struck = {one["kind"] for one in report["faults"]}
     assert struck <= set(FAULTS)
     assert set(PARTS) <= {kind.partition("-")[2] for kind in struck}, "some part was not harmed"
-    assert report["counts"]["complete"] > 50 and report["problems"] == report["leaks"] == []
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
@@ -40,18 +40,8 @@ def test_a_minute_of_faults_costs_no_token_block_or_process(tmp_path):
 def test_hosts_and_links_that_fail_cost_no_token_block_or_process(tmp_path):
     if why := why_not():
         pytest.skip(why)
-    command = [sys.executable, "-m", "kvrelay.cluster.commands.cli", "chaos", "--hosts", "2", "--seconds", "60"]
-    done = subprocess.run(
-        [*command, "--faults", ",".join(HOST_FAULTS), "--report", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "200"},
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = report_of(tmp_path, "--hosts", "2", "--seconds", "60", "--faults", ",".join(HOST_FAULTS))
     assert report["faults"] and {one["kind"] for one in report["faults"]} <= set(HOST_FAULTS)
-    assert report["counts"]["complete"] > 50 and report["problems"] == report["leaks"] == []
 
 
 def test_a_run_that_is_told_to_end_takes_its_cluster_along(tmp_path):

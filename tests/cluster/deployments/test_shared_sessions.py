@@ -1,36 +1,19 @@
 """Sessions that several ingresses share through the registry, whose actor here runs in this process."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayError
 
 from kvrelay.cluster.deployments.ingress import FRESH_S, SharedSessions
-from kvrelay.cluster.registry.actor import RegistryActor
 from kvrelay.errors import Overloaded, RequestError
 from kvrelay.serve.api.sessions import MAX_TENANT_SESSIONS, SessionHints, SessionKey
+from tests.cluster.registry.handle import RegistryHandle
 
 pytestmark = pytest.mark.alone
 
 
 KEY = SessionKey.of("", "chat")
-
-
-class Handle:
-    """Calls the actor's methods as Ray's handle does; `error` is raised instead."""
-
-    def __init__(self):
-        self.actor, self.error, self.num_calls = RegistryActor("secret", None, None), None, 0
-
-    def __getattr__(self, name):
-        async def remote(*arguments):
-            self.num_calls += 1
-            if self.error is not None:
-                raise self.error
-            return await getattr(self.actor, name)(*arguments)
-
-        return SimpleNamespace(remote=remote)
 
 
 class Clock:
@@ -43,7 +26,7 @@ class Clock:
 @pytest.fixture
 def two():
     """(registry, clock, one ingress's sessions, another's)."""
-    handle, clock = Handle(), Clock()
+    handle, clock = RegistryHandle(), Clock()
     return handle, clock, SharedSessions(handle, clock), SharedSessions(handle, clock)
 
 

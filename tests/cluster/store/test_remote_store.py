@@ -19,24 +19,11 @@ from kvrelay.kvtransfer.slabs.messages import AcquireLease, BlockOffer, LeaseGra
 from kvrelay.kvtransfer.slabs.slabs import BlockArrival, BlockRead, SharedSlab, allocate_slab, free_slab
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import BlockMeta
-from tests.cluster.store.store_nodes import BLOCK, META, SECRET, Nodes, block, until
+from tests.cluster.store.store_nodes import BLOCK, META, SECRET, block, until
 from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, content, fetch, keep
 from tests.kvtransfer.damage import damaged
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def make_nodes():
-    made = []
-
-    def make_nodes(**options):
-        made.append(Nodes(**options))
-        return made[-1]
-
-    yield make_nodes
-    for nodes in made:
-        nodes.close()
 
 
 def hashes_of(count):

@@ -11,22 +11,9 @@ import pytest
 from kvrelay.kvcache.stores.placement import places
 from kvrelay.kvcache.stores.store import BackOff
 from kvrelay.kvtransfer.slabs.slabs import SlabReader, StuckRead
-from tests.cluster.store.store_nodes import BLOCK, META, Nodes, block, until
+from tests.cluster.store.store_nodes import BLOCK, META, block, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
-
-
-@pytest.fixture
-def make_nodes():
-    made = []
-
-    def make_nodes(**options):
-        made.append(Nodes(**options))
-        return made[-1]
-
-    yield make_nodes
-    for nodes in made:
-        nodes.close()
 
 
 def hashes_of(count):

@@ -10,24 +10,11 @@ from kvrelay.cluster.store.service import _disk
 from kvrelay.config import settings_from
 from kvrelay.kvcache.stores.placement import places
 from kvrelay.kvtransfer.slabs.slabs import allocate_slab, free_slab
-from tests.cluster.store.store_nodes import Nodes, until
+from tests.cluster.store.store_nodes import until
 from tests.kvcache.stores.sealed_contract import NAMESPACE, SealedContract, StoredPayloads, lies_in, sealed
 from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, content, fetch, keep
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def make_nodes():
-    made = []
-
-    def make_nodes(**options):
-        made.append(Nodes(**options))
-        return made[-1]
-
-    yield make_nodes
-    for nodes in made:
-        nodes.close()
 
 
 class NodePayloads(StoredPayloads):

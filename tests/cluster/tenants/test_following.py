@@ -14,6 +14,7 @@ from kvrelay.cluster.tenants.following import exchange_usage, follow_keys, repor
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.tenants.quotas import QuotaExceeded
+from tests.cluster.registry.handle import RegistryHandle
 from tests.fakes import until
 from tests.serve.tenants.test_access import written
 
@@ -22,21 +23,7 @@ pytestmark = pytest.mark.alone
 KEY = "key of search"
 
 
-class Handle:
-    """Calls the actor's method as Ray's handle does; `error` is raised instead."""
-
-    def __init__(self):
-        self.actor, self.error, self.num_calls = RegistryActor("secret", None, None), None, 0
-
-    def __getattr__(self, name):
-        async def remote(*arguments):
-            self.num_calls += 1
-            if self.error is not None:
-                raise self.error
-            return await getattr(self.actor, name)(*arguments)
-
-        return SimpleNamespace(remote=remote)
-
+class Handle(RegistryHandle):
     async def called(self, times=4):
         """After so many more calls, each ingress has heard what the other had reported before."""
         before = self.num_calls

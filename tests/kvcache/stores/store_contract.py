@@ -8,6 +8,7 @@
 Opening again, after close(), must find what was kept where `outlives_close` is true. No admission filter; exact codec.
 """
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -21,6 +22,22 @@ from kvrelay.types import BlockMeta
 BLOCK_BYTES = 8192
 _METAS = {}  # of each hash that `chain` has made: a caller of load() knows them, too
 _UNKNOWN = BlockMeta(None, 0)
+
+
+@contextlib.contextmanager
+def started():
+    """Starts stores, holds their ledgers against their rows at the end, and closes them."""
+    stores = []
+
+    def start(store):
+        stores.append(store)
+        store.start()
+        return store
+
+    yield start
+    for store in stores:
+        check(store)
+        store.close()
 
 
 def chain(count, *, salt=""):

@@ -22,11 +22,11 @@ from tests.kvcache.stores.store_contract import (
     StoreContract,
     assert_right,
     chain,
-    check,
     content,
     fetch,
     keep,
     room,
+    started,
 )
 
 SLOT_BYTES = BLOCK_BYTES + PAGE_BYTES
@@ -35,36 +35,31 @@ SLOT_BYTES = BLOCK_BYTES + PAGE_BYTES
 @pytest.fixture
 def open_disk(tmp_path):
     """Opens started stores in one folder, closes them at the end, and holds their ledgers against their rows."""
-    stores = []
+    with started() as start:
 
-    def open_disk(
-        num_blocks=16,
-        *,
-        model="model-a",
-        codec=None,
-        clock=lambda: 0.0,
-        dtype="bfloat16",
-        block_bytes=BLOCK_BYTES,
-        **options,
-    ):
-        limit = smallest_limit(0) + num_blocks * (PAGE_BYTES + block_bytes)
-        store = DiskStore(
-            tmp_path / "kv",
-            limit,
-            block_bytes,
-            Namespace.of({"model": model, "dtype": dtype}),
-            codec=codec,
-            options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}),
-            clock=clock,
-        )
-        stores.append(store)
-        store.start()
-        return store
+        def open_disk(
+            num_blocks=16,
+            *,
+            model="model-a",
+            codec=None,
+            clock=lambda: 0.0,
+            dtype="bfloat16",
+            block_bytes=BLOCK_BYTES,
+            **options,
+        ):
+            limit = smallest_limit(0) + num_blocks * (PAGE_BYTES + block_bytes)
+            store = DiskStore(
+                tmp_path / "kv",
+                limit,
+                block_bytes,
+                Namespace.of({"model": model, "dtype": dtype}),
+                codec=codec,
+                options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}),
+                clock=clock,
+            )
+            return start(store)
 
-    yield open_disk
-    for store in stores:
-        check(store)
-        store.close()
+        yield open_disk
 
 
 class TestDiskStore(StoreContract):

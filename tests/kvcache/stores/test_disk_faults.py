@@ -20,7 +20,7 @@ from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.disk.volume import Volume
 from kvrelay.kvcache.stores.namespace import Namespace
 from tests.kvcache.stores import disk_writer
-from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, check, content, fetch, keep
+from tests.kvcache.stores.store_contract import BLOCK_BYTES, assert_right, chain, check, content, fetch, keep, started
 
 SLOT_BYTES = BLOCK_BYTES + PAGE_BYTES
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,25 +28,20 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def open_disk(tmp_path):
-    stores = []
+    with started() as start:
 
-    def open_disk(num_blocks=8, *, clock=lambda: 0.0, folder="kv", **options):
-        store = DiskStore(
-            tmp_path / folder,
-            smallest_limit(0) + num_blocks * SLOT_BYTES,
-            BLOCK_BYTES,
-            Namespace.of({"model": "m"}),
-            options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}),
-            clock=clock,
-        )
-        stores.append(store)
-        store.start()
-        return store
+        def open_disk(num_blocks=8, *, clock=lambda: 0.0, folder="kv", **options):
+            store = DiskStore(
+                tmp_path / folder,
+                smallest_limit(0) + num_blocks * SLOT_BYTES,
+                BLOCK_BYTES,
+                Namespace.of({"model": "m"}),
+                options=DiskOptions(**{"is_admission_on": False, "segment_bytes": 16 * SLOT_BYTES, **options}),
+                clock=clock,
+            )
+            return start(store)
 
-    yield open_disk
-    for store in stores:
-        check(store)
-        store.close()
+        yield open_disk
 
 
 def segment(tmp_path):

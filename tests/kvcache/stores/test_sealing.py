@@ -12,7 +12,7 @@ from kvrelay.kvcache.stores.disk.format import PAGE_BYTES, pages, smallest_limit
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.sealing import SEAL_BYTES
 from tests.kvcache.stores.sealed_contract import NAMESPACE, SEALED_BYTES, SealedContract, StoredPayloads, sealed
-from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, check, content
+from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, content, started
 
 RECORD_BYTES = PAGE_BYTES + pages(SEALED_BYTES)
 [DIGEST], [META] = chain(1, salt="tenant\0salt")
@@ -107,20 +107,15 @@ class DiskPayloads(StoredPayloads):
 
 @pytest.fixture
 def open_disk(tmp_path):
-    stores = []
+    with started() as start:
 
-    def open_disk(codec, num_blocks=16, namespace=NAMESPACE):
-        limit = smallest_limit(0) + num_blocks * (PAGE_BYTES + pages(codec.most_bytes(BLOCK_BYTES)))
-        options = DiskOptions(is_admission_on=False, segment_bytes=16 * RECORD_BYTES)
-        store = DiskStore(tmp_path / "kv", limit, BLOCK_BYTES, namespace, codec=codec, options=options)
-        stores.append(store)
-        store.start()
-        return store
+        def open_disk(codec, num_blocks=16, namespace=NAMESPACE):
+            limit = smallest_limit(0) + num_blocks * (PAGE_BYTES + pages(codec.most_bytes(BLOCK_BYTES)))
+            options = DiskOptions(is_admission_on=False, segment_bytes=16 * RECORD_BYTES)
+            store = DiskStore(tmp_path / "kv", limit, BLOCK_BYTES, namespace, codec=codec, options=options)
+            return start(store)
 
-    yield open_disk
-    for store in stores:
-        check(store)
-        store.close()
+        yield open_disk
 
 
 class TestSealedDiskStore(SealedContract):
