@@ -62,7 +62,6 @@ FRESH_S = 2.0  # how long an ingress uses a session of KV hints that it has look
 REGISTRY_S = 5.0
 READY_S = 10.0
 _RETRY_AFTER_S = 1.0
-_AWAY = "registry_unavailable", "the registry does not answer"
 
 
 class SharedSessions:
@@ -106,17 +105,18 @@ class SharedSessions:
     @staticmethod
     async def _call(method: Any, *arguments: object) -> Any:
         message = "sessions cannot be looked up now: the registry does not answer"
-        return await ask_registry("sessions_unavailable", message, method, *arguments)
+        away = Unavailable(message, _RETRY_AFTER_S, "sessions_unavailable")
+        return await ask_registry(away, method, *arguments)
 
 
-async def ask_registry(code: str, message: str, method: Any, *arguments: object) -> Any:
-    """The answer of a method of the registry's actor. Raises Unavailable with this code and message."""
+async def ask_registry(away: Unavailable, method: Any, *arguments: object) -> Any:
+    """The answer of a method of the registry's actor. Raises `away` where there is none."""
     try:
         async with asyncio.timeout(REGISTRY_S):
             return await method.remote(*arguments)
     except (RayError, TimeoutError) as error:
-        logger.warning("%s: %s", message, error or "timed out")
-        raise Unavailable(message, _RETRY_AFTER_S, code) from error
+        logger.warning("%s: %s", away, error or "timed out")
+        raise away from error
 
 
 async def until_ready(workers: Membership, limit_s: float = READY_S) -> None:
@@ -233,12 +233,17 @@ class IngressReplica:
         cluster = self._settings.cluster
         if not cluster.tls:
             raise InvalidRequest("cluster.tls is off: there is no authority to rotate", None, 409, "rotate")
-        is_begun = await ask_registry(*_AWAY, self._registry.rotate, cluster.tls_dir is not None)
+        is_begun = await self._ask(self._registry.rotate, cluster.tls_dir is not None)
         return {"is_begun": is_begun, "has_files": cluster.tls_dir is not None, **await self.rotation()}
 
     async def rotation(self) -> dict[str, Any]:
         """How far it is: a RotationReport."""
-        return asdict(await ask_registry(*_AWAY, self._registry.rotation))
+        return asdict(await self._ask(self._registry.rotation))
+
+    @staticmethod
+    async def _ask(method: Any, *arguments: object) -> Any:
+        away = Unavailable("the registry does not answer", _RETRY_AFTER_S, "registry_unavailable")
+        return await ask_registry(away, method, *arguments)
 
     async def status(self) -> dict[str, Any]:
         """Every member with its own status; a worker that does not answer has only its record. Those that warm up, and

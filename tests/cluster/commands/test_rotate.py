@@ -112,6 +112,7 @@ class RotatingIngress:
     """An ingress, as far as it answers for the registry."""
 
     rotate, rotation = IngressReplica.rotate, IngressReplica.rotation
+    _ask = staticmethod(IngressReplica._ask)
 
     def __init__(self, **cluster: Any) -> None:
         self._settings, self._registry = settings_from({"cluster": cluster}), RotatingRegistry()
