@@ -131,11 +131,9 @@ class Run:
 
 
 def is_whole(record: LoadRecord) -> bool:
-    """Whether the answer ended well and has every token by the server's own account: a random model's tokens may be no
-    text, which the load generator calls an empty answer.
-    """
+    """Whether the answer ended well and has every token by the server's own account."""
     has_all = record.num_output_tokens == record.wanted_tokens and not record.is_estimated
-    return has_all and record.outcome in (OK, "empty answer")
+    return has_all and record.outcome == OK
 
 
 def planner_flags(hold_s: float, profile: Path, *, switch_roles: bool) -> list[str]:

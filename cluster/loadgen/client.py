@@ -262,8 +262,8 @@ async def _exchange(
                     raise
     if not stream.is_finished:
         raise StreamFailed("cut off")
-    if stream.first_s is None:
-        raise StreamFailed("empty answer")
+    if stream.first_s is None and not (stream.usage and stream.usage.completion_tokens):
+        raise StreamFailed("empty answer")  # tokens of no text, such as part of a character, are an answer
     return OK
 
 

@@ -87,7 +87,10 @@ class Server:
             await write({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         for done in range(2, body["max_tokens"] + 1, 2):
             end = "length" if done == body["max_tokens"] else None
-            text = {"delta": {"content": "ab"}} if is_chat else {"text": "ab"}
+            if kind.startswith("no-text") and not end:
+                continue
+            shown = "" if kind.startswith("no-text") else "ab"
+            text = {"delta": {"content": shown}} if is_chat else {"text": shown}
             await write({"choices": [{"index": 0, **text, "finish_reason": end, "logprobs": None}]})
             if kind == "error-event":
                 await write({"error": {"message": "engine died"}})
@@ -97,6 +100,8 @@ class Server:
                 return response
         if body.get("stream_options", {}).get("include_usage"):
             usage = {"prompt_tokens": len(body.get("prompt", "")), "completion_tokens": body["max_tokens"]}
+            if kind == "no-text-no-tokens":
+                usage["completion_tokens"] = 0
             await write({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 2}}})
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -174,7 +179,13 @@ async def test_a_generator_whose_server_is_slow_is_not_late():
 
 @pytest.mark.parametrize(
     ("model", "outcome"),
-    [("status-429", "http 429"), ("status-500", "http 500"), ("error-event", "error event"), ("cut", "cut off")],
+    [
+        ("status-429", "http 429"),
+        ("status-500", "http 500"),
+        ("error-event", "error event"),
+        ("cut", "cut off"),
+        ("no-text-no-tokens", "empty answer"),
+    ],
 )
 async def test_each_failure_has_its_name(model, outcome):
     async with Server() as server:
@@ -184,6 +195,12 @@ async def test_each_failure_has_its_name(model, outcome):
     assert summary.num_rejected == (2 if model == "status-429" else 0)
     assert summary.num_ok == 0
     assert len(result.gaps_s) == 0
+
+
+async def test_tokens_of_no_text_are_an_answer_without_a_first_text():
+    async with Server() as server:
+        result = await run_load(LoadTarget(server.url, "no-text"), jobs(2), concurrency=1)
+    assert [(one.outcome, one.ttft_s, one.num_output_tokens) for one in result.records] == [(OK, None, 8)] * 2
 
 
 async def test_a_server_that_is_not_there_is_an_outcome_and_no_exception():
