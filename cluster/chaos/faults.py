@@ -1,7 +1,7 @@
 """The faults: what each does to a cluster, how it is undone, and what shows that it is over.
 
-Not done: changed bits in the pools' memory. A cached block that is used before the sweep comes round to it
-(kvcache/pool/resident_audit.py) gives wrong tokens, so there is nothing that must hold.
+Not done: changed bits in a worker's own memory, its pool and host tier. A block that is used before the sweep comes
+round to it (kvcache/pool/resident_audit.py) gives wrong tokens, so there is nothing that must hold.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ STAGES = ("before", "midway", "queued")  # of a request whose client leaves
 QUEUED_REQUESTS = 24
 STORE = "store"  # folder of the cluster's store
 FLIPS = 64  # places in one file
+SLAB = "/memfd:kvrelay-slab"  # kvtransfer/slabs/slabs.py
 DISK_BYTES = 48 << 20  # less than the workers' disk tiers may take together
 _ALLOCATE = f"""
 import sys, time
@@ -147,23 +148,29 @@ class FillDisk(FaultKind):
         self._file.unlink(missing_ok=True)
 
 
-class CorruptDisk(FaultKind):
-    """Bytes change in a file of a disk tier or of the cluster's store. `files`: a pattern in `folder`."""
+class Corrupt(FaultKind):
+    """Bytes change in one of the files that are there now: of a disk tier, of the cluster's store, or shared memory."""
 
-    part, overlaps = "disk", True
+    overlaps = True
 
-    def __init__(self, folder: Path, files: str) -> None:
-        self._folder, self._files = folder, files
+    def __init__(self, part: str, files: Callable[[], Iterable[Path]]) -> None:
+        self.part, self._files = part, files
 
     async def strike(self, choice: float) -> None:
-        await asyncio.to_thread(flip_bytes, sorted(self._folder.glob(self._files)), random.Random(choice))
+        await asyncio.to_thread(lambda: flip_bytes(sorted(self._files()), random.Random(choice)))
+
+
+def store_memory(cluster: Cluster) -> list[Path]:
+    """The memory of the cluster's store, out of which workers on its host read blocks."""
+    stores = cluster.processes(lambda line: "ray::StoreActor" in line)
+    return [path for pid in stores for path in processes.open_files(pid, SLAB)]
 
 
 def flip_bytes(files: Sequence[Path], draw: random.Random) -> None:
     """Flip FLIPS bytes of one of these files. Raises NothingToHarm."""
-    with suppress(FileNotFoundError):  # it has just been deleted
+    with suppress(FileNotFoundError):  # it has just been deleted, or its process has ended
         if files and (size := (path := draw.choice(files)).stat().st_size):
-            with path.open("r+b") as file:
+            with path.open("r+b", buffering=0) as file:
                 for at in sorted(draw.randrange(size) for _ in range(FLIPS)):
                     file.seek(at)
                     byte = file.read(1)
@@ -259,8 +266,9 @@ FAULTS: dict[str, Callable[[FaultTargets], FaultKind]] = {
     **{f"kill-{part}": partial(lambda part, to: Kill(to.cluster, part), part) for part in PARTS},
     **{f"stop-{part}": partial(lambda part, to: Stop(to.cluster, part), part) for part in PARTS if part != "ingress"},
     **{f"leave-{stage}": partial(lambda stage, to: Leave(to.clients, stage), stage) for stage in STAGES},
-    "corrupt-disk": lambda to: CorruptDisk(to.disk, "worker-*/segment-*"),
-    "corrupt-store": lambda to: CorruptDisk(to.disk / STORE, "*/worker-*/segment-*"),
+    "corrupt-disk": lambda to: Corrupt("disk", lambda: to.disk.glob("worker-*/segment-*")),
+    "corrupt-store": lambda to: Corrupt("disk", lambda: (to.disk / STORE).glob("*/worker-*/segment-*")),
+    "corrupt-shm": lambda to: Corrupt("shared memory", lambda: store_memory(to.cluster)),
     FULL_DISK: lambda to: FillDisk(to.disk),
     CLOCK_STEP: lambda to: StepClock(to.cluster),
     "memory": lambda to: MemoryPressure(to.cluster),

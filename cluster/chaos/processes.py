@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -73,6 +74,11 @@ def descendants(root: int) -> set[int]:
         family |= more
         grew = bool(more)
     return family
+
+
+def open_files(pid: int, target: str) -> list[Path]:
+    """Paths by which others can open what this process holds open, where the name begins so: memfds too."""
+    return [Path(path) for path in glob(f"/proc/{pid}/fd/*") if os.path.realpath(path).startswith(target)]
 
 
 def carrying(name: str, value: str) -> set[int]:

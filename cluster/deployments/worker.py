@@ -117,7 +117,9 @@ class WorkerReplica:
         self._background.append(asyncio.create_task(export_metrics(self._metrics), name="export metrics"))
 
     def _metrics(self) -> Iterable[Metric]:
-        return worker_metrics([(self._worker.info, self._worker.load())])
+        """For Ray's port, which asks for no key: tenants' keys keep tenants out of it."""
+        has_tenants = self._settings.serve.api_keys_file is not None
+        return worker_metrics([(self._worker.info, self._worker.load())], shows_tenants=not has_tenants)
 
     def _lease_cores(self, num_workers: int) -> CoreLease | None:
         """Pinned cores for CPU workers. GPU workers are not pinned, nor those under a CPU quota, which may run on any

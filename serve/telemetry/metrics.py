@@ -235,12 +235,14 @@ def ingress_metrics(stats: ServeStats, router: Router, workers: Membership) -> I
     yield from table.families.values()
 
 
-def worker_metrics(workers: Iterable[tuple[WorkerInfo, LoadReport]]) -> Iterable[Metric]:
+def worker_metrics(workers: Iterable[tuple[WorkerInfo, LoadReport]], *, shows_tenants: bool) -> Iterable[Metric]:
     """What follows from the last load report of each worker."""
     table = _Table()
     for info, load in workers:
         _worker(info, load, table)
-    yield from table.families.values()
+    for family in table.families.values():
+        if shows_tenants or not any("tenant" in sample.labels for sample in family.samples):
+            yield family
 
 
 class ServeCollector(Collector):
@@ -251,6 +253,4 @@ class ServeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from ingress_metrics(self._stats, self._router, self._workers)
-        for family in worker_metrics(self._workers.live_workers()):
-            if self._shows_tenants or not any("tenant" in sample.labels for sample in family.samples):
-                yield family
+        yield from worker_metrics(self._workers.live_workers(), shows_tenants=self._shows_tenants)

@@ -1,14 +1,16 @@
 """What a cluster must have given back: blocks, descriptors, memory. And faults that damage files."""
 
+import os
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from kvrelay.cluster.chaos.faults import CorruptDisk, NothingToHarm
+from kvrelay.cluster.chaos.faults import FLIPS, Corrupt, NothingToHarm, store_memory
 from kvrelay.cluster.chaos.history import Problem
 from kvrelay.cluster.chaos.report import CONTROL, ChaosReport, render
 from kvrelay.cluster.chaos.run import FD_SLACK, ProcessSample, StruckFault, fd_leaks, pool_problem
+from kvrelay.kvtransfer.slabs.slabs import allocate_slab, free_slab
 
 pytestmark = pytest.mark.pure
 
@@ -84,7 +86,7 @@ async def test_blocks_on_disk_are_corrupted_and_nothing_else(tmp_path):
     (folder / "segment-0").write_bytes(bytes(1 << 16))
     for name in ("lock", "manifest.json"):
         (folder / name).write_text("as it was")
-    await CorruptDisk(tmp_path, "worker-*/segment-*").strike(0.5)
+    await Corrupt("disk", lambda: tmp_path.glob("worker-*/segment-*")).strike(0.5)
     assert any((folder / "segment-0").read_bytes())
     assert len((folder / "segment-0").read_bytes()) == 1 << 16
     assert {(folder / name).read_text() for name in ("lock", "manifest.json")} == {"as it was"}
@@ -92,4 +94,26 @@ async def test_blocks_on_disk_are_corrupted_and_nothing_else(tmp_path):
 
 async def test_where_no_file_is_there_yet_nothing_is_harmed(tmp_path):
     with pytest.raises(NothingToHarm):
-        await CorruptDisk(tmp_path, "worker-*/segment-*").strike(0.5)
+        await Corrupt("disk", lambda: tmp_path.glob("worker-*/segment-*")).strike(0.5)
+
+
+class FakeCluster:
+    """One process, this one, takes the part of every one."""
+
+    def processes(self, matches):
+        return [os.getpid()] if matches("ray::StoreActor") else []
+
+
+async def test_the_stores_shared_memory_is_damaged_and_no_other():
+    kind = Corrupt("shared memory", lambda: store_memory(FakeCluster()))
+    with pytest.raises(NothingToHarm):
+        await kind.strike(0.5)
+    pool, slab = os.memfd_create("kvrelay-pool"), allocate_slab(1 << 20)
+    os.ftruncate(pool, 1 << 20)
+    try:
+        await kind.strike(0.5)
+        assert 0 < sum(byte != 0 for byte in slab.view) <= FLIPS
+        assert not any(os.pread(pool, 1 << 20, 0))
+    finally:
+        os.close(pool)
+        free_slab(slab)
