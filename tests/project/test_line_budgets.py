@@ -6,7 +6,8 @@ which need code that was not there. Again, by little, for what the edge lacked: 
 long texts, disk folders that nobody else can read, and workers that no longer answer. Then for tenants (keys,
 namespaces, quotas), overload (expected waits, order of arrival), TLS between hosts and hidden secrets, and
 for `kvrelay chaos`, which took what benches had for damaging clusters, and then what the tests had for hosts in
-namespaces. Last for what was still missing there: rotated authorities, blocks sealed at rest, store quotas, and damaged shared memory.
+namespaces. Last for what was still missing there: rotated authorities, blocks sealed at rest, store quotas, and shared
+memory that is damaged.
 """
 
 from pathlib import Path
