@@ -60,8 +60,11 @@ _VARIABLES = {  # those that the user has set stay; bench/serving/footprint.py m
 
 SHARED_ADDRESS = {  # several ingresses behind HAProxy, which Ray ships; also for `ray start` (docs/deploy.md)
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # a request that an ingress dies with goes to another one, unless some of its answer has been sent
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # a request that an ingress dies with goes to another one, unless some of its answer has been sent. HAProxy repeats
+    # only what it holds whole before it passes it on, which Ray has no variable for: this one's lines go as they are
+    # into HAProxy's `defaults`
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response\noption http-buffer-request\ntimeout http-request 30s",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
     "RAY_SERVE_HAPROXY_RETRIES": "3",
     # each change of the ingresses starts another HAProxy; the one before keeps its streams, of up to an hour
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _LOAD_PERIOD_S = 0.05
 _IDLE_S = 1.0  # after so long without work the blocks are counted
+_NICENESS = 5  # of an engine on cores that it shares with processes that must answer at once, such as an ingress
 
 
 def _settle(ready: "asyncio.Future[Engine]", outcome: Engine | BaseException) -> None:
@@ -133,6 +134,7 @@ class EngineThread:
         try:
             if self._cores:
                 os.sched_setaffinity(0, self._cores)
+                os.nice(_NICENESS)
             engine = self._build()
         except BaseException as error:
             self.failed = error

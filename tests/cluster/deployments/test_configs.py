@@ -86,7 +86,10 @@ def test_sealed_blocks_need_no_secret_where_the_application_is_built(monkeypatch
 def exported(text: str) -> dict[str, str]:
     """The variables that `export` lines of a shell set, apart from those of other subjects."""
     lines = re.findall(r"^ *export ((?:[^\n;]|\n(?! *(?:export|ray)))+)", text, re.MULTILINE)
-    pairs = [word.split("=", 1) for line in lines for word in shlex.split(line)]
+    plain = [
+        re.sub(r"\$('[^']*')", lambda quoted: quoted[1].replace("\\n", "\n"), line) for line in lines
+    ]  # as bash does
+    pairs = [word.split("=", 1) for line in plain for word in shlex.split(line)]
     return {name: value for name, value in pairs if name.startswith("RAY_SERVE_")}
 
 
