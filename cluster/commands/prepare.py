@@ -88,10 +88,12 @@ def cpu_libraries() -> dict[str, NativeLibrary]:
     from kvrelay.kvcache.pool import ledger
     from kvrelay.kvcache.stores import codecs
     from kvrelay.kvtransfer.mover import mover
+    from kvrelay.router.policies import joint
 
     return {
         "block hashes": hashing.BLOCK_HASHES,
         "hash index": hashing.HASH_TABLE,
+        "routing": joint.LIBRARY,
         "block pool": ledger.LIBRARY,
         "copies between tiers": host.LIBRARY,
         "KV codecs": codecs.LIBRARY,

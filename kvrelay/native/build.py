@@ -39,9 +39,11 @@ _FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", *WARNINGS,
 )  # fmt: skip
 _TARGETS = (("-march=native",), ("-mcpu=native",), ())
-_SOURCE_FLAGS = {
-    "blake2b.c": ("-mno-avx512f",)  # some compilers vectorise it for AVX-512: 553 ns a block instead of 120
-}  # on x86-64, after the target's
+_X86 = platform.machine() in ("x86_64", "AMD64")
+_SOURCE_FLAGS = {  # after the target's
+    "blake2b.c": ("-mno-avx512f",) if _X86 else (),  # some compilers vectorise it so: 553 ns a block instead of 120
+    "candidates.c": ("-ffp-contract=off",),  # rounds as Python does
+}
 _ALL_FLAGS = (*_FLAGS, repr(_SOURCE_FLAGS))
 _TIMEOUT_S = 180.0
 
@@ -233,7 +235,7 @@ def _build(command: Sequence[str], sources: Sequence[Path], product: Path) -> st
 
 def source_flags(source: Path) -> tuple[str, ...]:
     """The flags of one source beside those of all."""
-    return _SOURCE_FLAGS.get(source.name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
+    return _SOURCE_FLAGS.get(source.name, ())
 
 
 def _error_of(command: Sequence[str]) -> str:

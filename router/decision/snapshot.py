@@ -19,14 +19,12 @@ from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
     CostModel,
-    Floats,
-    Ints,
     RoutingContext,
     RoutingPolicy,
     WorkerTable,
     select_rows,
 )
-from kvrelay.router.policies.cost import CommonCost, prefix_sources
+from kvrelay.router.policies.cost import CommonCost, decode_wait_s, prefix_source, row_of
 from kvrelay.router.types import (
     TERM_NAMES,
     TTFT_TERMS,
@@ -158,15 +156,17 @@ class RoutingSnapshot:
         expected, size = int(table.expected[row]), int(table.block_size[row])
         if not self.context.stored_tokens and table.in_any_tier[row] <= expected:
             return min(expected, (self.request.num_tokens - 1) // size * size), 0
-        source = prefix_sources(self.context, (select_rows(table, np.array([row])),), self.taker.model)
-        return int(source.cached[0]), int(source.loaded[0])
+        source = prefix_source(self.context, row_of(table, row), self.taker.model)
+        return source.cached, source.loaded
 
     def _common_terms(self, candidate: Candidate) -> dict[str, float]:
         """The common cost's terms: part of the policy's own terms where it builds on them, else computed here."""
         if self.taker.policy.term_names[: len(TERM_NAMES)] == TERM_NAMES:
             return dict(zip(TERM_NAMES, candidate.parts, strict=False))
-        cost = CommonCost(self.context, self.prefills, self.decodes, self.taker.model)
-        return dict(zip(TERM_NAMES, _cost_terms(cost, candidate), strict=True))
+        cost = CommonCost(self.context, self.prefills, self.taker.model)
+        prefill = None if candidate.prefill is None else row_of(self.prefills, candidate.prefill)
+        decode = None if candidate.decode is None else row_of(self.decodes, candidate.decode)
+        return dict(zip(TERM_NAMES, cost.terms(prefill, decode), strict=True))
 
     def _regret(self, table: WorkerTable, row: int) -> Regret:
         """Against the worker with the best overlap among all that could compute the prompt."""
@@ -198,23 +198,9 @@ class RoutingSnapshot:
             message = f"{tokens} do not fit on any {role} worker: the largest holds {most}"
             return RoutingRefusal("too_long", message, MAX_RETRY_S)
         table = live.table(fitting, self.held[role], workers.prefill_rate, self.context.now_s)
-        wait_s = float(CommonCost(self.context, table, table, self.taker.model).decode[2].min())
+        wait_s = float(decode_wait_s(request, table).min())
         message = f"all {len(rows)} {role} workers are full or were tried"
         return RoutingRefusal("full", message, min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
-
-
-def _cost_terms(cost: CommonCost, candidate: Candidate) -> list[float]:
-    def rows(row: int | None) -> Ints:
-        return np.array([row or 0], np.int64)
-
-    parts: Floats
-    if candidate.decode is None:
-        parts = cost.prefill_only(rows(candidate.prefill))
-    elif candidate.prefill is None:
-        parts = cost.local(rows(candidate.decode))
-    else:
-        parts = cost.pairs(rows(candidate.prefill), rows(candidate.decode))
-    return [float(part) for part in parts[:, 0]]
 
 
 FADE_S = 10.0

@@ -1,223 +1,167 @@
 """The common cost of a candidate, in seconds: predicted time to first token, and harm to other requests.
 
-Columns in, columns out: a term is one array over all workers of a role, or over all candidates. Pure: never imports
-torch, Ray, sockets, a clock or a random source. The terms are types.TERM_NAMES; a candidate's cost is their plain sum.
+Of one candidate, in plain numbers; native/candidates.c does the same for whole tables (see joint.py). Pure: never
+imports torch, Ray, sockets, a clock or a random source. The terms are types.TERM_NAMES; a candidate's cost is their
+plain sum.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvrelay.router.policies.base import Bools, CostModel, Floats, Ints, RoutingContext, WorkerTable, any_of, only
-from kvrelay.router.types import TERM_NAMES, RouteRequest
-
-HANDOFF, TRANSFER, STALL = (TERM_NAMES.index(name) for name in ("handoff", "transfer", "stall"))
-COMPUTE, QUEUE, PRESSURE, LOAD = (
-    TERM_NAMES.index(name) for name in ("prefill_compute", "prefill_queue", "prefill_pressure", "prefill_load")
-)
-WORK = slice(COMPUTE, LOAD + 1)
-DECODE = slice(TERM_NAMES.index("decode_load"), TERM_NAMES.index("decode_wait") + 1)
+from kvrelay.router.policies.base import CostModel, RoutingContext, WorkerTable
+from kvrelay.router.types import RouteRequest
 
 
-Rows = Ints | slice
-"""Rows of a column; a slice (with both ends) selects adjacent rows without a copy."""
+class WorkerRow(NamedTuple):
+    """One row of a WorkerTable, in plain numbers: the columns that costs depend on."""
+
+    nodes: int
+    held: int
+    expected: int
+    in_any_tier: int
+    queued_tokens: int
+    queued_requests: int
+    sequences: int
+    waiting: int
+    free_blocks: int
+    turn: int
+    block_size: int
+    kv_bytes_per_token: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    recent_step_s: float
+    kv_bytes_per_s: float
+    age_s: float
+    output_tokens: float
+
+
+columns_of = attrgetter(*WorkerRow._fields)
+
+
+def row_of(table: WorkerTable, row: int) -> WorkerRow:
+    return WorkerRow(*(column[row].item() for column in columns_of(table)))
+
+
+def rows_of(table: WorkerTable) -> list[WorkerRow]:
+    return list(map(WorkerRow, *(column.tolist() for column in columns_of(table))))
 
 
 class PrefixSource(NamedTuple):
-    """Where each worker gets the prefix of a prompt from, in tokens, and the seconds to load `loaded` of them."""
+    """Where a worker gets the prefix of a prompt from, in tokens, and the seconds to load `loaded` of them."""
 
-    cached: Ints  # in its pool by the time it computes the prompt
-    loaded: Ints  # from its lower tiers or the cluster's store, where that is faster than computing them
-    load_s: Floats
+    cached: int  # in its pool by the time it computes the prompt
+    loaded: int  # from its lower tiers or the cluster's store, where that is faster than computing them
+    load_s: float
 
 
-def prefix_sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostModel) -> PrefixSource:
-    """For all workers of these tables, concatenated.
-
-    The last token is always computed: its logits give the first output token.
-    """
-    expected, in_any_tier, size = joined(tables, "expected"), joined(tables, "in_any_tier"), block_sizes(tables)
+def prefix_source(context: RoutingContext, worker: WorkerRow, model: CostModel) -> PrefixSource:
+    """The last token is always computed: its logits give the first output token."""
+    size, speed, token_bytes = worker.block_size, worker.prefill_tokens_per_s, worker.kv_bytes_per_token
     usable = (context.request.num_tokens - 1) // size * size
-    cached: Ints = np.minimum(expected, usable)
-    if not context.stored_tokens and not any_of(in_any_tier > expected):
-        return PrefixSource(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
-    token_bytes, kv_rate, speed = (
-        joined(tables, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
-    )
-    own = np.maximum(np.minimum(in_any_tier, usable) - cached, 0)
-    stored = np.maximum(np.minimum(context.stored_tokens // size * size, usable) - cached - own, 0)
-    own_s, stored_s = (
-        own * token_bytes / model.tier_bytes_per_s,
-        stored * token_bytes / (kv_rate * model.other_node_share),
-    )
-    loads_own, loads_stored = own_s <= own / speed, stored_s <= stored / speed
-    loaded = np.where(loads_own, own + np.where(loads_stored, stored, 0), 0)
-    return PrefixSource(cached, loaded, np.where(loads_own, own_s + np.where(loads_stored, stored_s, 0.0), 0.0))
+    cached = min(worker.expected, usable)
+    own = max(min(worker.in_any_tier, usable) - cached, 0)
+    stored = max(min(context.stored_tokens // size * size, usable) - cached - own, 0)
+    own_s = own * token_bytes / model.tier_bytes_per_s
+    stored_s = stored * token_bytes / (worker.kv_bytes_per_s * model.other_node_share)
+    if own_s > own / speed:
+        return PrefixSource(cached, 0, 0.0)
+    if stored_s > stored / speed:
+        return PrefixSource(cached, own, own_s)
+    return PrefixSource(cached, own + stored, own_s + stored_s)
 
 
-def joined(tables: Sequence[WorkerTable], name: str) -> np.ndarray:
-    columns = [getattr(table, name) for table in tables]
-    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+def decode_wait_s(request: RouteRequest, workers: Any) -> Any:
+    """Predicted wait for free blocks on a decode worker (a WorkerRow), or on each of a WorkerTable.
 
-
-def block_sizes(tables: Sequence[WorkerTable]) -> Ints | int:
-    """Block sizes of all workers of these tables, concatenated; one number if all tables store the same one."""
-    sizes = {only(table.block_size) for table in tables if len(table)}
-    size = sizes.pop() if len(sizes) == 1 else None
-    return joined(tables, "block_size") if size is None else size
+    It assumes a steady state, in which as many blocks are freed as the running sequences fill: sequences / block_size
+    per step.
+    """
+    now = -(-(request.num_tokens + 1) // workers.block_size) - workers.held // workers.block_size + request.width - 1
+    missing = now * (1 + workers.waiting) - workers.free_blocks
+    missing_tokens = missing * (missing > 0) * workers.block_size
+    return missing_tokens * workers.decode_step_s / (workers.sequences + (workers.sequences < 1))
 
 
 class CommonCost:
-    """The common cost of candidates, whatever policy ranks them. 15 attributes: one array for each term.
+    """The common cost of one request's candidates, whatever policy ranks them: lists of terms."""
 
-    Workers that may compute the prompt are numbered: prefill workers by their row, decode workers by their row plus the
-    number of prefill workers.
-    """
-
-    def __init__(
-        self,
-        context: RoutingContext,
-        prefills: WorkerTable,
-        decodes: WorkerTable,
-        model: CostModel,
-        *,
-        num_more: int = 0,
-    ) -> None:
-        """`num_more`: further terms, of zeros, after the common ones: for the policy to fill."""
-        self._num_terms = len(TERM_NAMES) + num_more
-        self.request, self.model = context.request, model
-        self.prefills, self.decodes = prefills, decodes
-        self.num_prefills = len(prefills)
-        self.ttft_s, self.tpot_s = targets(self.request, model)
-        self.work, self.uncached = self._work(prefix_sources(context, (prefills, decodes), model))
-        self.decode = self._decode()
-        self.arriving_s: Floats = (
-            (self.request.num_tokens - decodes.held) * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
-        )
-        """Seconds to transfer the KV that each decode worker lacks from another process of its machine."""
-        self.is_near: Bools = self.uncached[self.num_prefills :] <= model.local_prefill_tokens
-        """Decode workers that lack at most `local_prefill_tokens` of the prompt."""
-        self.has_near = any_of(self.is_near)
-        self.stall = self._stall()
-
-    def _work(self, source: PrefixSource) -> tuple[Floats, Ints]:
-        """([4, workers] seconds: own prefill, the queue ahead, harm to requests behind, loading; tokens to compute).
+    def __init__(self, context: RoutingContext, prefills: WorkerTable, model: CostModel) -> None:
+        """`prefills`: all prefill workers that may take the request.
 
         Near saturation a cached prefix *is* capacity: each second of own prefill counts once more for every request in
         the shortest prefill queue, because so many will wait behind it; with an idle prefill worker it counts nothing.
         """
-        tables = (self.prefills, self.decodes)
-        queued, speed = joined(tables, "queued_tokens"), joined(tables, "prefill_tokens_per_s")
-        uncached = self.request.num_tokens - source.cached - source.loaded
-        work = np.empty((4, len(queued)))
-        np.divide(uncached, speed, out=work[0])
-        np.divide(queued, speed, out=work[1])
-        np.multiply(work[0], self._pressure(), out=work[2])
-        work[3] = source.load_s
-        return work, uncached
+        self.context, self.request, self.model = context, context.request, model
+        self.ttft_s, self.tpot_s = targets(self.request, model)
+        queued = prefills.queued_requests
+        is_open = len(queued) > 0 and self.request.force != "local"
+        self._pressure = min(float(queued[queued.argmin()]), model.max_pressure) if is_open else 0.0
 
-    def _pressure(self) -> float:
-        """Harm per second of prefill: requests in the shortest prefill queue; 0 while a worker is idle."""
-        if not self.num_prefills or self.request.force == "local":
-            return 0.0
-        queued = self.prefills.queued_requests
-        return min(float(queued[queued.argmin()]), self.model.max_pressure)
+    def uncached_tokens(self, worker: WorkerRow) -> int:
+        """Tokens of the prompt that a worker has to compute."""
+        source = prefix_source(self.context, worker, self.model)
+        return self.request.num_tokens - source.cached - source.loaded
 
-    def _decode(self) -> Floats:
-        """[3, decode workers] seconds: load of the running sequences, share of the free memory, wait for free blocks.
-
-        The wait assumes a steady state, in which as many blocks are freed as the running sequences fill: sequences /
-        block_size per step.
+    def terms(self, prefill: WorkerRow | None, decode: WorkerRow | None) -> list[float]:
+        """Of a prefill worker with a decode worker; of one alone: it computes the prompt, and decodes if it is a decode
+        worker.
         """
-        table, model = self.decodes, self.model
-        now, later = self._blocks()
-        step_s, sequences, free = table.decode_step_s, table.sequences, table.free_blocks
-        terms = np.empty((3, len(table)))
-        np.multiply(model.decode_load_weight * step_s, sequences, out=terms[0])
-        np.multiply(step_s, np.minimum(1.0, later / np.maximum(free, 1)), out=terms[1])
-        missing = now * (1 + table.waiting) - free
-        if any_of(missing > 0):
-            missing = np.maximum(missing, 0) * block_sizes((table,))
-            np.divide(missing * step_s, np.maximum(sequences, 1), out=terms[2])
-        else:
-            terms[2] = 0.0
-        return terms
+        if prefill is None:
+            assert decode is not None
+            return [*self._work(decode), 0.0, 0.0, *self.decode(decode), self.stall(decode)]
+        work = self._work(prefill)
+        if decode is None:
+            return [*work, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        return [*work, self.model.handoff_s, self._transfer(prefill, decode, work[0]), *self.decode(decode), 0.0]
 
-    def _blocks(self) -> tuple[Ints, Ints]:
-        """Blocks to reserve on each decode worker, and blocks that the request may grow to."""
-        request, table = self.request, self.decodes
-        size = block_sizes((table,))
+    def _work(self, worker: WorkerRow) -> tuple[float, float, float, float]:
+        """Own prefill, the queue ahead, harm to requests behind, loading."""
+        speed = worker.prefill_tokens_per_s
+        source = prefix_source(self.context, worker, self.model)
+        own_s = (self.request.num_tokens - source.cached - source.loaded) / speed
+        return own_s, worker.queued_tokens / speed, own_s * self._pressure, source.load_s
+
+    def decode(self, worker: WorkerRow) -> tuple[float, float, float]:
+        """Load of the running sequences, share of the free memory, wait for free blocks."""
+        request, model, size, step_s = self.request, self.model, worker.block_size, worker.decode_step_s
         num_others = request.width - 1  # sequences of the group; they share the prompt's full blocks
-        held = table.held // size
-        grown = -(-(request.num_tokens + min(request.max_tokens, self.model.expected_output_tokens)) // size)
-        now = -(-(request.num_tokens + 1) // size) - held + num_others
-        later = grown - held
-        return now, later + num_others * (grown - request.num_tokens // size) if num_others else later
+        grown = -(-(request.num_tokens + min(request.max_tokens, model.expected_output_tokens)) // size)
+        later = grown - worker.held // size + num_others * (grown - request.num_tokens // size)
+        memory_s = step_s * min(later / max(worker.free_blocks, 1), 1.0)
+        return model.decode_load_weight * step_s * worker.sequences, memory_s, decode_wait_s(request, worker)
 
-    def _stall(self) -> Floats:
+    def is_near(self, decode: WorkerRow) -> bool:
+        """Whether a decode worker lacks at most `local_prefill_tokens` of the prompt."""
+        return self.uncached_tokens(decode) <= self.model.local_prefill_tokens
+
+    def stall(self, decode: WorkerRow) -> float:
         """Harm to a decode worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT
         target.
 
         A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens.
         Output lengths are assumed exponential; those running at any moment are length-biased.
         """
-        table, model = self.decodes, self.model
-        own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]
-        output_tokens = np.where(table.output_tokens > 0, table.output_tokens, model.expected_output_tokens)
-        slack_s = np.maximum(self.tpot_s - table.recent_step_s, 0.1 * self.tpot_s) * output_tokens
-        share = np.empty((2, len(table)))  # before it has come, and after
-        share[0] = queue_s
-        np.add(queue_s, own_s, out=share[1])
-        share /= slack_s
-        kept = (1.0 + share) * np.exp(-share)
-        missed = kept[0] - kept[1]
-        stalled_s = (model.stall_weight * table.sequences + model.next_stall_weight) * own_s
-        harm_s: Floats = stalled_s + model.missed_s * table.sequences * missed
-        return np.where(self.is_near, 0.0, harm_s) if self.has_near else harm_s
+        if self.is_near(decode):
+            return 0.0
+        model, (own_s, queue_s, _, _) = self.model, self._work(decode)
+        output_tokens = decode.output_tokens if decode.output_tokens > 0 else model.expected_output_tokens
+        slack_s = max(self.tpot_s - decode.recent_step_s, 0.1 * self.tpot_s) * output_tokens
+        before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
+        missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
+        stalled_s = (model.stall_weight * decode.sequences + model.next_stall_weight) * own_s
+        return stalled_s + model.missed_s * decode.sequences * missed
 
-    def _transfer(self, computing: Ints, decode: Ints, compute_s: Floats) -> Floats:
-        """The part of each pair's KV transfer that `compute_s` of prefill does not hide, seconds."""
-        seconds = self.arriving_s[decode]
-        node = only(self.prefills.nodes)
-        if node is None or node != only(self.decodes.nodes):
-            is_far = self.prefills.nodes[computing] != self.decodes.nodes[decode]
-            if any_of(is_far):
-                seconds = np.where(is_far, seconds / self.model.other_node_share, seconds)
-        share = self.model.unhidden_share
-        hidden: Floats = np.minimum(seconds, compute_s)
-        return seconds - (1 - share) * hidden
+    def arriving_s(self, decode: WorkerRow) -> float:
+        """Seconds to transfer the KV that a decode worker lacks from another process of its machine."""
+        return (self.request.num_tokens - decode.held) * decode.kv_bytes_per_token / decode.kv_bytes_per_s
 
-    @property
-    def prefill_numbers(self) -> slice:
-        return slice(0, self.num_prefills)
-
-    @property
-    def decode_numbers(self) -> slice:
-        return slice(self.num_prefills, self.num_prefills + len(self.decodes))
-
-    def prefill_only(self, computing: Rows) -> Floats:
-        """[terms, candidates] of computing the prompt on these workers (by number) without decode."""
-        count = computing.stop - computing.start if isinstance(computing, slice) else len(computing)
-        parts = np.zeros((self._num_terms, count))
-        parts[WORK] = self.work[:, computing]
-        return parts
-
-    def pairs(self, computing: Ints, decode: Ints) -> Floats:
-        """[terms, candidates] of a prefill worker (by row) with a decode worker (by row) each."""
-        parts = self.prefill_only(computing)
-        parts[HANDOFF] = self.model.handoff_s
-        parts[TRANSFER] = self._transfer(computing, decode, parts[COMPUTE])
-        parts[DECODE] = self.decode[:, decode]
-        return parts
-
-    def local(self, decode: Ints | None = None) -> Floats:
-        """[terms, candidates] of decode workers (by row; None: all) that compute the prompt themselves."""
-        rows: Rows = slice(0, len(self.decodes)) if decode is None else decode
-        parts = self.prefill_only(self.decode_numbers if decode is None else decode + self.num_prefills)
-        parts[DECODE] = self.decode[:, rows]
-        parts[STALL] = self.stall[rows]
-        return parts
+    def _transfer(self, computing: WorkerRow, decode: WorkerRow, compute_s: float) -> float:
+        """The part of a pair's KV transfer that `compute_s` of prefill does not hide, seconds."""
+        seconds = self.arriving_s(decode)
+        if computing.nodes != decode.nodes:
+            seconds /= self.model.other_node_share
+        return seconds - (1 - self.model.unhidden_share) * min(seconds, compute_s)
 
 
 def targets(request: RouteRequest, model: CostModel) -> tuple[float, float]:

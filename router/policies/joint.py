@@ -1,38 +1,38 @@
 """The default policy: prefill worker, decode worker, KV source and path are chosen jointly, by predicted seconds. Pure.
 
-The score is the common cost (cost.py) plus slo_miss, replica, tenant and spread: docs/design/routing.md.
+The score is the common cost (cost.py) plus slo_miss, replica, tenant and spread: docs/design/routing.md. All candidates
+are ranked by one call into C (native/candidates.c) where there is a compiler, else by PlainRanking, to the same bits.
 """
 
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
-from typing import ClassVar, NamedTuple, Self
+from heapq import nsmallest
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-import numpy as np
 from pydantic import Field
 
+from kvrelay.native.build import NativeLibrary
 from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
     CostModel,
-    Floats,
-    Ints,
     Options,
     PolicyOptions,
     RoutingContext,
     RoutingPolicy,
     WorkerTable,
-    cheapest,
     parse_options,
-    whole_units,
 )
-from kvrelay.router.policies.cost import COMPUTE, PRESSURE, STALL, CommonCost, Rows, targets
+from kvrelay.router.policies.cost import CommonCost, WorkerRow, columns_of, rows_of, targets
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6
 """Workers of each role whose pairs are all considered."""
-NONE = -1
-"""In an array of rows: no worker."""
 OWN_TERMS = ("slo_miss", "replica", "tenant", "spread")
-MISS, REPLICA, TENANT, SPREAD = range(len(TERM_NAMES), len(TERM_NAMES) + len(OWN_TERMS))
 SURE_SHARE, LOST_SHARE = 0.7, 1.1
 """Shares of a target: a prediction below the first certainly meets it, above the second certainly misses it."""
 FRESH_S = 0.05
@@ -41,8 +41,21 @@ SAME_SHARE = 0.5
 """Share of the best overlap from which a worker counts as holding the prefix."""
 MAX_EXCESS = 3.0
 """Upper bound of the tenant term's factor."""
+UNIT = 1e-6
+"""Scores that differ by less are equal: a microsecond."""
+_GOLDEN = 0.6180339887498949  # the fractions of its multiples spread evenly over [0, 1)
+_COMPUTE, _PRESSURE, _STALL = (TERM_NAMES.index(name) for name in ("prefill_compute", "prefill_pressure", "stall"))
 _TTFT = [TERM_NAMES.index(name) for name in TTFT_TERMS]
-_GOLDEN = 0.6180339887498949
+
+LIBRARY = NativeLibrary("kvrelay_candidates", [Path(__file__).parent / "native" / "candidates.c"], is_extension=True)
+
+
+@functools.cache
+def compiled() -> Callable[..., list[Any]] | None:
+    """PlainRanking in C; None without a compiler."""
+    module = LIBRARY.load_or_none(instead="requests are routed in Python")
+    rank: Callable[..., list[Any]] | None = None if module is None else module.rank
+    return rank
 
 
 class JointOptions(PolicyOptions):
@@ -71,171 +84,145 @@ class Joint(RoutingPolicy):
         return cls(options, model)
 
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        scorer = _JointScorer(context, prefills, decodes, self._model)
-        may_send = len(prefills) > 0 and context.request.force != "local"
-        if may_send and not context.request.needs_decode:
-            return _listed(scorer, scorer.prefill_only())
-        if not len(decodes):
-            return []
-        candidates = []
-        if may_send:
-            candidates.append(scorer.pairs())
-        if context.request.force != "remote":
-            candidates.append(scorer.local())
-        return _listed(scorer, _joined(candidates)) if candidates else []
+        rank = compiled()
+        if rank is None:
+            return PlainRanking(context, prefills, decodes, self._model).candidates()
+        found = rank(_numbers(context, self._model), columns_of(prefills), columns_of(decodes))
+        return list(map(Candidate._make, found))
 
     def latency_targets(self, request: RouteRequest) -> tuple[float, float]:
         return targets(request, self._model)
 
 
-class _CandidateColumns(NamedTuple):
-    """Candidates as columns."""
+def _numbers(context: RoutingContext, model: CostModel) -> tuple[float, ...]:
+    """As candidates.c expects them."""
+    request, force = context.request, context.request.force
+    return (
+        *(request.num_tokens, request.max_tokens, request.width),
+        *(force == "local", force == "remote", request.needs_decode),
+        *(context.stored_tokens, context.draw, context.unreported_share),
+        *(context.arrivals_per_s, context.tenant_excess),
+        *targets(request, model),
+        *(model.tier_bytes_per_s, model.other_node_share, model.unhidden_share, model.handoff_s),
+        *(model.decode_load_weight, model.stall_weight, model.next_stall_weight, model.max_pressure, model.missed_s),
+        *(model.expected_output_tokens, model.local_prefill_tokens),
+        *(SURE_SHARE, LOST_SHARE, FRESH_S, SAME_SHARE, MAX_EXCESS, _GOLDEN, UNIT),
+    )
 
-    computing: Ints  # by number, see CommonCost
-    decode: Ints  # the decode worker's row, or NONE
-    parts: Floats  # [terms, candidates]
 
+class PlainRanking:
+    """The candidates of one request, worker by worker.
 
-def _joined(columns_of: list[_CandidateColumns]) -> _CandidateColumns:
-    if len(columns_of) == 1:
-        return columns_of[0]
-    return _CandidateColumns(*(np.concatenate(columns, axis=-1) for columns in zip(*columns_of, strict=True)))
+    Workers that may compute the prompt are numbered: prefill workers by their row, decode workers by their row plus the
+    number of prefill workers.
+    """
 
-
-class _JointScorer:
     def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
-        self.context, self.model = context, model
-        self.cost = CommonCost(context, prefills, decodes, model, num_more=len(OWN_TERMS))
-        self.prefills, self.decodes = prefills, decodes
-        self._spreads: Floats | None = None
+        self._context, self._model, self._cost = context, model, CommonCost(context, prefills, model)
+        self._prefills, self._decodes = rows_of(prefills), rows_of(decodes)
+        self._popular = self._popularity() if context.arrivals_per_s else None
 
-    def prefill_only(self) -> _CandidateColumns:
-        rows = self._prefill_shortlist()
-        return _CandidateColumns(rows, np.full(len(rows), NONE), self.cost.prefill_only(rows))
+    def candidates(self) -> list[Candidate]:
+        """Best first. Equal scores go to the least recently chosen workers, then by row."""
+        found = [self._candidate(prefill, decode) for prefill, decode in self._placements()]
+        return nsmallest(MAX_CANDIDATES, found, key=self._order)
 
-    def pairs(self) -> _CandidateColumns:
-        """All pairs of the cheapest workers of each role, without decode workers that need no prefill worker."""
-        prefills, decodes = self._prefill_shortlist(), self._decode_shortlist()
-        if self.context.request.force != "remote" and self.cost.has_near:
-            decodes = decodes[~self.cost.is_near[decodes]]
-        first, second = _crossed(len(prefills), len(decodes))
-        computing, decode = prefills[first], decodes[second]
-        return _CandidateColumns(computing, decode, self.cost.pairs(computing, decode))
+    def _order(self, one: Candidate) -> tuple[int, ...]:
+        target_turn = self._decodes[one.decode].turn if one.decode is not None else -1
+        source_turn = self._prefills[one.prefill].turn if one.prefill is not None else target_turn
+        prefill, decode = (-1 if row is None else row for row in one[:2])
+        return _whole_units(one.score), source_turn, target_turn, prefill, decode
 
-    def local(self) -> _CandidateColumns:
-        """The cheapest decode workers that compute the prompt themselves."""
-        rows, parts = np.arange(len(self.decodes)), self.cost.local()
-        if len(rows) > SHORTLIST:
-            score = np.add.reduce(self.scored(parts, self.cost.decode_numbers, slice(0, len(rows))), axis=0)
-            rows = cheapest(score, self.decodes.turn, SHORTLIST)
-            parts = parts[:, rows]
-        return _CandidateColumns(rows + self.cost.num_prefills, rows, parts)
-
-    def _prefill_shortlist(self) -> Ints:
-        if len(self.prefills) <= SHORTLIST:
-            return np.arange(len(self.prefills))
-        all_prefills = self.cost.prefill_numbers
-        score = np.add.reduce(self.scored(self.cost.prefill_only(all_prefills), all_prefills, None), axis=0)
-        return cheapest(score, self.prefills.turn, SHORTLIST)
-
-    def _decode_shortlist(self) -> Ints:
-        table, cost = self.decodes, self.cost
-        if len(table) <= SHORTLIST:
-            return np.arange(len(table))
-        miss = chance_of_missing(table.recent_step_s / cost.tpot_s)
-        score = (
-            np.add.reduce(cost.decode, axis=0)
-            + self.model.unhidden_share * cost.arriving_s
-            + self.model.missed_s * miss
-        )
-        return cheapest(score, table.turn, SHORTLIST)
-
-    def scored(self, parts: Floats, computing: Rows, decode: Rows | None) -> Floats:
-        """The common terms of candidates, with this policy's terms filled in.
-
-        `computing`: by number, see CommonCost.
+    def _placements(self) -> list[tuple[int | None, int | None]]:
+        """(prefill row, decode row): all pairs of the cheapest workers of each role, without decode workers that need
+        no prefill worker; and the cheapest decode workers that compute the prompt themselves.
         """
-        context, cost = self.context, self.cost
-        share = parts[_TTFT[0]] + parts[_TTFT[1]]
-        for term in _TTFT[2:]:
-            share += parts[term]
-        share *= 1.0 / cost.ttft_s
-        if decode is not None:
-            share = np.maximum(share, self.decodes.recent_step_s[decode] * (1.0 / cost.tpot_s))
-        np.multiply(chance_of_missing(share), self.model.missed_s, out=parts[MISS])
-        if context.arrivals_per_s:
-            self._replicate(parts, computing)
-        if context.tenant_excess:
-            np.multiply(parts[PRESSURE] + parts[STALL], min(context.tenant_excess, MAX_EXCESS), out=parts[TENANT])
-        if context.unreported_share:
-            parts[SPREAD] = self._spread()[computing]
-        return parts
+        request, decodes = self._cost.request, self._decodes
+        may_send, may_stay = bool(self._prefills) and request.force != "local", request.force != "remote"
+        prefill_rows, decode_rows, local_rows = [], [], []
+        if may_send:
+            prefill_rows = _shortlist(self._prefills, lambda row: self._candidate(row, None).score)
+            if not request.needs_decode:
+                return [(row, None) for row in prefill_rows]
+            decode_rows = _shortlist(decodes, self._decode_score)
+        if may_stay:
+            decode_rows = [row for row in decode_rows if not self._cost.is_near(decodes[row])]
+            local_rows = _shortlist(decodes, lambda row: self._candidate(None, row).score)
+        return [*product(prefill_rows, decode_rows), *((None, row) for row in local_rows)]
 
-    def _replicate(self, terms: Floats, computing: Rows) -> None:
-        """Discount the extra prefill of workers that do not hold a prefix which is too popular for those that do.
+    def _decode_score(self, row: int) -> float:
+        """What a decode worker costs any request that another worker computes."""
+        decode, cost, model = self._decodes[row], self._cost, self._model
+        miss = _chance_of_missing(decode.recent_step_s / cost.tpot_s)
+        return _total(cost.decode(decode)) + model.unhidden_share * cost.arriving_s(decode) + model.missed_s * miss
+
+    def _candidate(self, prefill: int | None, decode: int | None) -> Candidate:
+        """Its terms, the common ones and this policy's, and their sum."""
+        cost, context = self._cost, self._context
+        source = self._prefills[prefill] if prefill is not None else None
+        target = self._decodes[decode] if decode is not None else None
+        computing, number = source or target, prefill if prefill is not None else len(self._prefills) + (decode or 0)
+        assert computing is not None
+        parts = cost.terms(source, target)
+        share = _total(parts[term] for term in _TTFT) * (1.0 / cost.ttft_s)
+        if target is not None:
+            share = max(share, target.recent_step_s * (1.0 / cost.tpot_s))
+        parts.append(_chance_of_missing(share) * self._model.missed_s)
+        parts.append(self._replica(parts[_COMPUTE], parts[_PRESSURE]))
+        parts.append((parts[_PRESSURE] + parts[_STALL]) * min(context.tenant_excess, MAX_EXCESS))
+        parts.append(self._spread(computing.age_s, number))
+        return Candidate(prefill, decode, _total(parts), tuple(parts))
+
+    def _popularity(self) -> tuple[float, float, float] | None:
+        """Of a prefix that is too popular for the workers that hold it: seconds to compute the rest, the share of the
+        prompt that it is, and the share of the load that has to go elsewhere; None: it is not.
 
         Prompts that share this prefix keep `load` workers busy; as far as these are more than hold it, others will have
         to compute it anyway, and the sooner the better.
         """
-        work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.context.request.num_tokens
-        least = int(uncached.argmin())
-        load = self.context.arrivals_per_s * float(work[least])
-        if load <= 1.0:
-            return
-        most_held = num_tokens - int(uncached[least])
-        holders = int(np.count_nonzero(uncached <= num_tokens - SAME_SHARE * most_held))
-        if load <= holders:
-            return
-        own = work[computing]
-        extra = np.minimum(own - work[least], most_held / num_tokens * own)
-        factor = 1.0 + terms[PRESSURE] / np.maximum(terms[COMPUTE], 1e-9)
-        terms[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
+        workers, num_tokens = (*self._prefills, *self._decodes), self._cost.request.num_tokens
+        uncached = list(map(self._cost.uncached_tokens, workers))
+        fewest = min(uncached, default=0)
+        least_s = fewest / workers[uncached.index(fewest)].prefill_tokens_per_s if workers else 0.0
+        load, most_held = self._context.arrivals_per_s * least_s, num_tokens - fewest
+        holders = sum(tokens <= num_tokens - SAME_SHARE * most_held for tokens in uncached)
+        return (least_s, most_held / num_tokens, 1.0 - holders / load) if load > max(1.0, holders) else None
 
-    def _spread(self) -> Floats:
-        """By number: at most the work that other routers can have assigned since the worker's last report (a second per
-        second).
+    def _replica(self, compute_s: float, pressure_s: float) -> float:
+        """Discount the extra prefill of workers that do not hold a too popular prefix."""
+        if self._popular is None:
+            return 0.0
+        least_s, held_share, lacking_share = self._popular
+        extra_s = min(compute_s - least_s, held_share * compute_s)
+        return -lacking_share * max(extra_s, 0.0) * (1.0 + pressure_s / max(compute_s, 1e-9))
+
+    def _spread(self, age_s: float, number: int) -> float:
+        """At most the work that other routers can have assigned since the worker's last report (a second per second).
+
+        `number`: of the worker.
         """
-        if self._spreads is None:
-            age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))
-            drawn = self.context.draw + _golden(len(age_s))
-            drawn -= drawn >= 1.0
-            drawn *= np.minimum(age_s, FRESH_S)
-            drawn *= self.context.unreported_share
-            self._spreads = drawn
-        return self._spreads
+        whole = (number + 1) * _GOLDEN
+        drawn = self._context.draw + (whole - math.floor(whole))
+        drawn -= drawn >= 1.0
+        return drawn * min(age_s, FRESH_S) * self._context.unreported_share
 
 
-@lru_cache(maxsize=64)
-def _golden(count: int) -> Floats:
-    """The fractions of as many multiples of the golden ratio: spread evenly over [0, 1)."""
-    whole: Floats = np.arange(1.0, count + 1.0) * _GOLDEN
-    return whole - np.floor(whole)
+def _shortlist(workers: list[WorkerRow], score: Callable[[int], float]) -> list[int]:
+    """Rows of the lowest scores; ties go to the lowest turn, then to the first row."""
+    rows = range(len(workers))
+    return nsmallest(SHORTLIST, rows, key=lambda row: (_whole_units(score(row)), workers[row].turn, row))
 
 
-@lru_cache(maxsize=64)
-def _crossed(count: int, other: int) -> tuple[Ints, Ints]:
-    return np.repeat(np.arange(count), other), np.tile(np.arange(other), count)
+def _whole_units(score: float) -> int:
+    """So that two sums of the same terms tie."""
+    return round(score * (1.0 / UNIT))
 
 
-def chance_of_missing(share: Floats) -> Floats:
+def _chance_of_missing(share: float) -> float:
     """Probability of missing a target of which this share is predicted to be used."""
-    chance = share - SURE_SHARE
-    chance *= 1.0 / (LOST_SHARE - SURE_SHARE)
-    np.maximum(chance, 0.0, out=chance)
-    return np.minimum(chance, 1.0, out=chance)
+    return min(max((share - SURE_SHARE) * (1.0 / (LOST_SHARE - SURE_SHARE)), 0.0), 1.0)
 
 
-def _listed(scorer: _JointScorer, candidates: _CandidateColumns) -> list[Candidate]:
-    computing, decode, num_prefills = candidates.computing, candidates.decode, scorer.cost.num_prefills
-    has_decode = len(decode) > 0 and decode[0] != NONE  # all have one, or none has
-    prefill = np.where(computing < num_prefills, computing, NONE)
-    terms = scorer.scored(candidates.parts, computing, decode if has_decode else None)
-    scores = np.add.reduce(terms, axis=0)
-    source_turn = np.concatenate((scorer.prefills.turn, scorer.decodes.turn))[computing]
-    target_turn = scorer.decodes.turn[decode] if has_decode else decode
-    keys = (decode, prefill, target_turn, source_turn, whole_units(scores))
-    order = np.lexsort(keys)[:MAX_CANDIDATES]
-    prefills = [None if row == NONE else row for row in prefill[order].tolist()]
-    decodes = [None if row == NONE else row for row in decode[order].tolist()]
-    parts = map(tuple, terms[:, order].T.tolist())
-    return list(map(Candidate, prefills, decodes, scores[order].tolist(), parts))
+def _total(terms: Iterable[float]) -> float:
+    """Their plain sum; newer Pythons' `sum` rounds once."""
+    return functools.reduce(operator.add, terms)

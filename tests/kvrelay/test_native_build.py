@@ -77,7 +77,7 @@ def test_an_extension_module_is_compiled_against_this_interpreters_headers(sourc
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kvrelay", "kernels", "kvcache", "kvtransfer")
+FOLDERS = ("kvrelay", "kernels", "kvcache", "kvtransfer", "router")
 SOURCES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.c"))
 
 

@@ -12,8 +12,8 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity, candidate_scores
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
 from kvrelay.router.policies.base import CostModel, RoutingContext
-from kvrelay.router.policies.cost import CommonCost, prefix_sources
-from kvrelay.router.policies.joint import OWN_TERMS, Joint
+from kvrelay.router.policies.cost import CommonCost, prefix_source, row_of, rows_of
+from kvrelay.router.policies.joint import OWN_TERMS, SHORTLIST, Joint
 from kvrelay.router.types import TERM_NAMES, SloRequirement, SloTarget
 from kvrelay.settings.router import RouterSettings
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load
@@ -38,6 +38,22 @@ def local(candidates):
     return next(way for way in candidates if way.prefill is None)
 
 
+# ---- the order of candidates
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=40))
+def test_the_candidates_are_the_head_of_the_sorted_list(keys):
+    prefills = side(queued_tokens=[1000 * queue for queue, _ in keys], turn=[turn for _, turn in keys])
+    found = ranked(ask(needs_decode=False), prefills, side(0))
+    assert [one.prefill for one in found] == sorted(range(len(keys)), key=lambda row: (*keys[row], row))[:SHORTLIST]
+
+
+@pytest.mark.parametrize(("speed", "first"), [(1000.0 + 1e-7, 0), (1000.0 + 1e-2, 1)])
+def test_scores_that_differ_by_less_than_a_microsecond_tie(speed, first):
+    prefills = side(turn=[0, 1], prefill_tokens_per_s=[1000.0, speed])
+    assert ranked(ask(needs_decode=False), prefills, side(0))[0].prefill == first
+
+
 # ---- where the prompt's beginning comes from
 
 
@@ -55,12 +71,11 @@ def test_a_tier_that_is_slower_than_computing_is_left_alone():
 
 
 def test_the_clusters_store_serves_every_worker_behind_what_it_has_itself():
-    found = prefix_sources(
-        asked(stored_tokens=900), [side(3, expected=[0, 320, 960], in_any_tier=[160, 320, 960])], CostModel()
-    )
-    assert found.cached.tolist() == [0, 320, 960]
-    assert found.loaded.tolist() == [896, 576, 0]  # whole blocks
-    assert found.load_s[0] > found.load_s[1] > found.load_s[2] == 0
+    workers = rows_of(side(3, expected=[0, 320, 960], in_any_tier=[160, 320, 960]))
+    found = [prefix_source(asked(stored_tokens=900), worker, CostModel()) for worker in workers]
+    assert [one.cached for one in found] == [0, 320, 960]
+    assert [one.loaded for one in found] == [896, 576, 0]  # whole blocks
+    assert found[0].load_s > found[1].load_s > found[2].load_s == 0
 
 
 tokens = st.integers(0, 70)
@@ -74,10 +89,11 @@ def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_compute
         max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(expected, columns, strict=True)
     ]
     workers = side(len(columns), expected=expected, in_any_tier=in_any_tier)
-    found = prefix_sources(asked(ask(tokens=num_tokens, hashes=hashes), stored_tokens=stored), [workers], CostModel())
-    computed = num_tokens - found.cached - found.loaded
-    assert (computed >= 1).all() and (found.loaded >= 0).all()
-    assert (found.load_s <= found.loaded / workers.prefill_tokens_per_s).all()
+    for worker in rows_of(workers):
+        context = asked(ask(tokens=num_tokens, hashes=hashes), stored_tokens=stored)
+        found = prefix_source(context, worker, CostModel())
+        assert num_tokens - found.cached - found.loaded >= 1 and found.loaded >= 0
+        assert found.load_s <= found.loaded / worker.prefill_tokens_per_s
 
 
 @pytest.mark.parametrize("has_store", [True, False])
@@ -119,7 +135,7 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
 def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
     def stall(recent_step_s, sequences, queued=0):
         decodes = side(1, recent_step_s=[recent_step_s], sequences=[sequences], queued_tokens=[queued])
-        return CommonCost(asked(), side(0), decodes, CostModel()).stall[0]
+        return CommonCost(asked(), side(0), CostModel()).stall(row_of(decodes, 0))
 
     assert stall(0.02, 8) < stall(0.06, 8) < stall(0.09, 8)
     assert stall(0.02, 0) < stall(0.02, 8) < stall(0.02, 16)
