@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.router.levels import CONTENDERS
 from bench.router.peer_policies.dynamo import Dynamo
 from bench.router.peer_policies.llm_d import LlmD
 from bench.router.peer_policies.mooncake import Mooncake
 from bench.router.peer_policies.queue_plus_prefill import QueuePlusPrefill
 from bench.router.peer_policies.sglang import Sglang
-from bench.router.policies import CONTENDERS
 from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import CostModel
 from kvrelay.router.policies.selection import build_policy
@@ -116,6 +116,59 @@ def test_dynamos_temperature_draws_from_the_softmax_of_the_costs_over_their_rang
     share = np.mean([prefill_of(policy, workers, draw=n / 2000) == 0 for n in range(2000)])
     assert share == pytest.approx(1 / (1 + math.exp(-1 / 0.5)), abs=0.03)
     assert {prefill_of(Dynamo({}), side(held=[80, 0]), draw=n / 100) for n in range(100)} == {0}
+
+
+def is_local(prefills, decodes, *, tokens=10_000, force=None, **options):
+    """Whether Dynamo has a decode worker compute the prompt."""
+    return best(Dynamo(options), prefills, decodes, tokens=tokens, force=force).prefill is None
+
+
+def test_dynamo_disaggregates_always_unless_told_otherwise():
+    assert not is_local(side(1), side(held=[9984]))
+    assert is_local(side(1), side(held=[9984]), conditional="isl_bounding")
+    assert not is_local(side(1), side(held=[9984]), conditional="isl_bounding", force="remote")
+
+
+@pytest.mark.parametrize(
+    ("held", "tokens", "expected"),
+    [
+        (7968, 10_000, True),  # lacks 2,032 tokens, a fifth
+        (7952, 10_000, False),  # 2,048
+        (320, 1000, True),  # lacks 680, 68 %
+        (288, 1000, False),  # 71 %
+    ],
+)
+def test_dynamos_isl_bounding_asks_for_few_tokens_and_a_small_share(held, tokens, expected):
+    free = side(held=[held], free_blocks=[5000], num_blocks=[5000])
+    assert is_local(side(1), free, tokens=tokens, conditional="isl_bounding") is expected
+    assert is_local(side(1), free, tokens=tokens, conditional="isl_or_load") is expected
+    assert not is_local(side(1), free, tokens=tokens, conditional="prefill_load")
+
+
+@pytest.mark.parametrize("policy", ["prefill_load", "isl_or_load"])
+def test_dynamos_prefill_load_looks_at_the_queue_of_the_prefill_worker_that_would_be_chosen(policy):
+    def local(queued, **more):
+        prefills = side(queued_tokens=queued)
+        return is_local(prefills, side(1), conditional=policy, max_num_batched_tokens=1000, **more)
+
+    assert not local([4000, 9000], prefill_busy_threshold=4)  # the first would be chosen, with four batches
+    assert local([4001, 9000], prefill_busy_threshold=4)
+    assert not local([10**9])  # there is no default
+
+
+def test_dynamo_leaves_decode_workers_alone_that_would_be_too_full():
+    def local(free, **more):
+        return is_local(side(1), side(held=[160], free_blocks=[free]), tokens=160, conditional="isl_bounding", **more)
+
+    assert local(10, decode_busy_threshold=1.0) and local(110, decode_busy_threshold=0.9)
+    assert not local(109, decode_busy_threshold=0.9)  # 891 blocks in use and 10 of the prompt, of 1,000
+    assert local(0)  # there is no default
+
+
+def test_dynamos_local_choice_follows_both_costs():
+    decodes = side(held=[9984, 9984], queued_tokens=[50_000, 0], free_blocks=[1000, 900])
+    candidates = Dynamo({"conditional": "isl_bounding"}).rank(ask(10_000), side(1), decodes)
+    assert [(way.prefill, way.decode) for way in candidates] == [(None, 1), (None, 0)]
 
 
 def test_mooncake_computes_what_nobody_has_more_of():
@@ -282,4 +335,7 @@ def test_every_policy_serves_through_the_router(name):
 
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_every_contender_of_the_bench_is_a_policy(name):
-    assert build_policy(RouterSettings(**CONTENDERS[name]["router"]), CostModel()).name
+    one = CONTENDERS[name]
+    for own in one.own or ({},):
+        options = (one.options or {}) | own
+        assert build_policy(RouterSettings(policy=one.policy, policy_options=options), CostModel()).name

@@ -4,7 +4,8 @@ has more. Pure.
 Source: Qin et al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025), algorithm 1. Where the longest
 prefix anywhere is more than `balancing_threshold` times the worker's own, the rest of it is fetched; then queue,
 transfer and computation add up, and the least sum wins. A request whose TTFT or TBT is predicted beyond its limit is
-rejected: there is no candidate.
+rejected before its prefill (early rejection): there is no candidate. The TBT is the chosen decode worker's present one;
+what it will be when the prefill ends, which the paper's last variant predicts, is not.
 
 The paper gives no threshold (it is "adjusted manually"): 1 here, to fetch whatever another worker has more of. It does
 not say how the decode worker is chosen beyond balancing load under the limit of its memory: here the least share of KV
