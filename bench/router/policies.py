@@ -197,7 +197,7 @@ def comparison(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def headed(task: Task) -> tuple[str, str]:
-    """(The heading of its table, its name there): without the product's rules, with SLO and without are in one table."""
+    """(The heading of its table, its name there); without the product's rules, one table with SLO and without."""
     level, wanted = LEVELS[task.level], task.wanted
     slo = ", SLO set" if wanted.has_slo else ", no SLO set"
     heading = (
