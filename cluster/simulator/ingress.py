@@ -339,13 +339,8 @@ class WorkerLinks:
 
     def _new_router(self) -> Router:
         settings, size = self._world.settings, self._world.profile.block_size
-        return Router(
-            settings.router,
-            tokens_per_hash=size,
-            max_waiting=types.MAX_WAITING,
-            slo=settings.slo,
-            has_store=settings.cache.is_shared,
-        )
+        limit, has_store = types.MAX_WAITING, settings.cache.is_shared
+        return Router(settings.router, tokens_per_hash=size, max_waiting=limit, slo=settings.slo, has_store=has_store)
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
         self._clock.after(self._world.scenario.message_s, call, *args)
