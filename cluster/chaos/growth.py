@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ class MemoryTrend:
     """Processes of one kind, MiB. `first`, `last`: of the largest one, where the kind was first and last seen.
 
     `per_hour`: of the process that grows fastest over the run's second half; None: no process is old enough.
+    `private_per_hour`: the same without memory that other processes may map, too.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class MemoryTrend:
     last: float
     peak: float
     per_hour: float | None
+    private_per_hour: float | None
 
 
 def memory_trends(samples: Sequence[ProcessSample]) -> list[MemoryTrend]:
@@ -61,18 +63,21 @@ def _trend(kind: str, lives: Sequence[Sequence[ProcessSample]], half_s: float) -
         first=max(one.rss_bytes for one in points if one.at_s == first_s) / _MIB,
         last=max(one.rss_bytes for one in points if one.at_s == last_s) / _MIB,
         peak=max(one.rss_bytes for one in points) / _MIB,
-        per_hour=max(_slopes(lives, half_s), default=None),
+        per_hour=max(_slopes(lives, half_s, lambda one: one.rss_bytes), default=None),
+        private_per_hour=max(_slopes(lives, half_s, lambda one: one.rss_bytes - one.shared_bytes), default=None),
     )
 
 
-def _slopes(lives: Sequence[Sequence[ProcessSample]], half_s: float) -> Iterator[float]:
+def _slopes(
+    lives: Sequence[Sequence[ProcessSample]], half_s: float, bytes_of: Callable[[ProcessSample], int]
+) -> Iterator[float]:
     """MiB per hour of each process that is old enough."""
     for life in lives:
         since_s = max(half_s, life[0].at_s + WARM_S)
         steady = [one for one in life if one.at_s >= since_s]
         if steady and steady[-1].at_s - steady[0].at_s >= STEADY_S:
             some = steady[:: -(-len(steady) // MOST_POINTS)]
-            yield theil_sen([one.at_s for one in some], [one.rss_bytes for one in some]) * 3600 / _MIB
+            yield theil_sen([one.at_s for one in some], [bytes_of(one) for one in some]) * 3600 / _MIB
 
 
 def theil_sen(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -91,9 +91,10 @@ def _lines(report: ChaosReport, *, shows_growth: bool) -> Iterator[str]:
     yield from (f"leak      {line}" for line in report.leaks[:SHOWN])
     yield from (f"not back  after {kind}" for kind in lost)
     for one in memory_trends(report.samples) if shows_growth else ():
-        rate = "not known" if one.per_hour is None else f"{one.per_hour:+.1f} MiB/h"
+        known = one.per_hour is not None and one.private_per_hour is not None
+        rate = f"{one.per_hour:+.1f} MiB/h (private {one.private_per_hour:+.1f})" if known else "not known"
         course = f"first {one.first:.0f}, last {one.last:.0f}, peak {one.peak:.0f} MiB"
-        yield f"growth    {rate:>12}  {one.kind}, {one.num_processes} in all: {course}"
+        yield f"growth    {rate:>28}  {one.kind}, {one.num_processes} in all: {course}"
 
 
 def plot(report: ChaosReport, path: Path) -> None:

@@ -42,13 +42,16 @@ class StruckFault:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """One process at one time, in seconds since the run began."""
+    """One process at one time, in seconds since the run began. `shared_bytes`: of `rss_bytes`, those of files and of
+    shared memory, such as pools, which count in every process that maps them.
+    """
 
     at_s: float
     pid: int
     name: str
     rss_bytes: int
     num_fds: int
+    shared_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -210,7 +213,8 @@ def sample(pid: int, now_s: float) -> ProcessSample | None:
     """None where it has gone."""
     try:
         process = psutil.Process(pid)
-        return ProcessSample(now_s, pid, processes.short_name(pid), process.memory_info().rss, process.num_fds())
+        memory, name = process.memory_info(), processes.short_name(pid)
+        return ProcessSample(now_s, pid, name, memory.rss, process.num_fds(), memory.shared)
     except (psutil.Error, OSError):
         return None
 

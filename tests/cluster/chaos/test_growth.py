@@ -8,9 +8,10 @@ from kvrelay.cluster.chaos.run import ProcessSample
 pytestmark = pytest.mark.pure
 
 
-def life(mib_of, *, start_s=0, end_s=1200, pid=1, name="ray::x", step_s=5):
+def life(mib_of, *, start_s=0, end_s=1200, pid=1, name="ray::x", step_s=5, shared_of=lambda at: 0):
     return [
-        ProcessSample(at, pid, name, int(mib_of(at) * (1 << 20)), 10) for at in range(int(start_s), end_s + 1, step_s)
+        ProcessSample(at, pid, name, int(mib_of(at) * (1 << 20)), 10, int(shared_of(at) * (1 << 20)))
+        for at in range(int(start_s), end_s + 1, step_s)
     ]
 
 
@@ -26,6 +27,12 @@ def test_what_fills_in_the_first_half_is_no_growth():
 
 def test_a_steady_rise_is_found_in_mib_per_hour():
     assert trend(life(lambda at: 300 + at / 60)).per_hour == pytest.approx(60.0, rel=0.01)
+
+
+def test_pages_that_others_map_too_are_told_apart():
+    found = trend(life(lambda at: 300 + at / 60, shared_of=lambda at: 100 + at / 60))
+    assert found.per_hour == pytest.approx(60.0, rel=0.01)
+    assert found.private_per_hour == pytest.approx(0.0, abs=0.01)
 
 
 def test_a_step_and_some_wild_samples_do_not_hide_that_the_rest_is_flat():

@@ -67,8 +67,8 @@ def test_a_soak_prints_a_line_for_each_kind_of_process(shows_growth):
     assert (
         lines
         == [
-            "growth     +60.0 MiB/h  ray::x, 2 in all: first 100, last 110, peak 110 MiB",
-            "growth       not known  raylet, 1 in all: first 30, last 30, peak 30 MiB",
+            "growth     +60.0 MiB/h (private +60.0)  ray::x, 2 in all: first 100, last 110, peak 110 MiB",
+            "growth                       not known  raylet, 1 in all: first 30, last 30, peak 30 MiB",
         ]
         * shows_growth
     )
