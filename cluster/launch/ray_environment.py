@@ -42,6 +42,8 @@ _VARIABLES = {  # those that the user has set stay; bench/serving/footprint.py m
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
     "RAY_DASHBOARD_STATS_UPDATING_INTERVAL": "60",
     "AUTOSCALER_UPDATE_INTERVAL_S": "60",
+    # the GCS keeps a record of each of the last calls between actors: Ray's 100,000 take 320 MiB
+    "RAY_task_events_max_num_task_in_gcs": "2000",
     # no idle workers kept for Ray tasks, which kvrelay does not use
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
