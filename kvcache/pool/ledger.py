@@ -7,7 +7,6 @@ else the same in Python.
 import functools
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -100,7 +99,7 @@ def _common(run: Run, first: int, other: Run, position: int, most: int) -> int:
     return at // 2 if unlike[at] else most
 
 
-LIBRARY = NativeLibrary("kvrelay_ledger", [Path(__file__).parent / "native" / "ledger.c"], is_extension=True)
+LIBRARY = NativeLibrary.extension("kvrelay_ledger", __file__, "ledger.c")
 
 
 @functools.cache

@@ -61,6 +61,11 @@ class NativeLibrary:
     headers: Sequence[Path] = ()
     is_extension: bool = False  # a Python extension module, not a library for ctypes
 
+    @classmethod
+    def extension(cls, name: str, module_file: str, source: str) -> "NativeLibrary":
+        """Of one source in the folder `native` beside a module's file."""
+        return cls(name, [Path(module_file).parent / "native" / source], is_extension=True)
+
     def load(self) -> Any:
         """Raises BackendUnavailable."""
         return (load_extension if self.is_extension else load_native)(self.name, self.sources, self.headers)

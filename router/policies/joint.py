@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from heapq import nsmallest
 from itertools import product
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
@@ -47,7 +46,7 @@ _GOLDEN = 0.6180339887498949  # the fractions of its multiples spread evenly ove
 _COMPUTE, _PRESSURE, _STALL = (TERM_NAMES.index(name) for name in ("prefill_compute", "prefill_pressure", "stall"))
 _TTFT = [TERM_NAMES.index(name) for name in TTFT_TERMS]
 
-LIBRARY = NativeLibrary("kvrelay_candidates", [Path(__file__).parent / "native" / "candidates.c"], is_extension=True)
+LIBRARY = NativeLibrary.extension("kvrelay_candidates", __file__, "candidates.c")
 
 
 @functools.cache

@@ -40,7 +40,6 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/stores/store.py"),
     Path("kvcache/stores/fsspec.py"),
     Path("kvcache/memory/jobs.py"),
-    Path("kvcache/pool/ledger.py"),
     Path("kvcache/stores/redis.py"),
     Path("kvcache/stores/sealing.py"),  # draws nonces
     Path("kvcache/stores/store.py"),

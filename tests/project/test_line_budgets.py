@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_600,
+    "kvrelay": 5_610,
     "kernels": 6_600,
     "kvcache": 6_620,
     "engine": 11_850,
