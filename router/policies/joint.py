@@ -77,6 +77,7 @@ class Joint(RoutingPolicy):
     def __init__(self, options: Options, model: CostModel | None = None) -> None:
         chosen = parse_options(JointOptions, self.name, options).model_dump(exclude_none=True)
         self._model = replace(model or CostModel(), **chosen)
+        compiled()  # now: a compiler takes seconds, in which the first request would wait
 
     @classmethod
     def build(cls, options: Options, model: CostModel) -> Self:
