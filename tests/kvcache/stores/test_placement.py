@@ -2,7 +2,7 @@
 must.
 """
 
-import secrets
+import random
 from collections import Counter
 
 import pytest
@@ -12,7 +12,8 @@ from kvrelay.kvcache.stores.placement import StoreAddress, copy_share, places, r
 pytestmark = pytest.mark.pure
 
 
-KEYS = [secrets.token_bytes(16) for _ in range(4000)]
+RNG = random.Random(0)
+KEYS = [RNG.randbytes(16) for _ in range(4000)]
 
 
 def node(name, gib=1, epoch=""):
