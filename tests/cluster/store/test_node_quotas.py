@@ -1,6 +1,6 @@
 """A quota over all nodes of the store, kept by each node alone: the bound, and that it can be used."""
 
-import secrets
+import random
 
 import pytest
 
@@ -21,6 +21,7 @@ class Store:
 
     def __init__(self, sizes, num_replicas, default=None):
         self.num_replicas, self.now_s = num_replicas, 0.0
+        self.random = random.Random(0)
         self.addresses = [StoreAddress(f"n{i}", "127.0.0.1", 1, rows * ROW) for i, rows in enumerate(sizes)]
         self.quotas = {one.node_id: NodeQuotas(default) for one in self.addresses}
         self.indexes = {
@@ -42,7 +43,7 @@ class Store:
 
     def write(self, tenant, count):
         """So many new blocks; returns their keys."""
-        keys = [BlockHash(secrets.token_bytes(16)) for _ in range(count)]
+        keys = [BlockHash(self.random.randbytes(16)) for _ in range(count)]
         for key, nodes in zip(keys, places(keys, self.addresses, self.num_replicas), strict=True):
             self.now_s += 1
             for node in nodes:

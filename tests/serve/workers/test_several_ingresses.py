@@ -152,7 +152,7 @@ async def test_a_restarted_ingress_decides_as_one_that_never_restarted(make_clus
         await cluster.dispatcher.queries.status(worker.worker_id)
     async with another_ingress(cluster) as restarted:
         took_s = await becomes_true(lambda: sum(view.indexed_blocks for view in restarted.router.workers()) == 120)
-        assert took_s < 1.0
+        assert took_s < 10.0  # one snapshot
         assert {view.index_state for view in restarted.router.workers()} == {IndexState.EXACT}
         for number, worker in enumerate(cluster.workers, start=1):
             worker.say_raw(LoadReport(seq=9, free_blocks=1024, total_blocks=1024, prefill_tokens_per_s=1000.0 * number))
