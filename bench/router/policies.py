@@ -10,6 +10,7 @@ with the product's queue rules and deferral (b), and with its project's own cond
     split      of the workers, where it was found; `+ 0` prefill workers: all compute the prompts that they decode
     there      hits, TTFT and TPOT of the answered requests, the share of all prompt tokens in time, and the share of
                the shortest and of the longest tenth of the prompts in time
+    at 1.5 x   that load (b, c): requests in time per second, as a share of those at the capacity; and TTFT p99
 
 and below each table ours against the best of the others, with stores and without. A made-up load has `--requests`
 requests, 12,000 unless said otherwise. A load that misses too much is run only until that is certain. With `--json`
@@ -41,6 +42,8 @@ from kvrelay.cluster.workloads.choose import GENERATORS, make_workload
 PROFILE = "llama-3.1-70b-h100x8-bf16"
 TARGETS = ("5/0.1", "2/0.05", "10/0.04")
 MADE_REQUESTS = 12_000
+OVERLOAD = 1.5
+"""Of the capacity: a load that is too much."""
 WITH_SLO = ", SLO"
 OWN_LIMITS = types.MAX_WAITING, simulated_worker.RESERVE_TIMEOUT_S
 
@@ -81,9 +84,9 @@ class Lab:
         self._profile = find_profile(task.terms.profile)
         self._variants = self._level.variants(self._contender)
 
-    def run(self, split: int, variant: int, step: int) -> dict[str, Any]:
+    def run(self, split: int, variant: int, step: int, overload: float = 1.0) -> dict[str, Any]:
         task, terms = self._task, self._task.terms
-        load = round(terms.start * (1 + terms.precision) ** step, 4)
+        load = round(overload * terms.start * (1 + terms.precision) ** step, 4)
         limit = terms.requests or (MADE_REQUESTS if task.source in GENERATORS else None)
         scenario = scenario_of(
             self._level,
@@ -104,7 +107,7 @@ class Lab:
             entries = make_workload(task.source, rate_per_s=load, limit=limit, seed=task.seed)
             if not is_limited:  # several tenants take turns
                 entries = [replace(entry, tenant="") for entry in entries]
-            simulation, tally = simulated(scenario, self._profile, entries)
+            simulation, tally = simulated(scenario, self._profile, entries, is_whole=overload > 1)
             figures = tally.figures()
             summary = (
                 f"{task.level}, {task.contender}, seed {task.seed}, {split} + {terms.workers - split}, {load:.2f}/s"
@@ -113,7 +116,7 @@ class Lab:
             print(f"{summary} ({time.perf_counter() - began_s:.0f} s)", file=sys.stderr, flush=True)
             return figures | {"deferred": sum(one.stats.deferred for one in simulation.ingresses)}
 
-        name = [Path(task.source).name, limit, load, terms.profile, scenario.model_dump(mode="json")]
+        name = [Path(task.source).name, limit, load, overload > 1, terms.profile, scenario.model_dump(mode="json")]
         return self._results.get(name, find)
 
     def found(self) -> dict[str, Any]:
@@ -128,7 +131,11 @@ class Lab:
             return {"capacity": 0.0, "split": 0, "variant": {}}
         split, variant, step = search.best
         capacity = terms.start * (1 + terms.precision) ** step
-        return {"capacity": capacity, "split": split, "variant": self._variants[variant], **self.run(*search.best)}
+        found = {"capacity": capacity, "split": split, "variant": self._variants[variant], **self.run(*search.best)}
+        if self._level.has_rules:
+            over = self.run(*search.best, OVERLOAD)
+            found["overload"] = OVERLOAD * over["in_time"] / found["in_time"], over["ttft_s"]["p99"]
+        return found
 
 
 def measured(task: Task) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def measured(task: Task) -> dict[str, Any]:
 
 HEAD = (
     "", "capacity", "split", "hits", "TTFT p50 / p90 / p99, s", "TPOT p99, ms", "tokens in time",
-    "shortest / longest tenth in time", "own",
+    "shortest / longest tenth in time", f"goodput, TTFT p99 at {OVERLOAD:g} x", "own",
 )  # fmt: skip
 
 
@@ -170,6 +177,7 @@ def row(name: str, runs: list[dict[str, Any]], workers: int) -> tuple[str, ...]:
         return np.mean([of(run) for run in there], axis=0)
 
     ttft = mean(lambda run: [run["ttft_s"][cut] for cut in ("p50", "p90", "p99")])
+    overload = mean(lambda run: run["overload"]) if "overload" in there[0] else None
     tenths = mean(lambda run: [run["in_time_by_length"][end] for end in (0, -1)])
     return (
         name,
@@ -180,6 +188,7 @@ def row(name: str, runs: list[dict[str, Any]], workers: int) -> tuple[str, ...]:
         f"{1000 * mean(lambda run: run['tpot_s'].get('p99', 0.0)):.0f}",
         f"{mean(lambda run: run['tokens_in_time']):.1%}",
         " / ".join(f"{share:.1%}" for share in tenths),
+        "–" if overload is None else f"{overload[0]:.0%}, {overload[1]:.1f} s",
         "; ".join(sorted({" ".join(f"{key}={value}" for key, value in run["variant"].items()) for run in there})),
     )
 

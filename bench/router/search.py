@@ -20,9 +20,9 @@ SHARE = 0.9
 
 
 class LengthTally(Tally):
-    """Notes each request's prompt length too, and calls `stop` once too many have missed for the load to hold."""
+    """Notes each request's prompt length too; calls `stop`, if any, once too many have missed for the load to hold."""
 
-    def __init__(self, scenario: Scenario, num_requests: int, stop: Callable[[], object]) -> None:
+    def __init__(self, scenario: Scenario, num_requests: int, stop: Callable[[], object] | None) -> None:
         super().__init__(0.0, scenario.ttft_s, scenario.tpot_s)
         self._most_missed, self._stop = num_requests - SHARE * num_requests + 1e-9, stop
         self.lengths: list[int] = []
@@ -33,7 +33,7 @@ class LengthTally(Tally):
         super().add(job)
         self.lengths.append(job.num_tokens)
         self.in_time.append(self.num_kept > before)
-        if not self.holds:
+        if self._stop is not None and not self.holds:
             self._stop()
 
     @property
@@ -59,13 +59,13 @@ class LengthTally(Tally):
 
 
 def simulated(
-    scenario: Scenario, profile: SimulatorProfile, entries: list[TraceEntry]
+    scenario: Scenario, profile: SimulatorProfile, entries: list[TraceEntry], *, is_whole: bool
 ) -> tuple[Simulation, LengthTally]:
-    """A simulation that was run, as far as it takes to know whether the load holds."""
+    """A simulation that was run, unless `is_whole` only as far as it takes to know whether the load holds."""
     if entries[0].hash_ids and entries[0].block_tokens != profile.block_size:
         profile = profile.with_block_size(entries[0].block_tokens)
     simulation = Simulation(scenario, profile, entries)
-    tally = simulation.tally = LengthTally(scenario, len(entries), simulation.clock.stop)
+    tally = simulation.tally = LengthTally(scenario, len(entries), None if is_whole else simulation.clock.stop)
     return simulation.run(), tally
 
 

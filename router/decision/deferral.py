@@ -10,8 +10,13 @@ How long a new request would queue follows from Little's law: each first token s
 and how many prompts were queued at the workers then, and the ratio of their sums is the rate at which the workers start
 requests, whatever limits it (prefill, blocks, running sequences). Only waits behind several prompts per worker count:
 others show the load rather than what the workers can do. One that would queue too long is refused.
+
+An overload that lasts would leave `max_queue_s` of requests queued, and each of them late. So from the first refusal
+of a tenant's on, until none was refused for `max_queue_s`, its new requests of that priority may queue for `FULL_SHARE`
+of their TTFT target only: those that are admitted are in time, and the workers still have enough to do.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -34,6 +39,8 @@ IDLE_S = 0.5
 """Seconds of other prompts queued at a worker below which it takes overdue ones."""
 BACKLOG_S = 5.0
 """Seconds of prompts queued at the workers beyond which they get no overdue ones."""
+FULL_SHARE = 0.6
+"""Share of its TTFT target that a new request may queue while the cluster is full."""
 QUEUED_PER_WORKER = 2
 """Prompts per worker from which on they are queued rather than being computed."""
 LEAST_WAITS = 8
@@ -52,6 +59,7 @@ class ExpectedWait:
         self.max_queue_s = max_queue_s
         self._prompts = self._seconds = 0.0  # sums over the last waits
         self._num_waits, self._last_s = 0, 0.0
+        self._refused_s: dict[tuple[int, str], float] = {}  # when one of a priority and tenant was last; oldest first
 
     def observe(self, num_queued: int, wait_s: float, now_s: float) -> None:
         """A prompt was computed `wait_s` after it had been assigned as one of `num_queued` at the workers."""
@@ -92,25 +100,49 @@ class ExpectedWait:
 
         Tenants take turns: of another tenant's requests no more go first than its own tenant has queued, and one.
         """
-        num_ahead: float = in_turn(self._ledger.num_queued, request.tenant) + self._workers.num_foreign_prompts
-        if is_deferred:
-            num_ahead += in_turn(self._queue.num_by_tenant(request.priority), request.tenant) * self._share()
-        else:
-            num_ahead -= self._ledger.num_overdue
-        return self._seconds_of(num_ahead)
+        num_sent, num_deferred = self._own_ahead(request, is_deferred=is_deferred)
+        return self._seconds_of(num_sent + self._workers.num_foreign_prompts + num_deferred * self._share())
 
-    def refusal(self, request: RouteRequest, waited_s: float, *, is_deferred: bool) -> RoutingRefusal | None:
-        """Why a new request, which has waited here for so long, may not queue; None: it may."""
-        expected_s = self.of(request, is_deferred=is_deferred)
+    def _own_ahead(self, request: RouteRequest, *, is_deferred: bool) -> tuple[int, int]:
+        """This router's requests that a new one would queue behind: at the workers, and deferred ones."""
+        num_sent = in_turn(self._ledger.num_queued, request.tenant)
+        if not is_deferred:
+            return num_sent - self._ledger.num_overdue, 0
+        return num_sent, in_turn(self._queue.num_by_tenant(request.priority), request.tenant)
+
+    def refusal(
+        self, request: RouteRequest, target_s: float | None, now_s: float, waited_s: float, *, is_deferred: bool
+    ) -> RoutingRefusal | None:
+        """Why a new request, which has waited here for so long, may not queue; None: it may.
+
+        target_s: its TTFT target.
+        """
+        expected_s, limit_s = self.of(request, is_deferred=is_deferred), self.max_queue_s
+        is_long = expected_s > limit_s
+        if target_s is not None and not is_long and self._is_full_for(request, now_s):
+            limit_s = min(limit_s, FULL_SHARE * target_s)
+            # as if every router had as many as this one, at most what they have: each has its share
+            is_long = self._seconds_of(sum(self._own_ahead(request, is_deferred=is_deferred)) * self._share()) > limit_s
         if waited_s >= self.max_queue_s - _EARLY_S:
-            why = f"it has been queued for {waited_s:.0f} s"
-        elif expected_s > self.max_queue_s:
-            why = f"it would be queued for about {expected_s:.0f} s"
+            why = f"it has been queued for {waited_s:.0f} s, at most {self.max_queue_s:g} s are allowed"
+        elif is_long:
+            why = f"it would be queued for about {expected_s:.0f} s, at most {limit_s:g} s are allowed"
+            self._note_refusal(request, now_s)
         else:
             return None
         retry_s = min(max(expected_s, waited_s, MIN_RETRY_S), max(MAX_RETRY_S, self.max_queue_s))
-        message = f"the cluster is full: {why}, at most {self.max_queue_s:g} s are allowed"
-        return RoutingRefusal("full", message, retry_s)
+        return RoutingRefusal("full", f"the cluster is full: {why}", retry_s)
+
+    def _is_full_for(self, request: RouteRequest, now_s: float) -> bool:
+        refused_s = self._refused_s.get((request.priority, request.tenant), -math.inf)
+        return now_s - refused_s < self.max_queue_s and self.num_at_workers() >= self._num_busy()
+
+    def _note_refusal(self, request: RouteRequest, now_s: float) -> None:
+        key = request.priority, request.tenant
+        self._refused_s.pop(key, None)
+        self._refused_s[key] = now_s
+        while now_s - self._refused_s[oldest := next(iter(self._refused_s))] >= self.max_queue_s:
+            del self._refused_s[oldest]
 
     def _seconds_of(self, num_prompts: float) -> float:
         return max(num_prompts, 0.0) * self._seconds / self._prompts if self._num_waits >= LEAST_WAITS else 0.0
@@ -188,7 +220,8 @@ class Deferral:
             return placed or decision
         is_behind = request.may_wait and decision.verdict is None and self._is_in_order(now_s)
         if request.is_new:
-            refusal = self.wait.refusal(request, waited_s, is_deferred=is_overdue or is_behind)
+            target_s, is_deferred = decision.ttft_target_s, is_overdue or is_behind
+            refusal = self.wait.refusal(request, target_s, now_s, waited_s, is_deferred=is_deferred)
             if refusal is not None:
                 return refusal
         if not is_overdue and not is_behind:

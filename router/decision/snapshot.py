@@ -163,7 +163,7 @@ class RoutingSnapshot:
         """The common cost's terms: part of the policy's own terms where it builds on them, else computed here."""
         if self.taker.policy.term_names[: len(TERM_NAMES)] == TERM_NAMES:
             return dict(zip(TERM_NAMES, candidate.parts, strict=False))
-        cost = CommonCost(self.context, self.prefills, self.taker.model)
+        cost = CommonCost(self.context, self.prefills, self.decodes, self.taker.model)
         prefill = None if candidate.prefill is None else row_of(self.prefills, candidate.prefill)
         decode = None if candidate.decode is None else row_of(self.decodes, candidate.decode)
         return dict(zip(TERM_NAMES, cost.terms(prefill, decode), strict=True))

@@ -7,6 +7,7 @@ themselves (messages.Assigned): own and foreign work are added, so nothing count
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,8 +66,9 @@ class Columns:
         self._int_rows, self._float_rows = tuple(self.ints[:NODE]), tuple(self.floats)
         self._fixed = [_shared(self.ints[which]) for which in (NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN)]
         self.stale: dict[WorkerAccount, None] = {}  # whose loads have changed since `write_stale`
-        self._speeds: Floats | None = None  # prefill rates, with `_assumed_rate` for unmeasured workers; None: outdated
+        self._speeds: Floats | None = None  # as `_rates` returned them for `_assumed_rate`; None: outdated
         self._assumed_rate = 0.0
+        self._num_measured = Counter[float]()  # workers, by measured prefill rate
 
     def __len__(self) -> int:
         return len(self.names)
@@ -92,15 +94,30 @@ class Columns:
 
     def write_rate(self, row: int, prefill_rate: float) -> None:
         """0: not measured."""
-        if self.floats[PREFILL_RATE, row] != prefill_rate:
+        if (before := float(self.floats[PREFILL_RATE, row])) != prefill_rate:
             self.floats[PREFILL_RATE, row], self._speeds = prefill_rate, None
+            self._num_measured[before] -= before > 0
+            self._num_measured[prefill_rate] += prefill_rate > 0
 
     def _rates(self, assumed: float) -> Floats:
-        """Prompt tokens/s of all workers; `assumed` for those that have not measured."""
+        """Prompt tokens/s of all workers: of one that measured about what most did, or nothing yet, the median of the
+        measured ones, so that measurements of other prompts do not distinguish equal workers; `assumed` if there are
+        none.
+        """
         if self._speeds is None or assumed != self._assumed_rate:
-            rate = self.floats[PREFILL_RATE]
-            self._speeds, self._assumed_rate = np.where(rate, rate, assumed), assumed
+            rate, usual = self.floats[PREFILL_RATE], self._median_rate() or assumed
+            is_own = (rate > SAME_SPEED * usual) | ((rate < usual / SAME_SPEED) & (rate > 0))
+            self._speeds, self._assumed_rate = np.where(is_own, rate, usual), assumed
         return self._speeds
+
+    def _median_rate(self) -> float:
+        """0: none has measured."""
+        left = self._num_measured.total() / 2
+        for rate in sorted(self._num_measured):
+            left -= self._num_measured[rate]
+            if left <= 0:
+                return rate
+        return 0.0
 
     def queued_s(self, assumed: float) -> Floats:
         """Seconds of queued prompts at each worker, overdue ones left out; `assumed`: prompt tokens/s of workers that
@@ -164,6 +181,8 @@ def _shared(column: Ints) -> Ints:
 
 
 _BUCKET = math.log(1.25)
+SAME_SPEED = 1.6
+"""Workers whose measured speeds differ by no more than this factor, two buckets, are taken to be equally fast."""
 RECENT_STEP_WINDOW_S = 10.0
 """Time constant of the recent step time's average."""
 IDLE_HALF_LIFE_S = 5.0

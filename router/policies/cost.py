@@ -9,6 +9,8 @@ import math
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvrelay.router.policies.base import CostModel, RoutingContext, WorkerTable
 from kvrelay.router.types import RouteRequest
 
@@ -86,17 +88,18 @@ def decode_wait_s(request: RouteRequest, workers: Any) -> Any:
 class CommonCost:
     """The common cost of one request's candidates, whatever policy ranks them: lists of terms."""
 
-    def __init__(self, context: RoutingContext, prefills: WorkerTable, model: CostModel) -> None:
-        """`prefills`: all prefill workers that may take the request.
+    def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
+        """All workers that may take the request.
 
-        Near saturation a cached prefix *is* capacity: each second of own prefill counts once more for every request in
-        the shortest prefill queue, because so many will wait behind it; with an idle prefill worker it counts nothing.
+        Near saturation a cached prefix *is* capacity: a second of own prefill is one that all who come later wait. So
+        it counts `max_pressure` times more as soon as all workers that compute prompts have some, and hardly more while
+        a few are idle: by the fourth power of the share that is busy.
         """
         self.context, self.request, self.model = context, context.request, model
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        queued = prefills.queued_requests
-        is_open = len(queued) > 0 and self.request.force != "local"
-        self._pressure = min(float(queued[queued.argmin()]), model.max_pressure) if is_open else 0.0
+        queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
+        busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
+        self._pressure = model.max_pressure * (busy * busy * (busy * busy))
 
     def uncached_tokens(self, worker: WorkerRow) -> int:
         """Tokens of the prompt that a worker has to compute."""

@@ -118,7 +118,7 @@ class PlainRanking:
     """
 
     def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
-        self._context, self._model, self._cost = context, model, CommonCost(context, prefills, model)
+        self._context, self._model, self._cost = context, model, CommonCost(context, prefills, decodes, model)
         self._prefills, self._decodes = rows_of(prefills), rows_of(decodes)
         self._popular = self._popularity() if context.arrivals_per_s else None
 

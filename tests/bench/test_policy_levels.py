@@ -1,6 +1,7 @@
 """bench/router/policies.py: the levels are what they say, loads are counted right, and searches find the best."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -184,7 +185,7 @@ def test_figures_are_shares_of_all_requests_and_by_length():
 
 def test_a_load_that_misses_too_much_is_not_run_to_its_end():
     made = scenario("a", "least_loaded", wanted=Targets(0.2, 0.001, False))
-    _, tally = simulated(made, WORKERS, chats(2000, every_s=1.0))
+    _, tally = simulated(made, WORKERS, chats(2000, every_s=1.0), is_whole=False)
     assert not tally.holds and len(tally.lengths) == 201
 
 
@@ -256,6 +257,9 @@ def test_a_whole_comparison_prints_a_table_for_each_level(monkeypatch, capsys, t
     headings = [line for line in first.out.splitlines() if line.startswith("## ")]
     assert [heading.split("(")[1][0] for heading in headings] == ["a", "b", "b"]
     assert "| joint, SLO |" in first.out and "x least_loaded's capacity" in first.out
+    placed, *under_rules = first.out.split("\n## ")[1:]
+    assert not re.search(r"\d%, [\d.]+ s \|", placed)  # at 1.5 times the capacity
+    assert all(len(re.findall(r"\d%, [\d.]+ s \|", table)) == 2 for table in under_rules)
     policies.main()
     again = capsys.readouterr()
     assert again.out == first.out and not again.err

@@ -299,11 +299,11 @@ static int prepare(struct ranking *r)
     }
     for (Py_ssize_t i = 0; i < num_prefills; i++) r->work[i] = work_of(r, &r->prefills, i);
     for (Py_ssize_t i = num_prefills; i < count; i++) r->work[i] = work_of(r, &r->decodes, i - num_prefills);
-    if (num_prefills > 0 && r->n.is_local == 0.0) {
-        int64_t shortest = int_at(&r->prefills, QUEUED_REQUESTS, 0);
-        for (Py_ssize_t i = 1; i < num_prefills; i++) shortest = least_int(shortest, int_at(&r->prefills, QUEUED_REQUESTS, i));
-        r->pressure = least((double)shortest, r->n.max_pressure);
-    }
+    const struct table *computing = num_prefills > 0 && r->n.is_local == 0.0 ? &r->prefills : &r->decodes;
+    int64_t num_busy = 0;
+    for (Py_ssize_t i = 0; i < computing->count; i++) num_busy += int_at(computing, QUEUED_REQUESTS, i) != 0;
+    double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
+    r->pressure = r->n.max_pressure * (busy * busy * (busy * busy));
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)
             if (r->work[i].uncached < r->work[fewest].uncached) fewest = i;

@@ -59,6 +59,45 @@ def test_the_bound_is_a_setting():
     assert refusal.retry_after_s == 6.0, "by then all that is queued now has started"
 
 
+def full(*, left, now_s=NUM_STARTED, every_s=1.0):
+    """A new request, in time or not, after one had to be refused; then `left` are queued."""
+    router = starting(left=31, every_s=every_s, policy_options={"ttft_s": 10.0})
+    refused(new(router))
+    for number in range(NUM_STARTED, NUM_STARTED + 31 - left):
+        router.on_end(f"x{number}")
+    return new(router, "next", now_s)
+
+
+def test_after_a_refusal_new_ones_may_queue_for_a_part_of_their_target_only():
+    assert refused(full(left=7)).message.endswith("for about 7 s, at most 6 s are allowed")
+    decided(full(left=6))
+
+
+def test_until_none_was_refused_for_as_long_as_requests_may_queue():
+    refused(full(left=7, now_s=NUM_STARTED + 29.9))
+    decided(full(left=7, now_s=NUM_STARTED + 30.0))
+    router = starting(left=61)
+    for after_s in (0.0, 29.0, 58.0, 87.0):
+        refused(new(router, now_s=NUM_STARTED + after_s))
+        assert new(router, "older", NUM_STARTED + after_s, is_new=False), "it was admitted"
+
+
+def test_a_tenant_s_refusal_bounds_no_other_tenant_and_no_other_priority():
+    router = starting(left=100, tenant="greedy")
+    refused(new(router, tenant="greedy"))
+    assert isinstance(new(router, tenant="modest"), Deferred)
+    for number in range(NUM_STARTED, NUM_STARTED + 90):
+        router.on_end(f"x{number}")
+    refused(new(router, tenant="greedy"))
+    assert isinstance(new(router, tenant="greedy", priority=-1), Deferred)
+
+
+def test_workers_that_have_little_to_do_take_a_prompt_however_long_it_takes_them():
+    busy = 2 * QUEUED_PER_WORKER
+    refused(full(left=busy, every_s=5.0))
+    decided(full(left=busy - 1, every_s=5.0))
+
+
 def test_who_was_admitted_before_is_not_refused():
     decided(new(starting(left=200), is_new=False, may_wait=False))
 
@@ -81,7 +120,7 @@ def test_waits_behind_few_prompts_say_nothing_of_what_the_workers_can_do():
 
 
 def test_the_rate_follows_what_the_workers_can_do_now():
-    router = starting(left=31, every_s=10.0)
+    router = starting(left=31, every_s=10.0, policy_options={"ttft_s": 10.0})
     refused(new(router))
     for number in range(400):
         router.select_and_reserve(ask(f"y{number}", tokens=100, hashes=()), 0.0)

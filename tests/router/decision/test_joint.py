@@ -135,7 +135,7 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
 def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
     def stall(recent_step_s, sequences, queued=0):
         decodes = side(1, recent_step_s=[recent_step_s], sequences=[sequences], queued_tokens=[queued])
-        return CommonCost(asked(), side(0), CostModel()).stall(row_of(decodes, 0))
+        return CommonCost(asked(), side(0), decodes, CostModel()).stall(row_of(decodes, 0))
 
     assert stall(0.02, 8) < stall(0.06, 8) < stall(0.09, 8)
     assert stall(0.02, 0) < stall(0.02, 8) < stall(0.02, 16)

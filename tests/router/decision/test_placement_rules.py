@@ -159,7 +159,7 @@ def test_the_last_prompt_token_is_never_cached():
 
 
 def test_a_hot_worker_loses_a_prompt_that_waits_longer_than_its_prefix_saves():
-    router = cluster(["p1", "p2"], ["d1"])
+    router = cluster(["p1", "p2"], ["d1"], policy_options={"max_pressure": 0.0})
     holds(router, "p1", chain("a", 50))
     load(router, "p1", queued_tokens=700)
     assert decided(router.select_and_reserve(ask("r1"), 0.0)).prefill == "p1"
@@ -177,6 +177,19 @@ def test_when_every_prefill_worker_queues_a_prefix_is_worth_more_than_its_own_se
     choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
     assert choice.prefill == "p1"
     assert choice.terms["prefill_pressure"] > 0
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode", "decode")])
+def test_own_seconds_count_the_more_the_fewer_workers_that_compute_prompts_are_idle(roles):
+    """Without prefill workers these are the decode workers."""
+    names = [f"w{number}" for number in range(4)]
+    router = cluster(**{roles[0]: names}) if roles[0] == roles[1] else cluster(names, ["d1"])
+    for number, name in enumerate(["", *names]):
+        if name:
+            load(router, name, waiting=1, queued_tokens=100)
+        terms = decided(router.select_and_reserve(ask("r"), 0.0)).terms
+        assert terms["prefill_pressure"] == pytest.approx(16 * terms["prefill_compute"] * (number / 4) ** 4)
+        router.on_end("r")
 
 
 def test_a_prefix_that_is_about_to_be_computed_counts_as_cached_there():

@@ -1,6 +1,7 @@
 """The columns say what the accounts say, whatever happens; and what a policy is shown, and of whom."""
 
 from dataclasses import fields
+from statistics import median_low
 
 import numpy as np
 import pytest
@@ -63,6 +64,9 @@ def rows(side):
 def accounts(router, role, rate):
     """The same, from the accounts."""
     model = CostModel()
+    views = [view for view in router.workers() if role in sides(view.role)]
+    measured = [view.load["prefill_tokens_per_s"] for view in views if view.load["prefill_tokens_per_s"]]
+    rate = median_low(measured) if measured else rate
     return {
         view.worker_id: (
             load["queued_tokens"],
@@ -75,8 +79,8 @@ def accounts(router, role, rate):
             load["decode_step_s"] or model.default_decode_step_s,
             load["kv_bytes_per_s"] or model.default_kv_bytes_per_s,
         )
-        for view in router.workers()
-        if role in sides(view.role) and (load := view.load)
+        for view in views
+        if (load := view.load)
     }
 
 
@@ -104,7 +108,7 @@ def test_the_columns_are_the_accounts_whatever_happened(events):
             router.role_changed(name, (*WORKER_ROLES, "changing")[number])
         elif what == "load":
             report = {"running": 3 * number, "queued_tokens": 500 * number, "waiting": number, "free_blocks": 900}
-            speed = {"prefill_tokens_per_s": 1000.0 * number, "decode_step_s": 0.01 * number}
+            speed = {"prefill_tokens_per_s": 1000.0 * number**2, "decode_step_s": 0.01 * number}
             router.apply_load(name, LoadReport(seq=1, total_blocks=1000, **report, **speed), float(now_s))
         elif what == "others":
             router.apply_others(name, AssignedByOthers(number, True, tokens=70 * number, prompts=2 * number))
@@ -195,6 +199,17 @@ def test_a_worker_that_has_not_measured_is_as_fast_as_the_others():
     router.select_and_reserve(ask(), 0.0)
     speeds = spy.seen[-1][1].prefill_tokens_per_s
     assert speeds[1] == pytest.approx(speeds[0], rel=0.01) and speeds[0] > 7000
+
+
+def test_workers_that_measured_about_the_same_are_equally_fast_and_others_as_they_measured():
+    names = ["p1", "p2", "p3", "p4", "p5"]
+    router, spy = spied(names, ["d1"])
+    for name, rate in zip(names, (8000.0, 11000.0, 9000.0, 4000.0, 20000.0), strict=True):
+        load(router, name, prefill_tokens_per_s=rate)
+    router.select_and_reserve(ask(), 0.0)
+    usual, *alike, slow, fast = spy.seen[-1][1].prefill_tokens_per_s
+    assert alike == [usual] * 2 == pytest.approx([9000.0] * 2, rel=0.13)
+    assert (slow, fast) == (pytest.approx(4000.0, rel=0.13), pytest.approx(20000.0, rel=0.13))
 
 
 def test_a_draw_is_of_the_request():

@@ -1,5 +1,5 @@
-"""joint's ranking in C and in Python: the same bits for the same request; and the same placements as when both were
-numpy's, which recorded the digests here.
+"""joint's ranking in C and in Python: the same bits for the same request. And all policies' placements as recorded:
+those of numpy's code, but for joint's pressure, which has changed since.
 """
 
 import random
@@ -21,10 +21,10 @@ from tests.router.policies.policy_cases import side
 pytestmark = pytest.mark.pure
 
 LOADS = ("random", "equal", "skewed")
-RANKED = "a97f28e70a3cd607"
+RANKED = "9933d44806fb4f7c"
 """The rows of all candidates of 4,000 requests."""
 DECIDED = {
-    "joint": ["7f38b76bf566a32f", "86553634c31e28ac", "5d9cb4ac3906c474"],
+    "joint": ["7f38b76bf566a32f", "f6f9313cb5a1129f", "1bdf34d9438b6253"],
     "round_robin": ["fdcf794af6c2a748", "9819e6e4c62d679d", "49bf4f75b0bc5712"],
     "least_loaded": ["14e03512466c15d7", "b280d9aa7d1869ce", "7e9d08c6e95b261a"],
     "power_of_two": ["b690b6b2d8eee3ad", "60f1b11bd05c4bdc", "e59cb0b1478ddedb"],
@@ -122,7 +122,7 @@ def digest(placements):
     return blake2b(repr(placements).encode(), digest_size=8).hexdigest()
 
 
-def test_placements_are_those_that_numpy_ranked():
+def test_placements_are_those_recorded():
     rng, policy = random.Random(3), Joint({})
     ranked = [policy.rank(*case(rng)) for _ in range(4000)]
     assert digest([[one[:2] for one in candidates] for candidates in ranked]) == RANKED
@@ -157,5 +157,5 @@ def decided_by(policy, load, num_requests=250):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_routers_decide_as_they_did_with_numpy(policy):
+def test_routers_decide_as_recorded(policy):
     assert [decided_by(policy, load) for load in LOADS] == DECIDED[policy]
