@@ -46,7 +46,8 @@ class RouterSettings(Section):
     max_queue_s: float = setting(
         30.0,
         "Longest time that a request queues. One that is expected to queue longer gets 429 at once, one that has "
-        "waited so long at the ingress gets it then; after half of it no later request passes an older one.",
+        "waited so long at the ingress gets it then; after half of it no later request passes an older one. Once some "
+        "were refused, new ones may queue for a part of their TTFT target only.",
         unit="s",
         ge=0.1,
         le=3600,
