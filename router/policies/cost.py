@@ -91,9 +91,9 @@ class CommonCost:
     def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
         """All workers that may take the request.
 
-        Near saturation a cached prefix *is* capacity: a second of own prefill is one by which all later requests are later. So
-        it counts `max_pressure` times more as soon as all workers that compute prompts have some, and hardly more while
-        a few are idle: by the fourth power of the share that is busy.
+        Near saturation a cached prefix *is* capacity: a second of own prefill delays all later requests by one. So it
+        counts `max_pressure` times more as soon as all workers that compute prompts have some, and hardly more while a
+        few are idle: by the fourth power of the share that is busy.
         """
         self.context, self.request, self.model = context, context.request, model
         self.ttft_s, self.tpot_s = targets(self.request, model)
