@@ -4,9 +4,14 @@ The simulator is imported when the command runs, so that `--help` is fast.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +50,7 @@ def command(
     tpot_s: Annotated[float | None, typer.Option(help="TPOT target, s, for goodput")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="plot the results to this file: PNG, SVG, PDF")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="so many seeds from --seed on, each in a process of its own")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
     """Simulate a cluster under a workload: percentiles, goodput, hits, bytes, utilisation, cost."""
@@ -53,7 +59,6 @@ def command(
     from kvrelay.cluster.simulator.results import check_picture, runs_of, show
     from kvrelay.cluster.simulator.results import plot as draw
     from kvrelay.cluster.simulator.scenario import load_scenario, scenario_from
-    from kvrelay.cluster.workloads.choose import make_workload
 
     data = load_scenario(scenario) if scenario is not None else {}
     flags = {"prefill": prefill, "decode": decode, "ingress": ingress, "seed": seed, "ttft_s": ttft_s, "tpot_s": tpot_s}
@@ -63,11 +68,13 @@ def command(
     if plot is not None:
         check_picture(plot)
     base = scenario_from(data)
-    found: list[tuple[str, dict[str, Any]]] = []
-    for name in policy or [None]:  # type: ignore[list-item]
-        for each in rate or [None]:  # type: ignore[list-item]
-            entries = make_workload(load, rate_per_s=each, limit=limit, seed=base.seed)
-            found.append(_run(with_policy(base, name), workers, entries, name, each))
+    work = _Work(load, workers, tuple(policy or [None]), tuple(rate or [None]), limit, is_one_seed=seeds == 1)
+    scenarios = [base.model_copy(update={"seed": base.seed + number}) for number in range(seeds)]
+    if seeds == 1:
+        found = work.run(base)
+    else:
+        with ProcessPoolExecutor(min(seeds, len(os.sched_getaffinity(0))), get_context("spawn")) as processes:
+            found = list(chain.from_iterable(processes.map(work.run, scenarios)))
     show(Console(width=None if sys.stdout.isatty() else FILE_WIDTH), found)
     if json_file is not None:
         json_file.write_text(json.dumps([summary for _, summary in found], indent=1) + "\n")
@@ -76,19 +83,38 @@ def command(
         draw(runs, plot, title=f"{Path(load).name} on {workers.name}", ttft_slo_s=base.ttft_s, tpot_slo_s=base.tpot_s)
 
 
-def _run(
-    scenario: "Scenario",
-    profile: "SimulatorProfile",
-    entries: "list[TraceEntry]",
-    policy: str | None,
-    rate: float | None,
-) -> tuple[str, dict[str, Any]]:
-    began_s = time.perf_counter()
-    simulation = simulated(scenario, profile, entries)
-    summary = simulation.summary() | simulation.tally.percentiles()
-    name = " ".join(filter(None, (policy, None if rate is None else f"{rate:g}/s"))) or "simulated"
-    print(f"{name}: {summary['requests']} requests in {time.perf_counter() - began_s:.1f} s", file=sys.stderr)
-    return name, summary
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one process simulates for one seed: each policy (None: the scenario's) at each rate (None: the load's)."""
+
+    load: str
+    profile: "SimulatorProfile"
+    policies: tuple[str | None, ...]
+    rates: tuple[float | None, ...]
+    limit: int | None
+    is_one_seed: bool
+
+    def run(self, scenario: "Scenario") -> list[tuple[str, dict[str, Any]]]:
+        """A name and a summary for each run; the scenario's seed is also the load's."""
+        from kvrelay.cluster.workloads.choose import make_workload
+
+        found = []
+        for policy in self.policies:
+            for rate in self.rates:
+                entries = make_workload(self.load, rate_per_s=rate, limit=self.limit, seed=scenario.seed)
+                found.append(self._run(with_policy(scenario, policy), entries, policy, rate))
+        return found
+
+    def _run(
+        self, scenario: "Scenario", entries: "list[TraceEntry]", policy: str | None, rate: float | None
+    ) -> tuple[str, dict[str, Any]]:
+        began_s = time.perf_counter()
+        simulation = simulated(scenario, self.profile, entries)
+        summary = simulation.summary() | simulation.tally.percentiles()
+        seed = None if self.is_one_seed else f"seed {scenario.seed}"
+        name = " ".join(filter(None, (policy, None if rate is None else f"{rate:g}/s", seed))) or "simulated"
+        print(f"{name}: {summary['requests']} requests in {time.perf_counter() - began_s:.1f} s", file=sys.stderr)
+        return name, summary
 
 
 def simulated(scenario: "Scenario", profile: "SimulatorProfile", entries: "Iterable[TraceEntry]") -> "Simulation":

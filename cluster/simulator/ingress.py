@@ -179,6 +179,10 @@ def _unless_over(attempt: SimulatedAttempt, worker: SimulatedWorker, call: Calla
         call(worker)
 
 
+WORKERS_PER_INGRESS = 8
+"""A simulated ingress with more workers stands for several ingresses, and takes what they would take together."""
+
+
 class SimulatedIngress:
     """Requests come by `arrive`; workers join by `worker_up` and leave by `worker_gone`.
 
@@ -239,7 +243,7 @@ class SimulatedIngress:
     # ---- requests
 
     def arrive(self, job: SimulatedRequest) -> None:
-        if len(self.drivers) >= self.world.settings.router.max_inflight:
+        if len(self.drivers) >= self._max_inflight:
             job.outcome = "overloaded"
             self.stats.outcomes["overloaded"] += 1
             self._on_ended(job)
@@ -251,6 +255,11 @@ class SimulatedIngress:
         driver = SimulatedRequestDriver(job, self)
         self.drivers[driver] = None
         driver.begin()
+
+    @property
+    def _max_inflight(self) -> int:
+        num_ingresses = len(self.links.members) // (WORKERS_PER_INGRESS * self.world.scenario.ingress)
+        return max(1, num_ingresses) * self.world.settings.router.max_inflight
 
     def route(self, request: RouteRequest) -> Decision | RoutingRefusal | Deferred:
         choice = self.router.select_and_reserve(request, self.clock.now_s)

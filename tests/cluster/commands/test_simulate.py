@@ -55,6 +55,12 @@ def test_one_run_for_each_policy_and_rate(files, capsys):
     assert "round_robin 5/s" in printed and "joint 20/s" in printed and "TTFT" in printed
 
 
+def test_each_of_several_seeds_is_a_run_like_one_with_that_seed(files):
+    found = simulate(files, rate=[20.0], seed=3, seeds=2)
+    assert [one["scenario"]["seed"] for one in found] == [3, 4]
+    assert found == [one for seed in (3, 4) for one in simulate(files, rate=[20.0], seed=seed)]
+
+
 def test_a_scenario_s_fields_hold_unless_a_flag_says_otherwise(files):
     (files / "scenario.yaml").write_text(
         "prefill: 3\ndecode: 1\nsettings:\n  router: {max_inflight: 7, local_prefill_tokens: 1}\n"

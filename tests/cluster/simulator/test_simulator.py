@@ -128,6 +128,16 @@ def test_more_than_an_ingress_takes_at_once_is_refused():
     everything_is_given_back(sim)
 
 
+def test_an_ingress_of_many_workers_stands_for_several_and_takes_what_they_take():
+    """Eight workers for each."""
+    limit = {"router": {"max_inflight": 10}}
+    refused = [
+        simulate(chats(100, every_s=0.0001), prefill=8, decode=decode, settings=limit).tally.outcomes["overloaded"]
+        for decode in (4, 8, 56)
+    ]
+    assert refused == [90, 80, 20]
+
+
 @pytest.mark.slow
 def test_several_ingresses_share_the_workers():
     sim = simulate(chats(200), ingress=3)
