@@ -68,7 +68,9 @@ def command(
     if plot is not None:
         check_picture(plot)
     base = scenario_from(data)
-    work = _Work(load, workers, tuple(policy or [None]), tuple(rate or [None]), limit, is_one_seed=seeds == 1)
+    policies: tuple[str | None, ...] = tuple(policy) if policy else (None,)
+    rates: tuple[float | None, ...] = tuple(rate) if rate else (None,)
+    work = _Work(load, workers, policies, rates, limit, is_one_seed=seeds == 1)
     scenarios = [base.model_copy(update={"seed": base.seed + number}) for number in range(seeds)]
     if seeds == 1:
         found = work.run(base)
