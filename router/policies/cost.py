@@ -97,7 +97,8 @@ class CommonCost:
         """
         self.context, self.request, self.model = context, context.request, model
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
+        self._has_prefill = len(prefills) > 0
+        queued = (prefills if self._has_prefill and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
         self._pressure = model.max_pressure * (busy * busy * (busy * busy))
 
@@ -143,12 +144,15 @@ class CommonCost:
         target.
 
         A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens.
-        Output lengths are assumed exponential; those running at any moment are length-biased.
+        Output lengths are assumed exponential; those running at any moment are length-biased. Sequences that miss their
+        target because of prompts queued before this one do not count, but where no prefill worker could compute it they
+        do: else long prompts would go where the queue is long.
         """
         if self.is_near(decode):
             return 0.0
         model, (own_s, queue_s, _, _) = self.model, self._work(decode)
         output_tokens = decode.output_tokens if decode.output_tokens > 0 else model.expected_output_tokens
+        queue_s = queue_s if self._has_prefill else 0.0
         slack_s = max(self.tpot_s - decode.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
