@@ -88,9 +88,14 @@ class RaySession:
         if why is not None:
             raise ClusterError(f"cannot listen on {serve.host} port {serve.port}: {why.strerror}")
 
+    def _hold_a_port(self) -> int:
+        """Reserve a free port, until `stop`, for a server that starts only with the application."""
+        self._held.append(held_port(LOOPBACK, 0))
+        return int(self._held[-1].getsockname()[1])
+
     def start_ray(self) -> None:
         """Start Ray here. Takes seconds. Raises ClusterError."""
-        haproxy_ports = (free_port(LOOPBACK), free_port(LOOPBACK)) if self._has_shared_address else None
+        haproxy_ports = (self._hold_a_port(), self._hold_a_port()) if self._has_shared_address else None
         set_ray_environment(self._settings.serve.port, haproxy_ports)
         self.has_ray = True
         try:

@@ -197,7 +197,9 @@ class Scenario:
         return dict(Counter(name.partition("-")[0] for name in self.ray.workers()))
 
     def cut(self) -> None:
-        """A link is cut for some seconds while streams run, and mended."""
+        """A link is cut for some seconds while streams run, and mended. A worker there that has just missed a heartbeat
+        gets no streams that moment: then the link is cut again.
+        """
         host, retries = self._off_head("decode")[0], self.metric("kvrelay_request_retries_total")
 
         def cut() -> None:
@@ -205,11 +207,14 @@ class Scenario:
             time.sleep(4.0)
             self.hosts.mend(host)
 
-        with self.timed("streams through a link cut for 4 s"):
-            found, longest_s = self._streams(self._body([9, 8, 7, 6] * 20, LONG), 4, cut)
-        check(all(answer == self._long for answer in found), "streams continue with the same tokens")
-        is_met = longest_s > 1.0 or self.metric("kvrelay_request_retries_total") > retries
-        check(is_met, f"the cut met a stream: the longest gap is {longest_s:.2f} s")
+        is_met, tries = False, 0
+        while not is_met and tries < 3:
+            tries += 1
+            with self.timed("streams through a link cut for 4 s"):
+                found, longest_s = self._streams(self._body([9, 8, 7, 6] * 20, LONG), 4, cut)
+            check(all(answer == self._long for answer in found), "streams continue with the same tokens")
+            is_met = longest_s > 1.0 or self.metric("kvrelay_request_retries_total") > retries
+        check(is_met, f"a cut met a stream: {self.ray.workers()}, host {host}, the longest gap is {longest_s:.2f} s")
 
     def slow(self) -> None:
         """Requests succeed over a link of 10 Mbit/s and 100 ms each way, which their KV crosses."""

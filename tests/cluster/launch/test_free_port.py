@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch import ray_session
 from kvrelay.cluster.launch.ray_session import RaySession, free_port, held_port, why_not_free
 from kvrelay.config import Settings
 
@@ -86,3 +87,25 @@ def test_a_session_holds_the_ports_of_its_ingresses_until_it_stops():
     with listener(port), pytest.raises(ClusterError, match="taken"):
         session.check_ports()
     session.stop()
+
+
+def test_a_session_holds_the_ports_of_haproxy_which_starts_last(monkeypatch):
+    given: list[int] = []
+
+    def start(session: RaySession) -> None:
+        for port in given:
+            with contextlib.closing(socket.socket()) as rude, pytest.raises(OSError):
+                rude.bind(("127.0.0.1", port))
+            listener(port).close()
+        raise RuntimeError("no Ray here")
+
+    monkeypatch.setattr(ray_session, "set_ray_environment", lambda port, haproxy: given.extend(haproxy))
+    monkeypatch.setattr(RaySession, "_init_ray", start)
+    session = RaySession(Settings.model_validate({"cluster": {"ingress": 2}}))
+    with pytest.raises(ClusterError, match="no Ray here"):
+        session.start_ray()
+    session.stop()
+    assert len(set(given)) == 2
+    for port in given:
+        with contextlib.closing(socket.socket()) as rude:
+            rude.bind(("127.0.0.1", port))
