@@ -156,6 +156,7 @@ class OnTerms(RoutingPolicy):
         self._has_rules, self._is_remote = terms["rules"], terms["remote"]
         self._policy = build_policy(RouterSettings(policy=terms["of"], policy_options=rest), self._model)
         self.name, self.term_names = self._policy.name, self._policy.term_names  # type: ignore[misc]
+        self.weighs_both = self._policy.weighs_both  # type: ignore[misc]
 
     @classmethod
     def build(cls, options: Options, model: CostModel) -> Self:

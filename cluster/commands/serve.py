@@ -30,6 +30,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.machine import is_loopback
 from kvrelay.serve.tenants.access import read_keys
 from kvrelay.settings.cluster import ServeSettings
+from kvrelay.types import WORKER_ROLES
 
 PROBE_S = 15.0  # for another ingress to know its workers
 EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
@@ -177,7 +178,7 @@ def report_sizes(url: str, api_key: str | None, console: Console) -> None:
     """Print a line for each role: what its workers chose for themselves and why. And what limits or slows them."""
     status = request_json("GET", f"{url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=10.0)
     workers = status["workers"]
-    for role in ("prefill", "decode"):
+    for role in WORKER_ROLES:
         worker = next((one for one in workers if one["role"] == role and one.get("sizes")), None)
         if worker is None:
             continue

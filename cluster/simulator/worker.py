@@ -23,7 +23,7 @@ from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.plane.messages import PREEMPTED, TokenOutput
 from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.serve.requests.retries import RESERVE_TIMEOUT_S
-from kvrelay.types import Fingerprint, Role
+from kvrelay.types import Fingerprint, Role, sides
 
 LAYER_GROUPS = 4  # in which a prompt's KV is announced, as engine/execution/launch.py does
 
@@ -81,7 +81,7 @@ class SimulatedWorker:
             draw=random.Random(f"{scenario.seed}:{worker_id}:{epoch}"),
             on_end=self._steps_ended,
         )
-        self.info = _info(worker_id, role, node_id, epoch, profile, self.engine)
+        self.info = _info(worker_id, settings.cluster.first_role(role), node_id, epoch, profile, self.engine)
         self.reports = WorkerReports(
             self,
             clock,
@@ -186,7 +186,7 @@ class SimulatedWorker:
 
     def _forget(self, attempt_id: str) -> SimulatedAttempt | None:
         attempt = self.attempts.pop(attempt_id, None)
-        if attempt is not None and self.role is Role.DECODE:
+        if attempt is not None and attempt.decision.decode == self.worker_id:
             _cancel_wait(attempt)
         return attempt
 
@@ -211,7 +211,7 @@ class SimulatedWorker:
             self._wait_for_tiers()
             return
         self.steps.start()
-        if stride.plan is not None and self.role is Role.PREFILL:
+        if stride.plan is not None and Role.PREFILL in sides(self.info.role):
             self._feed(stride)
 
     def _wait_for_tiers(self) -> None:
@@ -242,7 +242,7 @@ class SimulatedWorker:
         assert stride.plan is not None
         for item in stride.plan.work:
             attempt = self.attempts.get(item.seq.request_id)
-            if attempt is None or attempt.flow is None:
+            if attempt is None or attempt.flow is None or attempt.decision.prefill != self.worker_id:
                 continue
             attempt.feed(item.start, item.start + item.num_tokens, stride.first_s, LAYER_GROUPS)
 
@@ -267,7 +267,7 @@ class SimulatedWorker:
             attempt.tier_tokens = self.engine.tier_tokens(output.request_id)
         if output.finish_reason is not None:
             self._forget(output.request_id)
-        elif self.role is Role.PREFILL:
+        elif attempt.decision.prefill == self.worker_id:
             attempt.computed()
         self.reports.send(attempt.output, self.worker_id, output)
 
@@ -339,12 +339,12 @@ class SimulatedWorker:
 
 
 def _info(
-    worker_id: str, role: Role, node_id: str, epoch: int, profile: SimulatorProfile, engine: SimulatedEngine
+    worker_id: str, role: str, node_id: str, epoch: int, profile: SimulatorProfile, engine: SimulatedEngine
 ) -> WorkerInfo:
     fingerprint = Fingerprint(1, profile.name, "", profile.block_size, 1, 1, 1, "")
     return WorkerInfo(
         worker_id=worker_id,
-        role=str(role),
+        role=role,
         epoch=str(epoch),
         host=node_id,
         port=1,

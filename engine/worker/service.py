@@ -99,7 +99,8 @@ class WorkerService:
             send=self._send_tokens,
             cores=options.cores,
         )
-        self.requests = RequestTable(options.worker_id, role, self.thread, self._retry_after_s)
+        begins_as = options.settings.cluster.first_role(role)
+        self.requests = RequestTable(options.worker_id, begins_as, self.thread, self._retry_after_s)
         self._starters = starters
         self._sizes: EngineSizes | None = None  # once the engine is built
         self.ends: WorkerEnds | None = None  # these four from start() to aclose()

@@ -7,11 +7,12 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from kvrelay.settings.choices import PlannerMode, TlsMode, UnknownFields
 from kvrelay.settings.section import Section, setting
+from kvrelay.types import BOTH, Role
 
 NEVER_NONE = {  # deployment -> why it always has one
     "decode": "without a decode worker no request can be answered; keep at least 1",
     "prefill": "requests that are on their way to a prefill worker would fail; keep at least 1, or start the cluster "
-    "with --prefill 0 (cluster.prefill: 0), where decode workers compute prompts",
+    "with --prefill 0 (cluster.prefill: 0), where each worker computes prompts and decodes",
     "ingress": "without an ingress no request can arrive; keep at least 1",
 }
 LEAST_PORTS = 6  # of a worker: requests, KV in and out, its host tier in the cluster's store, UCX
@@ -55,7 +56,9 @@ class ServeSettings(Section):
 class ClusterSettings(Section):
     """How many processes of each kind, on what hardware, and how they trust each other."""
 
-    prefill: int = setting(1, "Prefill workers; 0: decode workers compute prompts too (aggregated).", ge=0)
+    prefill: int = setting(
+        1, "Prefill workers; 0: every worker computes prompts, its own or another's, and decodes.", ge=0
+    )
     decode: int = setting(1, "Decode workers.", ge=1)
     ingress: int = setting(1, "Ingress replicas.", ge=1)
     cores_per_worker: int | None = setting(
@@ -100,6 +103,10 @@ class ClusterSettings(Section):
         "node; ca.crt must serve this cluster alone; default: an authority derived from the cluster's secret issues a "
         "certificate to each process.",
     )
+
+    def first_role(self, built_as: Role) -> str:
+        """The role in which a worker begins."""
+        return str(built_as) if self.prefill or built_as is Role.PREFILL else BOTH
 
     @property
     def ports(self) -> range:

@@ -18,11 +18,11 @@ from kvrelay.plane.messages import Assigned
 from kvrelay.plane.reports import AssignedByOthers, LoadReport, WorkerInfo
 from kvrelay.router.policies.base import CostModel, Floats, Ints, WorkerTable, any_of, only
 from kvrelay.router.types import RouteRequest
-from kvrelay.types import Role
+from kvrelay.types import Role, sides
 
 # rows of `Columns.ints`: first those of a worker's load, then constants
 QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
-NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
+NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, DECODES, LONGEST, ROOM = range(6, 13)
 # rows of `Columns.floats`; PREFILL_RATE is 0 while it is not measured
 PREFILL_RATE, DECODE_STEP, RECENT_STEP, KV_RATE, REPORTED_AT, OUTPUT = range(6)
 
@@ -58,13 +58,14 @@ class Columns:
         self.ints[NUM_BLOCKS] = [info.num_blocks for info in infos]
         self.ints[BLOCK_SIZE] = [info.block_size for info in infos]
         self.ints[KV_BYTES_PER_TOKEN] = [info.kv_bytes_per_token for info in infos]
+        self.ints[DECODES] = [Role.DECODE in sides(info.role) for info in infos]
         self.ints[LONGEST] = [info.max_model_len for info in infos]
         self.ints[ROOM] = self.ints[NUM_BLOCKS] * self.ints[BLOCK_SIZE]
         self._least_longest, self._least_room = (
             int(self.ints[which].min(initial=1 << 62)) for which in (LONGEST, ROOM)
         )
         self._int_rows, self._float_rows = tuple(self.ints[:NODE]), tuple(self.floats)
-        self._fixed = [_shared(self.ints[which]) for which in (NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN)]
+        self._fixed = [_shared(self.ints[which]) for which in range(NODE, LONGEST)]
         self.stale: dict[WorkerAccount, None] = {}  # whose loads have changed since `write_stale`
         self._speeds: Floats | None = None  # as `_rates` returned them for `_assumed_rate`; None: outdated
         self._assumed_rate = 0.0

@@ -39,6 +39,7 @@ class CostModel:
     other_node_share: float = 0.25  # of a bandwidth, between hosts
     unhidden_share: float = 0.05  # of a transfer, even under a long prefill: its last layers
     handoff_s: float = 0.002
+    displaced_share: float = 0.04  # of KV that arrives at a worker: so much displaces what would have been found again
     decode_load_weight: float = 0.1  # of a step, per sequence on the decode worker
     stall_weight: float = 0.1  # of the prefill's time, per sequence that it stalls
     next_stall_weight: float = 1.0  # of the prefill's time, for the sequences that will arrive during it
@@ -81,7 +82,7 @@ def _first_problem(error: ValidationError, model: type[PolicyOptions]) -> str:
 class WorkerTable:
     """The workers of one role that may take a request, as columns: row i is `names[i]`. Read-only.
 
-    Two are built per decision; not frozen, because building a frozen dataclass of 19 fields takes ten times as long
+    Two are built per decision; not frozen, because building a frozen dataclass of 20 fields takes ten times as long
     (1.4 us).
 
     Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured, or the assumed
@@ -102,6 +103,7 @@ class WorkerTable:
     num_blocks: Ints
     block_size: Ints  # tokens
     kv_bytes_per_token: Ints
+    decodes: Ints  # whether it decodes too: 1 or 0
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
     recent_step_s: Floats  # recent inter-token latency there, prefill chunks included; at least decode_step_s
@@ -154,6 +156,8 @@ class RoutingPolicy(ABC):
 
     name: ClassVar[str]
     term_names: ClassVar[tuple[str, ...]]
+    weighs_both: ClassVar[bool] = False
+    """Whether it is shown pairs where all workers compute prompts and decode; else each computes what it decodes."""
 
     @abstractmethod
     def __init__(self, options: Options) -> None:

@@ -30,6 +30,7 @@ class WorkerRow(NamedTuple):
     turn: int
     block_size: int
     kv_bytes_per_token: int
+    decodes: int
     prefill_tokens_per_s: float
     decode_step_s: float
     recent_step_s: float
@@ -97,8 +98,8 @@ class CommonCost:
         """
         self.context, self.request, self.model = context, context.request, model
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        self._has_prefill = len(prefills) > 0
-        queued = (prefills if self._has_prefill and self.request.force != "local" else decodes).queued_requests
+        self._is_split = bool(np.count_nonzero(prefills.decodes == 0))  # whether some compute prompts and do not decode
+        queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
         self._pressure = model.max_pressure * (busy * busy * (busy * busy))
 
@@ -114,10 +115,11 @@ class CommonCost:
         if prefill is None:
             assert decode is not None
             return [*self._work(decode), 0.0, 0.0, *self.decode(decode), self.stall(decode)]
-        work = self._work(prefill)
+        work, stall_s = self._work(prefill), self.stall(prefill) if prefill.decodes else 0.0
         if decode is None:
-            return [*work, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-        return [*work, self.model.handoff_s, self._transfer(prefill, decode, work[0]), *self.decode(decode), 0.0]
+            return [*work, 0.0, 0.0, 0.0, 0.0, 0.0, stall_s]
+        transfer_s = self._transfer(prefill, decode, work[0])
+        return [*work, self.model.handoff_s, transfer_s, *self.decode(decode), stall_s]
 
     def _work(self, worker: WorkerRow) -> tuple[float, float, float, float]:
         """Own prefill, the queue ahead, harm to requests behind, loading."""
@@ -135,40 +137,45 @@ class CommonCost:
         memory_s = step_s * min(later / max(worker.free_blocks, 1), 1.0)
         return model.decode_load_weight * step_s * worker.sequences, memory_s, decode_wait_s(request, worker)
 
-    def is_near(self, decode: WorkerRow) -> bool:
-        """Whether a decode worker lacks at most `local_prefill_tokens` of the prompt."""
-        return self.uncached_tokens(decode) <= self.model.local_prefill_tokens
+    def is_near(self, worker: WorkerRow) -> bool:
+        """Whether a worker lacks at most `local_prefill_tokens` of the prompt."""
+        return self.uncached_tokens(worker) <= self.model.local_prefill_tokens
 
-    def stall(self, decode: WorkerRow) -> float:
-        """Harm to a decode worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT
-        target.
+    def stall(self, worker: WorkerRow) -> float:
+        """Harm to a worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT target.
 
         A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens.
         Output lengths are assumed exponential; those running at any moment are length-biased. Sequences that miss their
-        target because of prompts queued before this one do not count, but where no prefill worker could compute it they
-        do: else long prompts would go where the queue is long.
+        target because of prompts queued before this one do not count, but where all workers decode they do: else long
+        prompts would go where the queue is long.
         """
-        if self.is_near(decode):
+        if self.is_near(worker):
             return 0.0
-        model, (own_s, queue_s, _, _) = self.model, self._work(decode)
-        output_tokens = decode.output_tokens if decode.output_tokens > 0 else model.expected_output_tokens
-        queue_s = queue_s if self._has_prefill else 0.0
-        slack_s = max(self.tpot_s - decode.recent_step_s, 0.1 * self.tpot_s) * output_tokens
+        model, (own_s, queue_s, _, _) = self.model, self._work(worker)
+        output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
+        queue_s = queue_s if self._is_split else 0.0
+        slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
-        stalled_s = (model.stall_weight * decode.sequences + model.next_stall_weight) * own_s
-        return stalled_s + model.missed_s * decode.sequences * missed
+        stalled_s = (model.stall_weight * worker.sequences + model.next_stall_weight) * own_s
+        return stalled_s + model.missed_s * worker.sequences * missed
 
     def arriving_s(self, decode: WorkerRow) -> float:
         """Seconds to transfer the KV that a decode worker lacks from another process of its machine."""
         return (self.request.num_tokens - decode.held) * decode.kv_bytes_per_token / decode.kv_bytes_per_s
 
     def _transfer(self, computing: WorkerRow, decode: WorkerRow, compute_s: float) -> float:
-        """The part of a pair's KV transfer that `compute_s` of prefill does not hide, seconds."""
+        """The part of a pair's KV transfer that `compute_s` of prefill does not hide, seconds. Where the computing
+        worker decodes too, no copy is needed, and it counts as the prefill to come of what it displaces.
+        """
         seconds = self.arriving_s(decode)
         if computing.nodes != decode.nodes:
             seconds /= self.model.other_node_share
-        return seconds - (1 - self.model.unhidden_share) * min(seconds, compute_s)
+        seconds -= (1 - self.model.unhidden_share) * min(seconds, compute_s)
+        if computing.decodes:
+            copied_s = (self.request.num_tokens - decode.held) / decode.prefill_tokens_per_s
+            seconds += self.model.displaced_share * copied_s * (1.0 + self._pressure)
+        return seconds
 
 
 def targets(request: RouteRequest, model: CostModel) -> tuple[float, float]:

@@ -73,6 +73,7 @@ class Joint(RoutingPolicy):
 
     name: ClassVar[str] = "joint"
     term_names: ClassVar[tuple[str, ...]] = TERM_NAMES + OWN_TERMS
+    weighs_both: ClassVar[bool] = True
 
     def __init__(self, options: Options, model: CostModel | None = None) -> None:
         chosen = parse_options(JointOptions, self.name, options).model_dump(exclude_none=True)
@@ -103,7 +104,7 @@ def _numbers(context: RoutingContext, model: CostModel) -> tuple[float, ...]:
         *(context.stored_tokens, context.draw, context.unreported_share),
         *(context.arrivals_per_s, context.tenant_excess),
         *targets(request, model),
-        *(model.tier_bytes_per_s, model.other_node_share, model.unhidden_share, model.handoff_s),
+        *(model.tier_bytes_per_s, model.other_node_share, model.unhidden_share, model.handoff_s, model.displaced_share),
         *(model.decode_load_weight, model.stall_weight, model.next_stall_weight, model.max_pressure, model.missed_s),
         *(model.expected_output_tokens, model.local_prefill_tokens),
         *(SURE_SHARE, LOST_SHARE, FRESH_S, SAME_SHARE, MAX_EXCESS, _GOLDEN, UNIT),

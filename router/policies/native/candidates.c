@@ -24,7 +24,7 @@ enum {
 /* The columns of a table, in the order of WorkerRow: integers, then floats. */
 enum {
     NODES, HELD, EXPECTED, IN_ANY_TIER, QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN, BLOCK_SIZE,
-    KV_BYTES_PER_TOKEN, NUM_INTS, PREFILL_RATE = NUM_INTS, DECODE_STEP, RECENT_STEP, KV_RATE, AGE, OUTPUT, NUM_COLUMNS
+    KV_BYTES_PER_TOKEN, DECODES, NUM_INTS, PREFILL_RATE = NUM_INTS, DECODE_STEP, RECENT_STEP, KV_RATE, AGE, OUTPUT, NUM_COLUMNS
 };
 
 /* What joint.py passes as `numbers`, in this order. Integers are exact. */
@@ -32,7 +32,7 @@ struct numbers {
     double num_tokens, max_tokens, width, is_local, is_remote, needs_decode;
     double stored_tokens, draw, unreported_share, arrivals_per_s, tenant_excess;
     double ttft_s, tpot_s;
-    double tier_rate, other_node_share, unhidden_share, handoff_s;
+    double tier_rate, other_node_share, unhidden_share, handoff_s, displaced_share;
     double decode_load_weight, stall_weight, next_stall_weight, max_pressure, missed_s;
     double expected_output_tokens, local_prefill_tokens;
     double sure_share, lost_share, fresh_s, same_share, max_excess, golden, unit;
@@ -64,6 +64,7 @@ struct ranking {
     struct blocks blocks; /* of the last size that was asked for: most workers have the same */
     struct work *work; /* of the prefill workers, then of the decode workers */
     double pressure;   /* harm per second of prefill */
+    int is_split;      /* some workers compute prompts and do not decode */
     double least_s, held_share, lacking_share; /* see replica_s; lacking_share 0: no replica is wanted */
 };
 
@@ -164,24 +165,27 @@ static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
     parts[DECODE_WAIT] = missing > 0 ? (double)(missing * blocks->size) * step_s / (double)most_int(sequences, 1) : 0.0;
 }
 
-static inline int is_near(const struct ranking *r, Py_ssize_t row)
+static inline int is_near(const struct ranking *r, const struct work *work)
 {
-    return r->work[r->prefills.count + row].uncached <= (int64_t)r->n.local_prefill_tokens;
+    return work->uncached <= (int64_t)r->n.local_prefill_tokens;
 }
 
-static inline double stall_s(const struct ranking *r, Py_ssize_t row)
+static inline double stall_s(const struct ranking *r, const struct table *table, Py_ssize_t row, const struct work *work)
 {
-    if (is_near(r, row)) return 0.0;
+    if (is_near(r, work)) return 0.0;
     const struct numbers *n = &r->n;
-    const struct table *table = &r->decodes;
-    const struct work *work = &r->work[r->prefills.count + row];
     double output_tokens = float_at(table, OUTPUT, row), sequences = (double)int_at(table, SEQUENCES, row);
     if (!(output_tokens > 0)) output_tokens = n->expected_output_tokens;
     double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens;
-    double queue_s = r->prefills.count > 0 ? work->queue_s : 0.0;
+    double queue_s = r->is_split ? work->queue_s : 0.0;
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
     return (n->stall_weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed;
+}
+
+static inline double prefill_stall_s(const struct ranking *r, Py_ssize_t row)
+{
+    return int_at(&r->prefills, DECODES, row) ? stall_s(r, &r->prefills, row, &r->work[row]) : 0.0;
 }
 
 static inline double arriving_s(const struct numbers *n, const struct table *table, Py_ssize_t row)
@@ -194,7 +198,12 @@ static inline double transfer_s(const struct ranking *r, Py_ssize_t prefill, Py_
 {
     double seconds = arriving_s(&r->n, &r->decodes, decode);
     if (int_at(&r->prefills, NODES, prefill) != int_at(&r->decodes, NODES, decode)) seconds /= r->n.other_node_share;
-    return seconds - (1 - r->n.unhidden_share) * least(seconds, r->work[prefill].compute_s);
+    seconds -= (1 - r->n.unhidden_share) * least(seconds, r->work[prefill].compute_s);
+    if (int_at(&r->prefills, DECODES, prefill)) {
+        double copied = r->n.num_tokens - (double)int_at(&r->decodes, HELD, decode);
+        seconds += r->n.displaced_share * (copied / float_at(&r->decodes, PREFILL_RATE, decode)) * (1.0 + r->pressure);
+    }
+    return seconds;
 }
 
 /* The credit of computing a popular prefix once more. */
@@ -231,15 +240,17 @@ static inline double prefill_score(const struct ranking *r, Py_ssize_t prefill, 
 {
     memset(parts, 0, NUM_TERMS * sizeof *parts);
     add_work(r, &r->work[prefill], parts);
+    parts[STALL] = prefill_stall_s(r, prefill);
     return add_own(r, &r->prefills, prefill, NONE, parts);
 }
 
 /* Of parts that have the decode worker's terms. */
 static inline double local_score(const struct ranking *r, Py_ssize_t decode, double *parts)
 {
-    add_work(r, &r->work[r->prefills.count + decode], parts);
+    const struct work *work = &r->work[r->prefills.count + decode];
+    add_work(r, work, parts);
     parts[HANDOFF] = parts[TRANSFER] = 0.0;
-    parts[STALL] = stall_s(r, decode);
+    parts[STALL] = stall_s(r, &r->decodes, decode, work);
     return add_own(r, &r->decodes, decode, decode, parts);
 }
 
@@ -249,7 +260,7 @@ static inline double pair_score(const struct ranking *r, Py_ssize_t prefill, Py_
     add_work(r, &r->work[prefill], parts);
     parts[HANDOFF] = r->n.handoff_s;
     parts[TRANSFER] = transfer_s(r, prefill, decode);
-    parts[STALL] = 0.0;
+    parts[STALL] = prefill_stall_s(r, prefill);
     return add_own(r, &r->prefills, prefill, decode, parts);
 }
 
@@ -305,6 +316,7 @@ static int prepare(struct ranking *r)
     for (Py_ssize_t i = 0; i < computing->count; i++) num_busy += int_at(computing, QUEUED_REQUESTS, i) != 0;
     double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
     r->pressure = r->n.max_pressure * (busy * busy * (busy * busy));
+    for (Py_ssize_t i = 0; i < num_prefills && !r->is_split; i++) r->is_split = int_at(&r->prefills, DECODES, i) == 0;
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)
             if (r->work[i].uncached < r->work[fewest].uncached) fewest = i;
@@ -351,7 +363,7 @@ static int list_candidates(struct ranking *r, struct candidate *found)
     }
     for (int i = 0; i < sources.count * targets.count; i++) {
         Py_ssize_t prefill = sources.best[i / targets.count].row, decode = targets.best[i % targets.count].row;
-        if (may_stay && is_near(r, decode)) continue; /* it needs no prefill worker */
+        if (may_stay && is_near(r, &r->work[r->prefills.count + decode])) continue; /* it needs no prefill worker */
         add_decode(r, decode, found[count].parts);
         complete(r, &found[count], prefill, decode, pair_score(r, prefill, decode, found[count].parts));
         count++;

@@ -75,6 +75,21 @@ def test_without_prefill_workers_the_decode_worker_computes_the_prompt():
     assert sim.network.moved_bytes == 0
 
 
+def test_without_prefill_workers_prompts_are_computed_elsewhere_where_they_would_hold_up_too_many():
+    entries = [
+        entry(0.02 * index, 2000 if index % 8 == 0 else 16, 2 if index % 8 == 0 else 200) for index in range(200)
+    ]
+
+    def moved(tpot_s):
+        settings = {"router": {"max_inflight": 10_000}, "slo": {"ttft_s": 5.0, "tpot_s": tpot_s, "on_miss": "queue"}}
+        sim = simulate(entries, prefill=0, decode=4, settings=settings)
+        assert sim.tally.outcomes == {"done": 200}
+        everything_is_given_back(sim)
+        return sim.network.moved_bytes
+
+    assert moved(tpot_s=0.02) > 4 * moved(tpot_s=1.0)
+
+
 def test_an_output_of_one_token_ends_at_the_prefill_worker():
     sim = simulate([entry(0.0, 100, 1)])
     assert sim.tally.outcomes == {"done": 1} and sim.network.moved_bytes < 100 * 1000

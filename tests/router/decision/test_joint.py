@@ -144,6 +144,19 @@ def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
     assert stall(0.02, 0) == pytest.approx(CostModel().next_stall_weight * 1.0)  # only who comes meanwhile waits
 
 
+def test_where_all_workers_do_both_a_prompt_is_sent_only_away_from_a_much_fuller_one():
+    """Whichever computes it stalls its sequences, and a second copy of the KV takes room."""
+
+    def placed(sequences, decodes=1):
+        workers = side(2, sequences=sequences, held=[320, 0], decodes=[decodes] * 2, free_blocks=[500, 500])
+        best = ranked(ask(), workers, workers)[0]
+        return best.prefill, best.decode
+
+    assert placed([8, 8]) == (None, 0), "the one with the prefix"
+    assert placed([40, 0]) == (None, 1)
+    assert placed([8, 8], decodes=0)[0] == 0, "the control: a prefill worker, which stalls none"
+
+
 def test_a_decode_worker_out_of_pace_computes_no_prompt_while_a_prefill_worker_can():
     def path(recent_step_s):
         decodes = side(1, prefix="d", recent_step_s=[recent_step_s], sequences=[10])

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.pure
 class Spy(RoutingPolicy):
     """Takes the first of each role, and keeps what it was shown."""
 
-    name, term_names = "spy", ("only",)
+    name, term_names, weighs_both = "spy", ("only",), True
 
     def __init__(self):
         self.seen = []
@@ -339,6 +339,20 @@ def test_a_worker_of_both_roles_takes_a_prompt_itself_instead_of_sending_it_to_i
     decision = decided(router.select_and_reserve(ask("r1"), 0.0))  # the spy ranks nothing but (w1, w1)
     assert (decision.prefill, decision.decode, decision.path) == (None, "w1", "local")
     router.on_end("r1")
+
+
+@pytest.mark.parametrize("weighs_both", [True, False])
+def test_only_a_policy_that_weighs_it_sends_prompts_elsewhere_where_all_workers_do_both(weighs_both, monkeypatch):
+    monkeypatch.setattr(Spy, "weighs_both", weighs_both)
+    router, spy = spied(["p1"], ["d1"])
+    router.select_and_reserve(ask("r1"), 0.0)
+    for number, worker in enumerate(("p1", "d1")):
+        router.role_changed(worker, "both")
+        router.select_and_reserve(ask(f"both{number}"), 0.0)
+    p1_alone, p1_does_both, all_do = ([side.names for side in shown[1:]] for shown in spy.seen)
+    assert p1_alone == [("p1",), ("d1",)]
+    assert p1_does_both == [("p1",) if weighs_both else (), ("d1", "p1")]
+    assert all_do == [("d1", "p1") if weighs_both else (), ("d1", "p1")]
 
 
 def test_a_changed_role_keeps_load_and_index_and_moves_between_the_tables():

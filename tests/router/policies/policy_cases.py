@@ -33,6 +33,7 @@ DEFAULTS = {
     "recent_step_s": 0.02,
     "kv_bytes_per_s": 1e9,
     "kv_bytes_per_token": 1000,
+    "decodes": 0,
     "turn": 0,
     "age_s": 0.0,
     "output_tokens": 0.0,
