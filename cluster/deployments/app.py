@@ -83,10 +83,12 @@ def _watched(settings: Settings) -> dict[str, Any]:
 def replica_arguments(settings: Settings) -> dict[str, Any]:
     """The settings as plain data, without what may change while replicas run and without the secret.
 
-    Replicas get the secret from the registry and the number of workers from Serve.
+    Replicas get the secret from the registry and the number of workers from Serve. That there are no prefill workers
+    stays: it decides the others' role.
     """
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):
-        plain["cluster"].pop(name)
+        if plain["cluster"][name] != 0:
+            plain["cluster"].pop(name)
     plain.pop("planner")  # Serve's controller plans
     return plain

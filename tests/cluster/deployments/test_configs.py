@@ -10,6 +10,7 @@ import yaml
 
 from kvrelay.cluster.launch.ray_environment import SHARED_ADDRESS
 from kvrelay.config import settings_from
+from kvrelay.types import Role
 
 pytestmark = pytest.mark.alone
 
@@ -65,6 +66,8 @@ def test_arguments_of_replicas_do_not_change_with_the_counts():
     many = settings_from({"cluster": {"prefill": 2, "decode": 3, "secret": "b"}})
     assert replica_arguments(few) == replica_arguments(many)
     assert settings_from(replica_arguments(few)).engine == few.engine
+    without = settings_from(replica_arguments(settings_from({"cluster": {"prefill": 0, "decode": 9}}))).cluster
+    assert without.first_role(Role.DECODE) == "both" and few.cluster.first_role(Role.DECODE) == "decode"
     assert replica_arguments(few) != replica_arguments(settings_from({"engine": {"token_budget": 64}}))
 
 

@@ -121,6 +121,21 @@ async def test_an_idle_worker_changes_its_role_in_place_and_serves_with_it(folde
         await all_blocks_back(cluster)
 
 
+async def test_without_prefill_workers_each_computes_prompts_for_the_others_too(folder, expected):
+    """Where one holds up sequences, another computes a prompt for it: the same tokens."""
+    settings = settings_from(SETTINGS.model_dump() | {"cluster": {"prefill": 0, "decode": 2}})
+    async with local_cluster(settings, folder, num_prefill=0, num_inside=2) as cluster:
+        assert role_at_ingress(cluster) == {"inside-0": "both", "inside-1": "both"}
+        assert await answer(cluster, "here", 100, 20) == expected(100, 20)
+        assert last_request(cluster).path == "local"
+        tokens = []
+        async for output in cluster.dispatcher.generate(request("there", 130, 20), force="remote"):
+            tokens += output.token_ids
+        record = last_request(cluster)
+        assert tokens == expected(130, 20) and record.path == "disaggregated" and record.prefill != record.decode
+        await all_blocks_back(cluster)
+
+
 async def test_a_prefix_is_found_again_after_the_change(folder):
     async with local_cluster(SETTINGS, folder, num_prefill=0, num_inside=2) as cluster:
         await answer(cluster, "r1", 320, 2)
