@@ -21,8 +21,8 @@ from kvrelay.router.types import RouteRequest
 from kvrelay.types import Role, sides
 
 # rows of `Columns.ints`: first those of a worker's load, then constants
-QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
-NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, DECODES, LONGEST, ROOM = range(6, 13)
+QUEUED_TOKENS, QUEUED_REQUESTS, OVERDUE_TOKENS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(7)
+NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, DECODES, LONGEST, ROOM = range(7, 14)
 # rows of `Columns.floats`; PREFILL_RATE is 0 while it is not measured
 PREFILL_RATE, DECODE_STEP, RECENT_STEP, KV_RATE, REPORTED_AT, OUTPUT = range(6)
 
@@ -74,13 +74,12 @@ class Columns:
     def __len__(self) -> int:
         return len(self.names)
 
-    def write_load(self, row: int, load: tuple[int, int, int, int, int], turn: int, num_unreported: int) -> None:
+    def write_load(self, row: int, load: tuple[int, ...], turn: int, num_unreported: int) -> None:
         """`load`: as WorkerAccount.counts; `num_unreported`: of its sequences, those that other routers assigned
         without reporting them.
         """
         ints, sequences = self.ints, load[SEQUENCES]
-        ints[QUEUED_TOKENS, row], ints[QUEUED_REQUESTS, row], ints[SEQUENCES, row] = load[:3]
-        ints[WAITING, row], ints[FREE_BLOCKS, row], ints[TURN, row] = load[WAITING], load[FREE_BLOCKS], turn
+        ints[:TURN, row], ints[TURN, row] = load, turn
         self.num_unreported += num_unreported - self._unreported[row]
         self.num_sequences += sequences - self._sequences[row]
         self._unreported[row], self._sequences[row] = num_unreported, sequences
@@ -244,8 +243,8 @@ MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20
 
 _SHOWN_FACTS = ("worker_id", "node_id", "max_model_len", "num_blocks", "block_size", "kv_bytes_per_token")
 _SHOWN_LOAD = (
-    "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "queued_tokens", "queued_requests", "sequences",
-    "waiting", "free_blocks", "turn",
+    "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "queued_tokens", "queued_requests", "overdue_tokens",
+    "sequences", "waiting", "free_blocks", "turn",
 )  # fmt: skip
 _UNREPORTED = LoadReport(seq=-1)
 _NO_OTHERS = AssignedByOthers(0, False)
@@ -372,14 +371,15 @@ class WorkerAccount:
         facts = {name: getattr(self.info, name) for name in _SHOWN_FACTS}
         return facts | dict(zip(_SHOWN_LOAD, (*self._speeds(), *self.counts(), self.turn), strict=True))
 
-    def counts(self) -> tuple[int, int, int, int, int]:
-        """(queued tokens, queued requests, sequences, waiting sequences, free blocks); see WorkerTable."""
+    def counts(self) -> tuple[int, int, int, int, int, int]:
+        """(queued tokens, queued requests, overdue tokens, sequences, waiting ones, free blocks); see WorkerTable."""
         report, own = self.report or _UNREPORTED, self.own
         sequences = self.foreign_sequences + own.sequences
         free = report.free_blocks if self.report is not None else self.info.num_blocks
         return (
             max(self.foreign_tokens + own.tokens - report.overdue_tokens, 0),  # new requests go before overdue ones
             max(self.foreign_prompts + own.prefills - report.overdue, 0),
+            report.overdue_tokens,
             sequences,
             max(report.waiting, sequences - self.info.max_running, 0),
             free - max(0, own.unconfirmed_blocks + (self._others or _NO_OTHERS).blocks - report.leased_blocks),

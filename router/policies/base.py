@@ -82,7 +82,7 @@ def _first_problem(error: ValidationError, model: type[PolicyOptions]) -> str:
 class WorkerTable:
     """The workers of one role that may take a request, as columns: row i is `names[i]`. Read-only.
 
-    Two are built per decision; not frozen, because building a frozen dataclass of 20 fields takes ten times as long
+    Two are built per decision; not frozen, because building a frozen dataclass of 21 fields takes ten times as long
     (1.4 us).
 
     Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured, or the assumed
@@ -94,8 +94,9 @@ class WorkerTable:
     held: Ints  # tokens of this prompt in the worker's KV pool
     expected: Ints  # at least `held`: also those of queued prompts with the same prefix
     in_any_tier: Ints  # at least `held`: also those in the worker's lower tiers
-    queued_tokens: Ints  # prompt tokens not computed yet
+    queued_tokens: Ints  # prompt tokens not computed yet, without overdue prompts, which new requests overtake
     queued_requests: Ints
+    overdue_tokens: Ints
     sequences: Ints  # running, waiting or receiving KV
     waiting: Ints  # of those, queued
     free_blocks: Ints

@@ -24,6 +24,7 @@ class WorkerRow(NamedTuple):
     in_any_tier: int
     queued_tokens: int
     queued_requests: int
+    overdue_tokens: int
     sequences: int
     waiting: int
     free_blocks: int

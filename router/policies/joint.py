@@ -1,7 +1,8 @@
 """The default policy: prefill worker, decode worker, KV source and path are chosen jointly, by predicted seconds. Pure.
 
-The score is the common cost (cost.py) plus slo_miss, replica, tenant and spread: docs/design/routing.md. All candidates
-are ranked by one call into C (native/candidates.c) where there is a compiler, else by PlainRanking, to the same bits.
+The score is the common cost (cost.py) plus slo_miss, replica, tenant, spread and overdue: docs/design/routing.md. All
+candidates are ranked by one call into C (native/candidates.c) where there is a compiler, else by PlainRanking, to the
+same bits.
 """
 
 import functools
@@ -31,13 +32,15 @@ from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6
 """Workers of each role whose pairs are all considered."""
-OWN_TERMS = ("slo_miss", "replica", "tenant", "spread")
+OWN_TERMS = ("slo_miss", "replica", "tenant", "spread", "overdue")
 SURE_SHARE, LOST_SHARE = 0.7, 1.1
 """Shares of a target: a prediction below the first certainly meets it, above the second certainly misses it."""
 FRESH_S = 0.05
 """Age of a report beyond which it is no less accurate: workers report changes about so often."""
 SAME_SHARE = 0.5
 """Share of the best overlap from which a worker counts as holding the prefix."""
+OVERDUE_WEIGHT = 1.5
+"""Of a second of overdue prompts at a worker: a new one overtakes them, and keeps them waiting still longer."""
 MAX_EXCESS = 3.0
 """Upper bound of the tenant term's factor."""
 UNIT = 1e-6
@@ -107,7 +110,7 @@ def _numbers(context: RoutingContext, model: CostModel) -> tuple[float, ...]:
         *(model.tier_bytes_per_s, model.other_node_share, model.unhidden_share, model.handoff_s, model.displaced_share),
         *(model.decode_load_weight, model.stall_weight, model.next_stall_weight, model.max_pressure, model.missed_s),
         *(model.expected_output_tokens, model.local_prefill_tokens),
-        *(SURE_SHARE, LOST_SHARE, FRESH_S, SAME_SHARE, MAX_EXCESS, _GOLDEN, UNIT),
+        *(SURE_SHARE, LOST_SHARE, FRESH_S, SAME_SHARE, OVERDUE_WEIGHT, MAX_EXCESS, _GOLDEN, UNIT),
     )
 
 
@@ -172,6 +175,7 @@ class PlainRanking:
         parts.append(self._replica(parts[_COMPUTE], parts[_PRESSURE]))
         parts.append((parts[_PRESSURE] + parts[_STALL]) * min(context.tenant_excess, MAX_EXCESS))
         parts.append(self._spread(computing.age_s, number))
+        parts.append(OVERDUE_WEIGHT * computing.overdue_tokens / computing.prefill_tokens_per_s)
         return Candidate(prefill, decode, _total(parts), tuple(parts))
 
     def _popularity(self) -> tuple[float, float, float] | None:

@@ -17,13 +17,13 @@
 #define NONE (-1)
 
 enum {
-    COMPUTE, QUEUE, PRESSURE, LOAD, HANDOFF, TRANSFER, DECODE_LOAD, DECODE_MEMORY, DECODE_WAIT, STALL, MISS, REPLICA, TENANT, SPREAD,
-    NUM_TERMS
+    COMPUTE, QUEUE, PRESSURE, LOAD, HANDOFF, TRANSFER, DECODE_LOAD, DECODE_MEMORY, DECODE_WAIT, STALL,
+    MISS, REPLICA, TENANT, SPREAD, OVERDUE, NUM_TERMS
 };
 
 /* The columns of a table, in the order of WorkerRow: integers, then floats. */
 enum {
-    NODES, HELD, EXPECTED, IN_ANY_TIER, QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN, BLOCK_SIZE,
+    NODES, HELD, EXPECTED, IN_ANY_TIER, QUEUED_TOKENS, QUEUED_REQUESTS, OVERDUE_TOKENS, SEQUENCES, WAITING, FREE_BLOCKS, TURN, BLOCK_SIZE,
     KV_BYTES_PER_TOKEN, DECODES, NUM_INTS, PREFILL_RATE = NUM_INTS, DECODE_STEP, RECENT_STEP, KV_RATE, AGE, OUTPUT, NUM_COLUMNS
 };
 
@@ -35,7 +35,7 @@ struct numbers {
     double tier_rate, other_node_share, unhidden_share, handoff_s, displaced_share;
     double decode_load_weight, stall_weight, next_stall_weight, max_pressure, missed_s;
     double expected_output_tokens, local_prefill_tokens;
-    double sure_share, lost_share, fresh_s, same_share, max_excess, golden, unit;
+    double sure_share, lost_share, fresh_s, same_share, overdue_weight, max_excess, golden, unit;
 };
 #define NUM_NUMBERS (sizeof(struct numbers) / sizeof(double))
 
@@ -231,6 +231,7 @@ static inline double add_own(const struct ranking *r, const struct table *comput
     parts[REPLICA] = r->lacking_share != 0.0 ? replica_s(r, parts) : 0.0;
     parts[TENANT] = n->tenant_excess != 0.0 ? (parts[PRESSURE] + parts[STALL]) * least(n->tenant_excess, n->max_excess) : 0.0;
     parts[SPREAD] = n->unreported_share != 0.0 ? spread_s(r, computing, row) : 0.0;
+    parts[OVERDUE] = n->overdue_weight * (double)int_at(computing, OVERDUE_TOKENS, row) / float_at(computing, PREFILL_RATE, row);
     double score = 0.0;
     for (int term = 0; term < NUM_TERMS; term++) score += parts[term];
     return score;

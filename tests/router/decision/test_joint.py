@@ -224,13 +224,15 @@ def test_a_decision_says_how_soon_the_first_token_is_wanted():
         assert (choice.ttft_target_s, choice.tpot_target_s) == wanted
 
 
-def test_who_is_late_at_a_worker_is_ahead_of_nobody_who_comes():
+@pytest.mark.parametrize(("overdue_tokens", "chosen"), [(900, "p1"), (8500, "p2")])
+def test_who_is_late_at_a_worker_is_ahead_of_nobody_but_much_of_it_keeps_others_away(overdue_tokens, chosen):
     router = cluster(["p1", "p2"], ["d1"])
-    load(router, "p1", queued_tokens=9000, waiting=9, overdue=8, overdue_tokens=8500)
+    load(router, "p1", queued_tokens=500 + overdue_tokens, waiting=9, overdue=8, overdue_tokens=overdue_tokens)
     load(router, "p2", queued_tokens=2000, waiting=2)
     choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
-    assert choice.prefill == "p1"
-    assert choice.terms["prefill_queue"] == pytest.approx(0.25)
+    late = next(one for one in candidate_scores(choice) if one.prefill == "p1")
+    assert choice.prefill == chosen
+    assert late.terms["prefill_queue"] == pytest.approx(0.25)
 
 
 # ---- hot prefixes

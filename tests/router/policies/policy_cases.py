@@ -23,6 +23,7 @@ DEFAULTS = {
     "in_any_tier": 0,
     "queued_tokens": 0,
     "queued_requests": 0,
+    "overdue_tokens": 0,
     "sequences": 0,
     "waiting": 0,
     "free_blocks": 1000,

@@ -114,7 +114,8 @@ def test_c_and_python_rank_to_the_same_bits(seed, num_cases, most):
         context, prefills, decodes = case(rng, most)
         model = MODELS[number % 2]
         decoding = [rng.random() < number % 3 / 2 for _ in prefills.names]
-        prefills = replace(prefills, decodes=np.array(decoding, np.int64))
+        late = np.array([rng.choice((0, 0, 7000)) for _ in prefills.names], np.int64)
+        prefills = replace(prefills, decodes=np.array(decoding, np.int64), overdue_tokens=late)
         plain = PlainRanking(context, prefills, decodes, model).candidates()
         assert repr(Joint({}, model).rank(context, prefills, decodes)) == repr(plain)
         num_ranked += bool(plain)
