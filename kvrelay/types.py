@@ -38,8 +38,7 @@ class Role(enum.StrEnum):
 
 BOTH = "both"  # a worker that computes prompts for others, and decodes
 CHANGING = "changing"  # what a worker announces while its old role ends and it has none of the new one's requests yet
-WORKER_ROLES = (Role.PREFILL, Role.DECODE, BOTH)
-"""What the role of a worker may be."""
+WORKER_ROLES = (Role.PREFILL, Role.DECODE, BOTH)  # what the role of a worker may be
 
 
 def sides(role: str) -> tuple[Role, ...]:

@@ -56,9 +56,7 @@ class ServeSettings(Section):
 class ClusterSettings(Section):
     """How many processes of each kind, on what hardware, and how they trust each other."""
 
-    prefill: int = setting(
-        1, "Prefill workers; 0: every worker computes prompts, its own or another's, and decodes.", ge=0
-    )
+    prefill: int = setting(1, "Prefill workers; 0: each worker computes prompts, for others too, and decodes.", ge=0)
     decode: int = setting(1, "Decode workers.", ge=1)
     ingress: int = setting(1, "Ingress replicas.", ge=1)
     cores_per_worker: int | None = setting(
