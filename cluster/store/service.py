@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 BATCH_BLOCKS = 64
 BYTES_PER_S = 256 << 20  # of copies when nodes join or leave: a fifth of a 10 Gbit/s link
 _PUT_S = 20.0
-_RETRY_S = 2.0  # after a sweep in which some node did not answer
+_RETRY_S = 2.0  # after a sweep in which some node did not answer, or some block could not be copied
 _MAX_RETRIES = 5
 
 
@@ -93,7 +93,7 @@ class Repairer:
                 asyncio.get_running_loop().call_later(_RETRY_S, self._changed.set)
 
     async def sweep(self) -> bool:
-        """Go through all blocks, until done or the nodes change; returns whether every node answered."""
+        """Go through all blocks, until done or the nodes change; returns whether each is where placement wants it."""
         nodes, is_complete = self._nodes, True
         keys = self._node.keys()
         for first in range(0, len(keys), BATCH_BLOCKS):
@@ -103,7 +103,7 @@ class Repairer:
         return is_complete
 
     async def _spread(self, keys: Sequence[bytes]) -> bool:
-        """Copy these blocks to where placement wants them; returns whether every node answered."""
+        """Copy these blocks to where placement wants them; returns whether all are there now."""
         wanted_at: defaultdict[StoreAddress, list[bytes]] = defaultdict(list)
         foreign: dict[bytes, int] = {}  # key -> copies elsewhere that are still to be confirmed
         for key, nodes in zip(keys, places(keys, self._nodes, self._num_replicas), strict=True):
@@ -115,9 +115,10 @@ class Repairer:
         is_complete = True
         for address, some in wanted_at.items():
             try:
-                for key in await self._copy(address, some):
-                    if key in foreign:
-                        foreign[key] -= 1
+                there = await self._copy(address, some)
+                is_complete &= len(there) == len(some)
+                for key in foreign.keys() & there:
+                    foreign[key] -= 1
             except PeerLost as error:
                 logger.info("repair: %s", error.why)
                 is_complete = False

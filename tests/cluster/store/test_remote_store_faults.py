@@ -107,6 +107,25 @@ def test_a_node_that_is_started_again_is_filled_again(make_nodes):
     assert get(store, hashes) == [True] * 20
 
 
+def test_a_block_that_could_not_be_copied_is_copied_later(make_nodes, monkeypatch):
+    nodes = make_nodes(num_replicas=2)
+    node = nodes.inside("a").node
+    store, hashes = nodes.client(), hashes_of(20)
+    put(store, hashes)
+    lease, refused = node.lease, []
+
+    async def once_refused(keys):
+        if not refused:
+            refused.extend(keys)
+            return [None] * len(keys)
+        return await lease(keys)
+
+    monkeypatch.setattr(node, "lease", once_refused)
+    nodes.inside("b")
+    until(lambda: described(store).get("b", {}).get("blocks") == 20, "the new one has copies")
+    assert refused
+
+
 def test_a_node_with_a_disk_has_its_blocks_again_after_a_kill(make_nodes, tmp_path):
     nodes = make_nodes(num_replicas=1, disk_path=str(tmp_path), disk_size="16MiB")
     nodes.process("a")
