@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 BATCH_BLOCKS = 64
 BYTES_PER_S = 256 << 20  # of copies when nodes join or leave: a fifth of a 10 Gbit/s link
 _PUT_S = 20.0
-_RETRY_S = 2.0  # after a sweep in which some node did not answer, or some block could not be copied
-_MAX_RETRIES = 5
+_PAUSE_S = 2.0  # between two sweeps, in which clients learn of the change, too: until then they put single copies
+_LEAST_SWEEPS, _MOST_SWEEPS = 2, 6  # after a change of the nodes; more than the least until every block is in place
 
 
 class Repairer:
@@ -75,22 +75,24 @@ class Repairer:
             self._changed.set()
 
     async def _run(self) -> None:
-        num_retries = 0
+        nodes, num_sweeps = self._nodes, 0
         while True:
             await self._changed.wait()
             self._changed.clear()
-            for address in [address for address in self._peers if address not in self._nodes]:
-                await self._peers.pop(address).aclose()
+            if nodes is not self._nodes:
+                nodes, num_sweeps = self._nodes, 0
             try:
+                for address in [address for address in self._peers if address not in nodes]:
+                    await self._peers.pop(address).aclose()
                 is_complete = await self.sweep()
             except Exception:  # a process edge: repair must survive any failure of a sweep
                 logger.exception("repair of %s failed", self._node.node_id)
                 is_complete = False
-            num_retries = 0 if is_complete else num_retries + 1
-            if is_complete or num_retries > _MAX_RETRIES:
+            num_sweeps += 1
+            if num_sweeps >= (_LEAST_SWEEPS if is_complete else _MOST_SWEEPS):
                 self.is_settled = not self._changed.is_set()
             else:
-                asyncio.get_running_loop().call_later(_RETRY_S, self._changed.set)
+                asyncio.get_running_loop().call_later(_PAUSE_S, self._changed.set)
 
     async def sweep(self) -> bool:
         """Go through all blocks, until done or the nodes change; returns whether each is where placement wants it."""

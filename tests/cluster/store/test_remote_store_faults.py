@@ -1,5 +1,6 @@
 """Nodes of the store that die or freeze at any time: what is served afterwards is right, and copies come back."""
 
+import asyncio
 import json
 import os
 import secrets
@@ -124,6 +125,25 @@ def test_a_block_that_could_not_be_copied_is_copied_later(make_nodes, monkeypatc
     nodes.inside("b")
     until(lambda: described(store).get("b", {}).get("blocks") == 20, "the new one has copies")
     assert refused
+
+
+def test_a_block_put_by_a_client_that_has_not_heard_of_the_change_gets_its_second_copy(make_nodes, monkeypatch):
+    nodes = make_nodes(num_replicas=2)
+    repair = nodes.inside("a").repair
+    store, hashes, sweep = nodes.client(), hashes_of(20), repair.sweep
+    monkeypatch.setattr(store, "set_nodes", lambda nodes: None)
+    answers = []
+
+    async def sweep_before_the_put():
+        is_complete = await sweep()
+        if not answers:
+            answers.append(await asyncio.to_thread(put, store, hashes))
+        return is_complete
+
+    monkeypatch.setattr(repair, "sweep", sweep_before_the_put)
+    node = nodes.inside("b").node
+    until(lambda: len(node.keys()) == 20, "the new one has copies")
+    assert answers == [[True] * 20]
 
 
 def test_a_node_with_a_disk_has_its_blocks_again_after_a_kill(make_nodes, tmp_path):
