@@ -83,8 +83,7 @@ def _watched(settings: Settings) -> dict[str, Any]:
 def replica_arguments(settings: Settings) -> dict[str, Any]:
     """The settings as plain data, without what may change while replicas run and without the secret.
 
-    Replicas get the secret from the registry and the number of workers from Serve. That there are no prefill workers
-    stays: it decides the others' role.
+    Replicas get the secret from the registry, the number of workers from Serve. `prefill: 0` stays: it decides roles.
     """
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):

@@ -152,7 +152,7 @@ async def test_a_checker_that_is_killed_is_started_again(gate):
 
 def test_the_checker_ends_with_its_ingress(folder):
     code = f"""
-import asyncio, sys, psutil
+import asyncio, signal, sys, psutil
 from kvrelay.grammar.gate import GrammarGate
 from kvrelay.plane.messages import GrammarSpec
 async def main():
@@ -160,6 +160,7 @@ async def main():
     print(*(child.pid for child in psutil.Process().children()), flush=True)
     assert not {{"llguidance", "torch", "xgrammar"}} & sys.modules.keys()
     await asyncio.sleep(60)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 asyncio.run(main())
 """
     for sent in (signal.SIGKILL, signal.SIGINT):
