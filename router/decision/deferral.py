@@ -258,7 +258,7 @@ class Deferral:
         if self.workers.accounts_of(decision)[0].info.worker_id in takers:
             return decision
         if takers:
-            force: Literal["remote"] | None = "remote" if self.workers.has_prefill_only else None
+            force: Literal["remote"] | None = "remote" if role is Role.PREFILL and not self.workers.all_both else None
             elsewhere = replace(request, excluded=request.excluded.union(names) - takers, force=force)
             if isinstance(choice := self.choose(elsewhere, now_s), Decision):
                 return choice

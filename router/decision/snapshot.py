@@ -287,7 +287,7 @@ class SnapshotTaker:
         self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
         columns, excluded = self.workers.columns(role), request.excluded | unpaired
-        if role is Role.PREFILL and not (self.policy.weighs_both or self.workers.has_prefill_only or request.force):
+        if role is Role.PREFILL and self.workers.all_both and not (self.policy.weighs_both or request.force):
             return columns.table(np.empty(0, np.int64), held[role], self.workers.prefill_rate, now_s)
         usable = partial(columns.usable, request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE)
         rows = usable(excluded=excluded | self.workers.suspected)

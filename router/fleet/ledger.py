@@ -243,7 +243,7 @@ class LiveWorkers:
         self._model, self._index_row = model, index_row
         self._columns: dict[str, Columns] | None = None
         self.has_both = False  # whether some worker has both roles; of the layout
-        self.has_prefill_only = False  # whether some worker computes prompts and does not decode; of the layout
+        self.all_both = False  # whether all have; of the layout
         self._unpaired: frozenset[str] | None = None
         self._changed: dict[WorkerAccount, None] = {}  # whose own load is to be shared with the other routers
         self.num_foreign_prompts = 0  # prompts that other routers have assigned and that are not computed
@@ -394,7 +394,7 @@ class LiveWorkers:
             for row, account in enumerate(accounts):
                 places[account][role] = columns, row
         self.has_both = any(len(its_places) > 1 for its_places in places.values())
-        self.has_prefill_only = any(list(its_places) == [Role.PREFILL] for its_places in places.values())
+        self.all_both = self.has_both and all(len(its_places) != 1 for its_places in places.values())
         for account, its_places in places.items():
             account.set_places(its_places)
         return tables

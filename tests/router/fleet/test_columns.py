@@ -351,7 +351,7 @@ def test_only_a_policy_that_weighs_it_sends_prompts_elsewhere_where_all_workers_
         router.select_and_reserve(ask(f"both{number}"), 0.0)
     p1_alone, p1_does_both, all_do = ([side.names for side in shown[1:]] for shown in spy.seen)
     assert p1_alone == [("p1",), ("d1",)]
-    assert p1_does_both == [("p1",) if weighs_both else (), ("d1", "p1")]
+    assert p1_does_both == [("p1",), ("d1", "p1")]
     assert all_do == [("d1", "p1") if weighs_both else (), ("d1", "p1")]
 
 
