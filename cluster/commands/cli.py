@@ -78,7 +78,7 @@ def root(
 def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags override it")] = None,
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
-    prefill: Annotated[int | None, typer.Option(help="prefill workers; 0 serves aggregated")] = None,
+    prefill: Annotated[int | None, typer.Option(help="prefill workers; 0: all compute prompts and decode")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
     ingress: Annotated[int | None, typer.Option(help="ingresses; several share the port")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
