@@ -307,7 +307,7 @@ class SnapshotTaker:
             tokens = found.take(columns.index_rows, axis=0)  # ten times as fast as found[rows]
             in_pool, in_any_tier = tokens[:, 1], tokens[:, 0]
             expected = in_pool
-            if of_role := pending.get(role):
+            if of_role := pending[role]:
                 rows, expected = list(of_role), in_pool.copy()
                 expected[rows] = np.maximum(expected[rows], list(of_role.values()))
                 in_any_tier = np.maximum(in_any_tier, expected)
@@ -316,14 +316,15 @@ class SnapshotTaker:
 
     def _pending(self, request: RouteRequest) -> dict[Role, dict[int, int]]:
         """By row of live workers that are about to compute a prefix of the prompt: its tokens in whole blocks."""
-        found: dict[Role, dict[int, int]] = {}
-        live, state, size = self.workers.accounts, self.index.state, self.tokens_per_hash
+        found: dict[Role, dict[int, int]] = {role: {} for role in Role}
+        state, size = self.index.state, self.tokens_per_hash
         for account, num_hashes in self.ledger.pending_matches(request.block_hashes).items():
-            info = account.info
-            if live.get(info.worker_id) is account and state(info.worker_id) is not IndexState.STALE:
+            places, info = account.places, account.info
+            if places and state(info.worker_id) is not IndexState.STALE:
                 tokens = num_hashes * size
-                for role, (_, row) in account.places.items():
-                    found.setdefault(role, {})[row] = tokens - tokens % info.block_size
+                tokens -= tokens % info.block_size
+                for role, (_, row) in places.items():
+                    found[role][row] = tokens
         return found
 
 

@@ -194,11 +194,13 @@ class Ledger:
         bucket = self._pending.get(hashes[0]) if hashes else None
         if bucket is None:
             return found
-        num_hashes, known_of = len(hashes), found.get
+        known_of, second = found.get, hashes[1:2]
         for assignment in islice(reversed(bucket.values()), MAX_PENDING_COMPARED):
             known, chain = known_of(assignment.compute, 0), assignment.block_hashes
-            if known < min(num_hashes, len(chain)) and hashes[known] == chain[known]:  # it shares more than is known
-                found[assignment.compute] = common_prefix(hashes, chain, known + 1)
+            if not known and chain[1:2] != second:  # most share a system prompt and no more
+                found[assignment.compute] = 1
+            elif chain[known : known + 1] == hashes[known : known + 1]:  # it shares more than is known
+                found[assignment.compute] = common_prefix(hashes, chain, known)
         return found
 
 
@@ -247,6 +249,7 @@ class LiveWorkers:
         self._unpaired: frozenset[str] | None = None
         self._changed: dict[WorkerAccount, None] = {}  # whose own load is to be shared with the other routers
         self.num_foreign_prompts = 0  # prompts that other routers have assigned and that are not computed
+        self._num_other_routers: int | None = 0  # None: some worker's has changed
 
     @property
     def prefill_rate(self) -> float:
@@ -288,6 +291,7 @@ class LiveWorkers:
             self._columns = self._unpaired = self._prefill_rate = None
 
     def _forget(self, account: WorkerAccount) -> None:
+        self._num_other_routers = None
         account.set_places({})
         self.num_foreign_prompts -= account.foreign_prompts
 
@@ -314,6 +318,8 @@ class LiveWorkers:
             self._changed[account] = None
 
     def _apply_others(self, account: WorkerAccount, others: AssignedByOthers) -> None:
+        if others.num_others != account.num_others:
+            self._num_other_routers = None
         self.num_foreign_prompts -= account.foreign_prompts
         account.apply_others(others)
         self.num_foreign_prompts += account.foreign_prompts
@@ -368,7 +374,10 @@ class LiveWorkers:
         return unreported / (prefills.num_sequences + decodes.num_sequences) if unreported else 0.0
 
     def num_other_routers(self) -> int:
-        return max([account.num_others for account in self.accounts.values()], default=0)
+        """Other routers that are connected to some worker."""
+        if self._num_other_routers is None:
+            self._num_other_routers = max([account.num_others for account in self.accounts.values()], default=0)
+        return self._num_other_routers
 
     def accounts_of(self, decision: Decision) -> tuple[WorkerAccount, WorkerAccount | None]:
         """(the worker that computes the prompt, the worker that decodes)."""

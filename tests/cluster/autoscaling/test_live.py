@@ -13,7 +13,7 @@ from bench.planner.live import ROLES, autoscaled, rows
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.alone]
 
 
-@pytest.mark.parametrize("switch_roles", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("switch_roles", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_prefill_heavy_and_then_a_decode_heavy_load_move_the_right_counts_up_and_down_again(switch_roles: bool):
     with tempfile.TemporaryDirectory(prefix="kva", dir="/tmp") as folder:  # short: Ray's socket paths have a limit
         run = autoscaled(Path(folder), hold_s=10.0, least_s=0.0, switch_roles=switch_roles)

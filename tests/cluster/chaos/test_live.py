@@ -29,9 +29,10 @@ def report_of(folder, *flags):
 
 
 def test_a_minute_of_faults_costs_no_token_block_or_process(tmp_path):
-    report = report_of(tmp_path, "--seconds", "60", "--seed", "1")
+    kinds = set(FAULTS) - {"stop-registry", "stop-controller"}  # so that these two are killed
+    report = report_of(tmp_path, "--seconds", "60", "--seed", "1", "--faults", ",".join(sorted(kinds)))
     struck = {one["kind"] for one in report["faults"]}
-    assert struck <= set(FAULTS)
+    assert struck <= kinds
     assert set(PARTS) <= {kind.partition("-")[2] for kind in struck}, "some part was not harmed"
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
