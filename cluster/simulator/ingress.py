@@ -137,6 +137,7 @@ class SimulatedRequestDriver:
         self._num_emitted = max(self._num_emitted, 1)
         if math.isnan(job.first_s):
             job.first_s, job.cached_tokens, job.tier_tokens = now_s, cached_tokens, attempt.tier_tokens
+            job.is_local = attempt.decision.path == "local"
             ingress.stats.ttft_s.observe(job.ttft_s)
             ingress.stats.cached_prefix_tokens += cached_tokens
 

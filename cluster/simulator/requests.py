@@ -72,7 +72,7 @@ class SimulatedSequenceRequest(wire.SequenceRequest, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request of the load. Times are seconds of the simulation; tokens are counts. A record of 16
+    """One request of the load. Times are seconds of the simulation; tokens are counts. A record of 17
     attributes."""
 
     index: int
@@ -90,6 +90,7 @@ class SimulatedRequest:
     end_s: float = math.nan
     cached_tokens: int = 0  # of the prompt, at the first attempt that brought a token
     tier_tokens: int = 0  # of those, loaded from a lower tier
+    is_local: bool = False  # its decode worker computed the prompt
     num_attempts: int = 0
     retry_after_s: float = 0.0
     _chain: list[bytes] = field(default_factory=list)

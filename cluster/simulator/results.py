@@ -38,6 +38,8 @@ class Tally:
     output_tokens: int = 0
     cached_tokens: int = 0
     tier_tokens: int = 0
+    num_local: int = 0  # of completed requests: their decode worker computed the prompt
+    local_tokens: int = 0  # that it computed
     num_attempts: int = 0
     kept_at_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrivals of requests within both
 
@@ -63,6 +65,8 @@ class Tally:
         self.output_tokens += job.output_tokens
         self.cached_tokens += job.cached_tokens
         self.tier_tokens += job.tier_tokens
+        self.num_local += job.is_local
+        self.local_tokens += job.is_local * (job.num_tokens - job.cached_tokens)
 
     def summary(self) -> dict[str, Any]:
         """Times in seconds; goodput: requests within both SLOs per second of arrivals."""
@@ -86,6 +90,10 @@ class Tally:
                 "pool": (self.cached_tokens - self.tier_tokens) / prompt,
                 "lower_tiers": self.tier_tokens / prompt,
             },
+            "local_prefill": {
+                "share": self.num_local / max(self.outcomes["done"], 1),
+                "mean_tokens": self.local_tokens / max(self.num_local, 1),
+            },
             "attempts": self.num_attempts,
         }
 
@@ -107,7 +115,8 @@ def quantiles(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 _COLUMNS = (
-    "req/s", "good/s", "kept", "TTFT p50 s", "p99", "TPOT p50 ms", "p99", "hits", "P busy", "D busy", "refused",
+    "req/s", "good/s", "kept", "TTFT p50 s", "p99", "TPOT p50 ms", "p99", "hits", "local", "P busy", "D busy",
+    "refused",
 )  # fmt: skip
 
 
@@ -132,6 +141,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         number(tpot.get("p50"), 1000),
         number(tpot.get("p99"), 1000),
         share(summary["hit_ratio"]),
+        share(summary["local_prefill"]["share"]),
         share(workers["prefill"]["utilisation"]),
         share(workers["decode"]["utilisation"]),
         str(summary["requests"] - summary["outcomes"].get("done", 0)),
