@@ -113,7 +113,8 @@ async def _exchanged(registry: Any, process: str, held: HeldAuthorities, tls: Cl
         logger.warning("%s", error)
         return HeldAuthorities(held.host, authorities.number, held.authority, held.expires, str(error))
     except (RayError, TimeoutError, OSError) as error:
-        logger.warning("%s cannot take the cluster's authorities: %s", process, error)
+        reason = str(error) or "the registry did not answer in time"
+        logger.warning("%s cannot take the cluster's authorities: %s", process, reason)
         await asyncio.sleep(_RETRY_S)
         return held
     return HeldAuthorities(held.host, authorities.number, identity.authority_digest, f"{identity.expires:%Y-%m-%d}")
