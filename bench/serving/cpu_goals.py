@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.serving.cpu_load import Arrivals, Wave
 
@@ -11,9 +12,9 @@ from bench.serving.cpu_load import Arrivals, Wave
 class Cell:
     """What one peer did in one shape, in one round. Rates are tokens per second; None: could not be measured.
 
-    `decode_rate` counts the tokens between the last request's first token and the first request's last one: all decode,
-    none prefills. `whole_rate` is all output tokens over the time from sending to the last one. `prefill_rate` is the
-    prompt's length over the time to its first token.
+    `whole_rate`, by which peers are compared, is all output tokens over the time from the first request sent to the
+    last token. `decode_rate` counts the tokens between the last request's first token and the first request's last one:
+    all decode, none prefills. `prefill_rate` is the prompt's length over the time to its first token.
     """
 
     peer: str
@@ -68,59 +69,94 @@ def prefill_cell(peer: str, length: int, wave: Wave) -> Cell:
     return Cell(peer, "prefill", length, prefill_rate=length / ttft_s, ttft_s=ttft_s)
 
 
-def medians(cells: Iterable[Cell]) -> dict[tuple[str, str, int], Cell]:
-    """One cell for each peer and shape: medians over the rounds."""
-    groups: dict[tuple[str, str, int], list[Cell]] = {}
+class Spread(NamedTuple):
+    """Of one figure over the rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    def overlaps(self, other: "Spread") -> bool:
+        return self.least <= other.most and other.least <= self.most
+
+
+Key = tuple[str, str, int]  # peer, kind, size
+FIGURES = ("whole_rate", "decode_rate", "prefill_rate", "ttft_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A peer in one shape, over the rounds; what could not be measured in any is not in `spreads`."""
+
+    spreads: Mapping[str, Spread]
+    is_cut: bool
+
+    @property
+    def rate(self) -> Spread | None:
+        """Tokens per second by which peers are compared."""
+        return self.spreads.get("whole_rate") or self.spreads.get("prefill_rate")
+
+
+def summaries(cells: Iterable[Cell]) -> dict[Key, Summary]:
+    """One for each peer and shape."""
+    groups: dict[Key, list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.peer, cell.kind, cell.size), []).append(cell)
-    return {key: _median(group) for key, group in groups.items()}
+    return {key: _summary(group) for key, group in groups.items()}
 
 
-def _median(group: Sequence[Cell]) -> Cell:
-    def middle(name: str) -> float | None:
-        values = [value for cell in group if (value := getattr(cell, name)) is not None]
-        return statistics.median(values) if values else None
-
-    first = group[0]
-    figures = {name: middle(name) for name in ("decode_rate", "whole_rate", "prefill_rate", "ttft_s")}
-    return Cell(first.peer, first.kind, first.size, **figures, is_cut=any(cell.is_cut for cell in group))
-
-
-def ratio(ours: float | None, theirs: float | None) -> float | None:
-    return ours / theirs if ours is not None and theirs else None
+def _summary(group: Sequence[Cell]) -> Summary:
+    of_figure = {name: [value for cell in group if (value := getattr(cell, name)) is not None] for name in FIGURES}
+    spreads = {
+        name: Spread(statistics.median(values), min(values), max(values))
+        for name, values in of_figure.items()
+        if values
+    }
+    return Summary(spreads, any(cell.is_cut for cell in group))
 
 
-def ours_of(weights: str) -> str:
-    """The kvrelay that is compared with peers of these weights."""
-    return "kvrelay" if weights == "16 bits" else f"kvrelay {weights}"
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of medians; None: not measured. `is_none`: the rounds' ranges overlap, so no difference was shown."""
+
+    value: float | None
+    is_none: bool = False
 
 
-def ratios(
-    found: Mapping[tuple[str, str, int], Cell], weights: Mapping[str, str], limits: Limits | None
-) -> dict[str, float | None]:
-    """Of every shape in `found`: kvrelay over each peer in `weights` (peer -> "16 bits", "int8" or "int4"), and its
-    share of the machine's limits. None: not measured.
+def _over(ours: Summary | None, theirs: Summary | None) -> Ratio:
+    one, other = ours and ours.rate, theirs and theirs.rate
+    return Ratio(one.median / other.median, one.overlaps(other)) if one and other else Ratio(None)
+
+
+def ratios(found: Mapping[Key, Summary], weights: Mapping[str, str]) -> dict[str, Ratio]:
+    """Of every shape in `found`: each kvrelay in `weights` (peer -> "16 bits", "int8" or "int4") over each peer of the
+    same weights.
     """
+    out: dict[str, Ratio] = {}
+    for kind, size in sorted({(kind, size) for _, kind, size in found}):
+        for ours, held in weights.items():
+            for peer in weights if ours.startswith("kvrelay") else ():
+                if weights[peer] == held and not peer.startswith("kvrelay"):
+                    ratio = _over(found.get((ours, kind, size)), found.get((peer, kind, size)))
+                    out[f"{_name(kind, size)}: {ours} over {peer}"] = ratio
+    return out
 
-    def rate(peer: str, kind: str, size: int) -> float | None:
-        cell = found.get((peer, kind, size))
-        return None if cell is None else getattr(cell, f"{kind}_rate")
 
-    out: dict[str, float | None] = {}
-    shapes = sorted({(kind, size) for _, kind, size in found})
-    for kind, size in shapes:
-        for peer, held in weights.items():
-            if (ours := ours_of(held)) in weights and not peer.startswith("kvrelay"):
-                out[f"{_name(kind, size)}: {ours} over {peer}"] = ratio(rate(ours, kind, size), rate(peer, kind, size))
-    for held, read_bytes in limits.step_bytes.items() if limits else ():
-        assert limits is not None
-        if ours_of(held) in weights and ("decode", 1) in shapes:
-            share = ratio(rate(ours_of(held), "decode", 1), limits.read_gb_s * 1e9 / read_bytes)
-            out[f"decode, 1 client: {ours_of(held)}, share of the memory's limit"] = share
-    for kind, size in shapes if limits and "kvrelay" in weights else ():
-        if kind == "prefill" and limits:
+def shares(found: Mapping[Key, Summary], weights: Mapping[str, str], limits: Limits) -> dict[str, float]:
+    """Each kvrelay's share of the machine's limits: of the memory's while one client decodes, of the GEMM's in prompts.
+
+    Above 1 the bench is wrong: it has not seen the machine at its best.
+    """
+    out: dict[str, float] = {}
+    for (peer, kind, size), summary in sorted(found.items()):
+        if not peer.startswith("kvrelay") or peer.endswith("drafting"):
+            continue
+        if kind == "prefill" and peer == "kvrelay" and (rate := summary.rate):
             peak = limits.gemm_gflop_s * 1e9 / limits.prompt_operations[size] * size
-            out[f"{_name(kind, size)}: kvrelay, share of the GEMM peak"] = ratio(rate("kvrelay", kind, size), peak)
+            out[f"{_name(kind, size)}: {peer}, share of the GEMM peak"] = rate.median / peak
+        elif (kind, size) == ("decode", 1) and (rate := summary.spreads.get("decode_rate")):
+            most = limits.read_gb_s * 1e9 / limits.step_bytes[weights[peer]]
+            out[f"{_name(kind, size)}: {peer}, share of the memory's limit"] = rate.median / most
     return out
 
 
@@ -136,21 +172,28 @@ def _number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
+def _range(spread: Spread | None, digits: int = 1, factor: float = 1.0) -> str:
+    if spread is None:
+        return "–"
+    median, least, most = (_number(factor * value, digits) for value in spread)
+    return f"{median} ({least}–{most})"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def rates_table(found: Mapping[tuple[str, str, int], Cell], peers: Sequence[str], kind: str, unit: str) -> str:
-    """Peers down, sizes across. Decode: decode tokens/s, over the whole wave, TTFT; prefill: tokens/s, TTFT."""
+def rates_table(found: Mapping[Key, Summary], peers: Sequence[str], kind: str, unit: str) -> str:
+    """Peers down, sizes across: tokens/s (of decode over the whole wave), median TTFT in ms."""
     sizes = sorted({size for _, one, size in found if one == kind})
 
     def entry(peer: str, size: int) -> str:
         cell = found.get((peer, kind, size))
         if cell is None:
             return "–"
-        rates = [cell.decode_rate, cell.whole_rate] if kind == "decode" else [cell.prefill_rate]
-        text = " / ".join(map(_number, rates)) + f" / {_number(cell.ttft_s and 1000 * cell.ttft_s, 0)}"
+        ttft = cell.spreads.get("ttft_s")
+        text = f"{_range(cell.rate)} / {_number(1000 * ttft.median if ttft else None, 0)}"
         return text + (" (cut)" if cell.is_cut else "")
 
     return table(
@@ -158,5 +201,10 @@ def rates_table(found: Mapping[tuple[str, str, int], Cell], peers: Sequence[str]
     )
 
 
-def ratios_table(found: Mapping[str, float | None]) -> str:
-    return table(["", "ratio"], ([text, _number(figure, 2)] for text, figure in found.items()))
+def ratios_table(found: Mapping[str, Ratio], shares: Mapping[str, float]) -> str:
+    rows = [[text, _number(one.value, 2) + (", no difference" if one.is_none else "")] for text, one in found.items()]
+    rows += [
+        [text, f"{100 * share:.0f} %" + (": AN ERROR OF THE BENCH" if share > 1 else "")]
+        for text, share in shares.items()
+    ]
+    return table(["", "ratio"], rows)

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,14 @@ class Server:
         """Every process of it that is alive."""
         same = {pid for pid in processes.pids() if processes.session(pid) == self._process.pid}
         return {pid for pid in same | processes.carrying(MARK, self._mark) if processes.is_alive(pid)}
+
+    def niceness(self) -> dict[int, int]:
+        """Its processes by their niceness."""
+        counts = Counter[int]()
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                counts[os.getpriority(os.PRIO_PROCESS, pid)] += 1
+        return dict(counts)
 
     def stop(self, patience_s: float = 20.0) -> None:
         """Ctrl-C, SIGTERM after `patience_s` (a shell's background jobs ignore Ctrl-C), then SIGKILL to all that is

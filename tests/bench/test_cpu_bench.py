@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import textwrap
 
@@ -59,6 +60,7 @@ def test_a_cell_has_the_whole_rate_and_the_time_to_first_token():
 
 WEIGHTS = {
     "kvrelay": "16 bits",
+    "kvrelay drafting": "16 bits",
     "vllm": "16 bits",
     "llama.cpp f16": "16 bits",
     "kvrelay int8": "int8",
@@ -66,48 +68,68 @@ WEIGHTS = {
 }
 
 
-def decoded(**rates):
-    return [goals.Cell(name.replace("_", " ", 1), "decode", 1, decode_rate=rate) for name, rate in rates.items()]
+def decoded(peer, *rates):
+    """One client, a cell for each round."""
+    return [goals.Cell(peer, "decode", 1, whole_rate=rate) for rate in rates]
 
 
-def ratios(cells, limits=None):
-    return goals.ratios(goals.medians(cells), WEIGHTS, limits)
+def ratios(*cells, weights=WEIGHTS):
+    found = goals.ratios(goals.summaries(cells), weights)
+    return {text.removeprefix("decode, 1 client: "): one for text, one in found.items()}
 
 
-def test_each_peer_is_compared_with_the_kvrelay_of_its_weights():
-    cells = [*decoded(kvrelay=50.0, vllm=40.0), goals.Cell("llama.cpp f16", "decode", 1, decode_rate=50.0)]
-    cells += [goals.Cell("kvrelay int8", "decode", 1, decode_rate=99.0)]
-    cells += [goals.Cell("llama.cpp q8_0", "decode", 1, decode_rate=90.0)]
-    assert ratios(cells) == {
-        "decode, 1 client: kvrelay over vllm": 1.25,
-        "decode, 1 client: kvrelay over llama.cpp f16": 1.0,
-        "decode, 1 client: kvrelay int8 over llama.cpp q8_0": pytest.approx(1.1),
+def test_each_peer_is_compared_with_every_kvrelay_of_its_weights_over_the_whole_run():
+    cells = [*decoded("kvrelay", 50.0), *decoded("vllm", 40.0), *decoded("llama.cpp f16", 100.0)]
+    cells += [*decoded("kvrelay drafting", 80.0), *decoded("kvrelay int8", 99.0), *decoded("llama.cpp q8_0", 90.0)]
+    assert {text: one.value for text, one in ratios(*cells).items()} == {
+        "kvrelay over vllm": 1.25,
+        "kvrelay over llama.cpp f16": 0.5,
+        "kvrelay drafting over vllm": 2.0,
+        "kvrelay drafting over llama.cpp f16": 0.8,
+        "kvrelay int8 over llama.cpp q8_0": pytest.approx(1.1),
     }
+    fast_while_all_decode = goals.Cell("vllm", "decode", 1, whole_rate=40.0, decode_rate=500.0)
+    assert ratios(*decoded("kvrelay", 50.0), fast_while_all_decode)["kvrelay over vllm"].value == 1.25
 
 
 def test_what_has_no_figure_has_no_ratio():
-    assert ratios(decoded(kvrelay=50.0))["decode, 1 client: kvrelay over vllm"] is None
+    assert ratios(*decoded("kvrelay", 50.0))["kvrelay over vllm"].value is None
 
 
 def test_there_are_no_ratios_to_peers_whose_kvrelay_is_left_out():
-    cells = goals.medians([*decoded(kvrelay=50.0), goals.Cell("llama.cpp q8_0", "decode", 1, decode_rate=90.0)])
-    assert goals.ratios(cells, {"kvrelay": "16 bits", "llama.cpp q8_0": "int8"}, None) == {}
+    cells = [*decoded("kvrelay", 50.0), *decoded("llama.cpp q8_0", 90.0)]
+    assert ratios(*cells, weights={"kvrelay": "16 bits", "llama.cpp q8_0": "int8"}) == {}
 
 
-def test_shares_of_the_limits():
-    limits = goals.Limits(20.0, 100.0, {"16 bits": 0.2e9, "int4": 0.1e9}, {512: 100e9})
-    cells = [*decoded(kvrelay=75.0), goals.Cell("kvrelay", "prefill", 512, prefill_rate=300.0)]
-    found = ratios(cells, limits)
-    assert found["decode, 1 client: kvrelay, share of the memory's limit"] == 0.75
-    assert found["prefill, 512 tokens: kvrelay, share of the GEMM peak"] == pytest.approx(300 / 512)
-    assert "0.59" in goals.ratios_table(found)
+def test_a_difference_inside_the_rounds_ranges_is_none():
+    apart = ratios(*decoded("kvrelay", 50.0, 48.0, 52.0), *decoded("vllm", 40.0, 47.0, 45.0))
+    assert not apart["kvrelay over vllm"].is_none
+    within = ratios(*decoded("kvrelay", 50.0, 46.0, 52.0), *decoded("vllm", 40.0, 47.0, 45.0))
+    assert within["kvrelay over vllm"].is_none
+    assert "1.11, no difference" in goals.ratios_table(within, {})
 
 
-def test_medians_over_rounds_leave_out_holes():
-    cells = [goals.Cell("x", "decode", 4, decode_rate=rate) for rate in (10.0, None, 30.0, 11.0)]
-    assert goals.medians(cells)["x", "decode", 4].decode_rate == 11.0
-    found = goals.medians([goals.Cell("x", "decode", 4, 12.0, 6.0, ttft_s=0.5, is_cut=True)])
-    assert "| x | 12.0 / 6.0 / 500 (cut) |" in goals.rates_table(found, ["x"], "decode", "clients")
+def test_shares_of_the_limits_and_that_none_is_above_all():
+    limits = goals.Limits(20.0, 100.0, {"16 bits": 0.2e9, "int8": 0.1e9}, {512: 100e9})
+    prefill = goals.Cell("kvrelay", "prefill", 512, prefill_rate=300.0)
+    cells = [goals.Cell("kvrelay", "decode", 1, whole_rate=50.0, decode_rate=75.0), prefill]
+    cells += [goals.Cell("kvrelay int8", "decode", 1, whole_rate=150.0, decode_rate=220.0)]
+    cells += [goals.Cell("kvrelay drafting", "decode", 1, whole_rate=150.0, decode_rate=900.0)]  # not bound by it
+    found = goals.shares(goals.summaries(cells), WEIGHTS, limits)
+    assert found == {
+        "decode, 1 client: kvrelay, share of the memory's limit": 0.75,
+        "decode, 1 client: kvrelay int8, share of the memory's limit": pytest.approx(1.1),
+        "prefill, 512 tokens: kvrelay, share of the GEMM peak": pytest.approx(300 / 512),
+    }
+    text = goals.ratios_table({}, found)
+    assert "| 59 % |" in text and "110 %: AN ERROR OF THE BENCH" in text
+
+
+def test_medians_and_ranges_over_rounds_leave_out_holes():
+    found = goals.summaries(goals.Cell("x", "decode", 4, whole_rate=rate) for rate in (10.0, None, 30.0, 11.0))
+    assert found["x", "decode", 4].rate == (11.0, 10.0, 30.0)
+    found = goals.summaries([goals.Cell("x", "decode", 4, 12.0, 6.0, ttft_s=0.5, is_cut=True)])
+    assert "| x | 6.0 (6.0–6.0) / 500 (cut) |" in goals.rates_table(found, ["x"], "decode", "clients")
 
 
 # ---- the load
@@ -206,7 +228,7 @@ def test_no_process_of_a_server_is_left_even_after_ctrl_c(tmp_path, monkeypatch)
     """Neither one in a session of its own nor one without the mark, when the server ignores Ctrl-C."""
     with pytest.raises(KeyboardInterrupt), start(SERVER, tmp_path, monkeypatch) as server:
         family = server.members()
-        assert len(family) == 3
+        assert len(family) == 3 and server.niceness() == {os.getpriority(os.PRIO_PROCESS, 0): 3}
         raise KeyboardInterrupt
     assert not server.members() and not any(map(processes.is_alive, family))
 
@@ -231,16 +253,17 @@ def test_a_peer_is_left_out_when_a_file_of_it_is_missing(tmp_path):
 def visit(tmp_path, monkeypatch):
     """One visit to a server that is none, with shapes measured by the given function; what came of it."""
 
-    def run(measure, cells):
+    def run(measure, found):
         async def measured(server, shape, seed, options):
             return measure(*shape)
 
-        monkeypatch.setattr(cpu, "running", lambda *args, **more: contextlib.nullcontext(argparse.Namespace(peer=one)))
+        monkeypatch.setattr(cpu, "running", lambda *args, **more: contextlib.nullcontext(server))
         monkeypatch.setattr(cpu, "measure", measured)
         one = peer("")
+        server = argparse.Namespace(peer=one, niceness=lambda: {5: 2})
         numbers = {"prompt": 128, "output": 64, "repeats": 1, "cell_s": 1.0, "start_s": 1.0}
         options = argparse.Namespace(clients=[1, 4, 16], lengths=[512], **numbers)
-        cpu.visit(one, {}, 0, tmp_path / "log", cells, options)
+        cpu.visit(one, {}, 0, tmp_path / "log", found, options)
 
     return run
 
@@ -251,25 +274,27 @@ def test_ctrl_c_leaves_what_was_measured(visit):
             raise KeyboardInterrupt
         return goals.Cell("fake", kind, size, 10.0)
 
-    cells = []
+    found = cpu.Measured()
     with pytest.raises(KeyboardInterrupt):
-        visit(measure, cells)
-    assert [cell.size for cell in cells] == [1]
+        visit(measure, found)
+    assert [cell.size for cell in found.cells] == [1]
+    (start,) = found.starts
+    assert start["niceness"] == {5: 2} and len(start["load_average"]) == 3
 
 
 def test_after_a_wave_that_was_cut_off_larger_ones_are_left_out(visit):
-    cells = []
-    visit(lambda kind, size: goals.Cell("fake", kind, size, is_cut=size == 4), cells)
-    assert [(cell.kind, cell.size) for cell in cells] == [("decode", 1), ("decode", 4), ("prefill", 512)]
+    found = cpu.Measured()
+    visit(lambda kind, size: goals.Cell("fake", kind, size, is_cut=size == 4), found)
+    assert [(cell.kind, cell.size) for cell in found.cells] == [("decode", 1), ("decode", 4), ("prefill", 512)]
 
 
 def test_a_failed_request_ends_the_visit_but_not_the_run(visit, capsys):
     def measure(kind, size):
         raise load.LoadFailed("HTTP 500")
 
-    cells = []
-    visit(measure, cells)
-    assert cells == [] and "HTTP 500" in capsys.readouterr().out
+    found = cpu.Measured()
+    visit(measure, found)
+    assert found.cells == [] and "HTTP 500" in capsys.readouterr().out
 
 
 def test_llama_cpp_starts_anew_for_each_shape_with_room_for_its_sequences():
