@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.worker import join_application, log_as_replica, own_replica
 from kvrelay.cluster.registry.actor import follow_members
+from kvrelay.cluster.registry.draining import time_to_stop_s
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.cluster.tenants.following import exchange_usage, follow_keys, report_store_quotas
@@ -150,7 +150,7 @@ class IngressReplica:
         self._secret = joined.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
-        finish_before_stop(partial(finish, self._dispatcher, self._settings.cluster.drain_timeout_s))
+        finish_before_stop(self._finish)
         self._following = asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry")
         self._history = History()
         background = [self._record_history(), export_metrics(self._metrics, {"ingress": INGRESS})]
@@ -159,6 +159,9 @@ class IngressReplica:
             background += [follow_keys(self._access), exchange_usage(*shared), report_store_quotas(*shared)]
         self._background = [holding, *(asyncio.create_task(one) for one in background)]
         await until_ready(self._dispatcher.workers)  # from the end of this function on Serve sends it requests
+
+    async def _finish(self) -> None:
+        await finish(self._dispatcher, await time_to_stop_s(self._settings.cluster.drain_timeout_s))
 
     def _metrics(self) -> Iterable[Metric]:
         parts = self._dispatcher

@@ -31,6 +31,7 @@ from kvrelay.cluster.registry.actor import (
     send_heartbeats,
 )
 from kvrelay.cluster.registry.authorities import hold_authorities
+from kvrelay.cluster.registry.draining import time_to_stop_s
 from kvrelay.cluster.registry.members import Order, WorkerRecord
 from kvrelay.cluster.registry.versions import Deployed
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
@@ -226,7 +227,7 @@ class WorkerReplica:
             await self._registry.leave.remote(self._record.worker_id, self._record.epoch)
         except ray.exceptions.RayError as error:
             logger.warning("worker %s could not leave the registry: %s", self._record.worker_id, error)
-        await self._worker.drain(drain_s)
+        await self._worker.drain(await time_to_stop_s(drain_s))
         for task in self._background:
             task.cancel()
         await self._worker.aclose()

@@ -22,4 +22,4 @@ async def finish(dispatcher: Dispatcher, timeout_s: float) -> None:
     while dispatcher.running and dispatcher.clock() < end_s:
         await asyncio.sleep(POLL_S)
     for driver in list(dispatcher.running):
-        driver.stop(ingress_stops(f" and has waited {timeout_s:g} s for this request"))
+        driver.stop(ingress_stops(f" and has waited {round(timeout_s, 1):g} s for this request"))

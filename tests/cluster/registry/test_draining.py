@@ -1,4 +1,6 @@
-"""The registry leaves a node that Ray drains, so that the node can end before its deadline."""
+"""The registry leaves a node that Ray drains, so that the node can end before its deadline, and replicas know how long
+they may stay.
+"""
 
 import os
 import subprocess
@@ -15,22 +17,40 @@ from ray._private.worker import global_worker
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvrelay.cluster.registry.actor import RegistryActor
+from kvrelay.cluster.registry.draining import CLOSE_S, time_to_stop_s
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000})
 drained = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 ray.init(address=cluster.address, log_to_driver=False)
+cluster.wait_for_nodes()
+there = NodeAffinitySchedulingStrategy(drained.node_id, soft=True)
 registry = ray.remote(RegistryActor).options(
     name=registry_name(APP_NAME), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
-    scheduling_strategy=NodeAffinitySchedulingStrategy(drained.node_id, soft=True),
+    scheduling_strategy=there,
 ).remote("secret", "127.0.0.1", None)
+
+@ray.remote(num_cpus=0)
+class Replica:
+    def node_id(self):
+        return ray.get_runtime_context().get_node_id()
+
+    async def time_to_stop_s(self, wanted_s):
+        return await time_to_stop_s(wanted_s)
+
+replica = Replica.options(scheduling_strategy=there).remote()
+assert ray.get(replica.node_id.remote()) == drained.node_id
+assert ray.get(replica.time_to_stop_s.remote(1000.0)) == 1000.0
 record = WorkerRecord("decode-a", "decode", "e", "127.0.0.1", 1, "n", 1)
 ray.get(registry.heartbeat.remote(record))
 deadline_ms = int(1000 * (time.time() + 120))
 reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
 assert global_worker.gcs_client.drain_node(drained.node_id, reason, "test", deadline_ms)[0]
 begun_s = time.monotonic()
+assert 0 < ray.get(replica.time_to_stop_s.remote(1000.0)) <= 120 - CLOSE_S
+assert ray.get(replica.time_to_stop_s.remote(0.5)) == 0.5
+ray.kill(replica)
 while any(node["NodeID"] == drained.node_id and node["Alive"] for node in ray.nodes()):
     assert time.monotonic() - begun_s < 60, "the node is still there"  # its deadline alone is 120 s
     time.sleep(0.5)
