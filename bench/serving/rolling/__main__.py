@@ -114,13 +114,7 @@ class ChangingModel(ChangingRay):
 
 
 class DrainedHosts(HostsCluster):
-    """A head without replicas, and two hosts. Clients use the head's proxy, which stays."""
-
-    PREFIX = "10.77.3"
-
-    def start(self) -> None:
-        super().start()
-        self.url = f"http://{self._hosts.address(self.HEAD)}:{self.port}"
+    """A head without replicas, and two hosts, of which one goes."""
 
     def change(self) -> None:
         dashboard = RayDashboard(self.dashboard_url)
