@@ -1,11 +1,12 @@
 """What clients see while a running cluster changes: a table with a row for each change.
 
-    python -m bench.serving.rolling [--only setting code model node] [--clients 4] [--model NAME] [--json FILE]
+    python -m bench.serving.rolling [--only setting code model node spot] [--clients 4] [--model NAME] [--json FILE]
 
 `setting`: one ingress, one prefill and one decode worker on a Ray of the user's get another token budget by
 `kvrelay deploy`. `code`: they get another version of kvrelay, from an archive that the file names. `model`: another
-application with another model takes over its route. `node`: of a head and two hosts in network namespaces, the one with
-the registry is drained by `ray drain-node`, and may take 120 s.
+application with another model takes over its route. `node`: of a head and two hosts in network namespaces, behind
+configs/haproxy.cfg, the one with the registry is drained by `ray drain-node`, and may take 120 s. `spot`: the same, but
+30 s, less than the replicas' own time to stop.
 
 Clients send greedy requests one after the other, half of them streamed, and compare every answer with the one that the
 cluster gave at first. Each row: requests, failed and wrong ones while it changed; the 99th percentile of the time to
@@ -39,7 +40,6 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 BEFORE_S = 10.0
 AFTER_S = 5.0
-DRAIN_S = 120
 CHANGE_S = 240.0
 ROOT = Path(__file__).resolve().parents[3]
 CODE = ("kvrelay", "kernels", "kvcache", "engine", "kvtransfer", "prefill", "decode", "router", "serve", "cluster")
@@ -116,20 +116,38 @@ class ChangingModel(ChangingRay):
 class DrainedHosts(HostsCluster):
     """A head without replicas, and two hosts, of which one goes."""
 
+    DEADLINE_S = 120
+
+    def ingress_hosts(self) -> set[str]:
+        """The addresses of the hosts that ingresses run on."""
+        replicas = RayDashboard(self.dashboard_url).application()["deployments"]["ingress"]["replicas"]
+        return {one["node_ip"] for one in replicas}
+
     def change(self) -> None:
-        dashboard = RayDashboard(self.dashboard_url)
+        """What a node's own watcher does on a notice, and then the cloud: it kills what is still there."""
+        dashboard, head = RayDashboard(self.dashboard_url), self._hosts.address(self.HEAD)
         nodes = {node["node_id"]: node["node_ip"] for node in dashboard.nodes()}
-        actors = dashboard.actors()
-        busy = [one["node_id"] for one in actors if one["name"] == "kvrelay-registry"]
-        head = self._hosts.address(self.HEAD)
+        busy = [one["node_id"] for one in dashboard.actors() if one["name"] == "kvrelay-registry"]
         node_id = next(one for one in [*busy, *nodes] if nodes[one] != head)
+        host = next(one for one in self.REPLICAS if self._hosts.address(one) == nodes[node_id])
+
+        def wait_until_gone(timeout_s: float) -> None:
+            until_s = time.monotonic() + timeout_s
+            while any(node["node_id"] == node_id for node in dashboard.nodes()) and time.monotonic() < until_s:
+                time.sleep(0.5)
+
         ray = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={head}:6379"]
         why = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=bench"]
-        deadline = f"--deadline-remaining-seconds={DRAIN_S}"
-        self._hosts.run(self.HEAD, *ray, f"--node-id={node_id}", *why, deadline)
-        until_s = time.monotonic() + CHANGE_S
-        while any(node["node_id"] == node_id for node in dashboard.nodes()) and time.monotonic() < until_s:
-            time.sleep(0.5)
+        self._hosts.run(host, *ray, *why, f"--deadline-remaining-seconds={self.DEADLINE_S}")
+        wait_until_gone(self.DEADLINE_S)
+        self._hosts.crash(host)
+        wait_until_gone(CHANGE_S)
+
+
+class SpotHosts(DrainedHosts):
+    """One goes after a notice as short as a spot machine's."""
+
+    DEADLINE_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +163,7 @@ class Row:
     itl_before_s: float
     itl_s: float
     change_s: float
+    ingresses: int  # that answered before
     first_failure: str
 
 
@@ -161,6 +180,7 @@ async def measure(name: str, cluster: ChangingRay | DrainedHosts, num_clients: i
         try:
             before: Outcome = load.begin()
             await asyncio.sleep(BEFORE_S)
+            ingresses = len(load.ingresses)
             during, begun_s = load.begin(), time.monotonic()
             await asyncio.to_thread(cluster.change)
             change_s = time.monotonic() - begun_s
@@ -169,7 +189,7 @@ async def measure(name: str, cluster: ChangingRay | DrainedHosts, num_clients: i
         finally:
             await load.aclose()
     times = (p99(before.ttft_s), p99(during.ttft_s), p99(before.itl_s), p99(during.itl_s), change_s)
-    return Row(name, during.requests, during.failed, during.wrong, *times, during.first_failure)
+    return Row(name, during.requests, during.failed, during.wrong, *times, ingresses, during.first_failure)
 
 
 def table(rows: list[Row]) -> str:
@@ -193,6 +213,7 @@ CHANGES: dict[str, type[ChangingRay] | type[DrainedHosts]] = {
     "code": ChangingCode,
     "model": ChangingModel,
     "node": DrainedHosts,
+    "spot": SpotHosts,
 }
 
 
