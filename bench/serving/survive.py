@@ -32,6 +32,7 @@ import aiohttp
 
 from bench.serving.survive_clusters import BALANCER, HostsCluster, RayCluster
 from kvrelay.cluster.chaos.cluster import Cluster, ServeCluster
+from kvrelay.errors import KvrelayError
 
 PROMPTS = [
     f"Write {count} sentences about {what}. " * 6
@@ -353,16 +354,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: dict[str, list[Row]] = {}
+    problems = list[str]()
     for name, (kind, every) in CLUSTERS.items():
         faults = [fault for fault in every if not given.only or fault.name in given.only]
         if given.cluster not in ("all", name) or not faults:
             continue
-        with kind(given.model) as cluster:
-            rows[name] = asyncio.run(measure(cluster, faults, given.clients))
-            print(f"{name}: processes left afterwards: {len(cluster.stop())}\n", flush=True)
+        try:
+            with kind(given.model) as cluster:
+                rows[name] = asyncio.run(measure(cluster, faults, given.clients))
+                print(f"{name}: processes left afterwards: {len(cluster.stop())}\n", flush=True)
+        except (KvrelayError, SystemExit) as error:  # the others' rows are worth minutes
+            problems.append(f"{name}: {error}")
     print(table(rows))
     if given.json:
         given.json.write_text(json.dumps({name: [asdict(row) for row in of] for name, of in rows.items()}, indent=1))
+    if problems:
+        raise SystemExit("\n".join(problems))
 
 
 if __name__ == "__main__":
