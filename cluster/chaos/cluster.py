@@ -73,13 +73,13 @@ class Cluster:
 
     def stop(self) -> list[str]:
         """End everything; returns what outlived the orderly end, such as processes, which are killed then."""
+        for process in self._spawned:  # which end here; Redis writes its title over its environment and carries no mark
+            process.kill()
+            process.wait(10)
         left = sorted(self.pids())
         found = [f"process {pid}: {processes.short_name(pid)}" for pid in left]
         for pid in left:
             send_signal(pid, signal.SIGKILL)
-        for process in self._spawned:  # Redis writes its title over its environment, so it carries no mark
-            process.kill()
-            process.wait(10)
         shutil.rmtree(self.folder, ignore_errors=True)
         return found
 
