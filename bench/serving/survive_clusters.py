@@ -112,6 +112,8 @@ class HostsCluster(OnRay):
             MARK: self.mark,
             "RAY_AUTH_MODE": "token",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "RAY_raylet_start_wait_time_s": "100",  # several hosts share this machine's cores
+            "RAY_agent_register_timeout_ms": "120000",
             **self.ray_environment(f"{self._hosts.prefix}.254"),
         }
         balancer, self.port = self.port, 8000
