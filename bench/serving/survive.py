@@ -43,7 +43,7 @@ OUTPUT_TOKENS = 64
 SETTLED_S = 5.0  # of undisturbed load before each fault, and after the cluster is whole again
 WHOLE_S = 120.0  # the longest wait until the cluster is whole again
 STOPPED_S = 10.0
-STREAMS_S = 10.0
+STREAMS_S = 60.0
 INGRESS_ID = len("cmpl-") + 4  # as serve/api/endpoint.py makes ids
 
 
@@ -117,11 +117,11 @@ class Load:
             sent.ran = sent.has_begun
         return self.outcome
 
-    async def until_streams_run(self) -> None:
-        """Until each streaming client has a token of a request that is not over; STREAMS_S at most."""
+    async def until_streams(self, are_so: Callable[[Sent], bool]) -> None:
+        """Until this holds for the last request of each streaming client; STREAMS_S at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STREAMS_S):
-                while not all(sent.has_begun for sent in self._sent.values() if sent.is_stream):
+                while not all(are_so(sent) for sent in self._sent.values() if sent.is_stream):
                     await asyncio.sleep(0.01)
 
     async def _run(self, session: aiohttp.ClientSession, client: int) -> None:
@@ -263,7 +263,7 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
         return None
     before = set(pids)
     await asyncio.sleep(settled_s)
-    await load.until_streams_run()
+    await load.until_streams(lambda sent: sent.has_begun)
     outcome, begun_s = load.begin(), time.monotonic()
     if fault.strike is not None:
         await asyncio.to_thread(fault.strike, cluster)
@@ -285,6 +285,7 @@ async def suffer(fault: Fault, cluster: Cluster, load: Load, settled_s: float = 
             break
         await asyncio.sleep(0.2)
     await asyncio.sleep(settled_s)
+    await load.until_streams(lambda sent: not sent.ran)
     outcome.token()
     return Row(
         fault.name,
