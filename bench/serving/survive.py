@@ -65,7 +65,7 @@ class Outcome:
     broken: int = 0  # of those that failed: after the first token
     went_on: int = 0  # streams that ran then, and came to their end
     wrong: int = 0
-    first_failure: str = ""
+    first_failure: str = ""  # without a token, if there is one
     refused_s: list[float] = field(default_factory=list)  # when requests failed without a token
     last_token_s: float = field(default_factory=time.monotonic)
     longest_gap_s: float = 0.0
@@ -143,8 +143,9 @@ class Load:
                 outcome.requests += 1
                 outcome.failed += 1
                 outcome.broken += sent.has_begun
+                if not (outcome.first_failure and (sent.has_begun or outcome.refused_s)):
+                    outcome.first_failure = f"{type(error).__name__}: {error}"[:200]
                 outcome.refused_s += [] if sent.has_begun else [time.monotonic()]
-                outcome.first_failure = outcome.first_failure or f"{type(error).__name__}: {error}"[:200]
                 await asyncio.sleep(0.1)
 
     async def _send(self, session: aiohttp.ClientSession, prompt: str, sent: Sent) -> tuple[str, str]:
