@@ -1,5 +1,5 @@
 """The AWS file for `ray up`: Ray's own schema takes it, and Ray's own AWS code builds a cluster from it on a made-up
-AWS (moto): key pair, role, subnets, security group, and the machines.
+AWS (moto): key pair, role, subnets, security group, and the machines. And what it has in common with the local file.
 """
 
 import copy
@@ -77,8 +77,9 @@ def test_rays_schema_takes_the_file_and_refuses_a_misspelt_one():
         validate_config(prepare_config(wrong))
 
 
-def test_every_host_has_the_token_fixed_ports_and_workers_at_normal_priority():
-    config = written()
+@pytest.mark.parametrize("name", ["ray-cluster", "ray-up-local"])
+def test_every_host_has_the_token_fixed_ports_and_workers_at_normal_priority(name: str):
+    config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     starts = [config[f"{kind}_start_ray_commands"][-1] for kind in ("head", "worker")]
     for start in starts:
