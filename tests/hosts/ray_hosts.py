@@ -15,13 +15,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kvrelay.cluster.chaos.hosts.namespaces import HostError, Hosts, printed
+from kvrelay.cluster.deployments.serve_config import APPLICATIONS, IMPORT_PATH
+from kvrelay.cluster.launch.switch import without
+from kvrelay.cluster.registry.names import APP_NAME
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -170,20 +173,41 @@ class RayHosts:
 
     # ---- the dashboard and the API
 
-    def request(self, path: str, *, token: str | None = None) -> Any:
-        """What Ray's dashboard answers; "" sends no token. Raises urllib.error.HTTPError."""
+    def request(self, path: str, *, token: str | None = None, put: Any = None) -> Any:
+        """What Ray's dashboard answers, to a PUT if there is something to put; token "" sends none. Raises
+        urllib.error.HTTPError.
+        """
         headers = {"authorization": f"Bearer {self.token if token is None else token}"} if token != "" else {}
         request = urllib.request.Request(self.dashboard + path, headers=headers)
+        if put is not None:
+            request.data, request.method = json.dumps(put).encode(), "PUT"
+            request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+            text = answer.read()
+        return json.loads(text) if text else None
 
-    def deploy(self, args: dict[str, Any], **counts: int) -> str:
-        """`kvrelay deploy` of the application with one replica of a role on a host at most; returns what it prints."""
+    def remove(self, app_name: str) -> None:
+        """Remove an application, and wait until Serve lists it no more."""
+        self.request(APPLICATIONS, put=without(self.request(APPLICATIONS), app_name))
+        self.until(lambda: app_name not in self.request(APPLICATIONS)["applications"], 60, f"{app_name} is gone")
+
+    def deploy(
+        self,
+        args: dict[str, Any],
+        *,
+        app_name: str = APP_NAME,
+        options: Mapping[str, dict[str, Any]] = _PLACES,
+        **counts: int,
+    ) -> str:
+        """`kvrelay deploy` of the application; returns what it prints. Of a deployment without `options` of its own
+        a host has one replica at most. Raises HostError.
+        """
         deployments = [
-            {"name": name, "num_replicas": count, **_PLACES.get(name, {"max_replicas_per_node": 1})}
+            {"name": name, "num_replicas": count, **options.get(name, {"max_replicas_per_node": 1})}
             for name, count in counts.items()
         ]
-        app = {"name": "kvrelay", "route_prefix": "/", "import_path": "kvrelay.cluster.deployments.app:build"}
+        route = "/" if app_name == APP_NAME else f"/{app_name}"
+        app = {"name": app_name, "route_prefix": route, "import_path": IMPORT_PATH}
         config = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},

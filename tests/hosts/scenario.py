@@ -1,34 +1,42 @@
 """What a user does with a cluster on several hosts, step by step, each timed: up, deploy, verify, scale, faults, down.
 
-Every step checks what it claims, and raises where that does not hold; `Scenario.times` is the table. The model is a
-tiny random checkpoint in float32 that only the head has: other hosts fetch it from there.
+    python -m tests.hosts.scenario [--prefix 10.77.1]
+
+As root. Every step checks what it claims, and raises where that does not hold; `Scenario.table` has their times. From
+the first deployment to the end of the cluster a client sends one request after the other: none may fail in any step.
+The model is a tiny random checkpoint in float32 that only the head has: other hosts fetch it from there.
 """
 
+import argparse
 import contextlib
 import re
+import shlex
 import socket
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay import __version__
-from kvrelay.cluster.chaos.hosts.namespaces import HostError, Hosts, why_not
+from kvrelay.cluster.chaos.hosts.namespaces import PREFIX, HostError, Hosts, why_not
 from kvrelay.cluster.verify.prompts import expected_tokens, make_prompts
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from tests.hosts.ray_hosts import WORKER_PORTS, RayHosts, firewall_table, refuses
+from tests.hosts.steady_client import SteadyClient
 
 NUM_OUTPUT = 24
+ENGINE_NICENESS = 5  # where it is pinned to cores
 LONG = 1200  # tokens of a stream that a fault meets
 MODEL = "/root/tiny"
+OTHER_VERSION, OTHER_CODE = "9.9.9", "/root/kvrelay-source"  # there `ray up` puts this checkout
 
 
 def check(holds: object, what: str) -> None:
@@ -42,12 +50,26 @@ def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`requests`, `failed`: the steady client's that ended meanwhile."""
+
+    name: str
+    seconds: float
+    requests: int = 0
+    failed: int = 0
+
+    def row(self) -> str:
+        """Its line in the table, as Markdown."""
+        return f"| {self.name} | {self.seconds:.3f} | {self.requests} | {self.failed} |"
+
+
 class Scenario:
     """Three hosts: `ray up` of two, the third joins. Steps are called in order."""
 
     def __init__(self, ray: RayHosts, folder: Path) -> None:
         self.ray, self.hosts, self.folder = ray, ray.hosts, folder
-        self.times: dict[str, float] = {}
+        self.steps: list[Step] = []
         self.args: dict[str, Any] = {
             "model": {"source": MODEL, "dtype": "float32", "served_name": "tiny"},
             "engine": {"kv_memory": "64MiB", "num_threads": 1},
@@ -55,19 +77,25 @@ class Scenario:
             "cluster": {"worker_ports": "{}-{}".format(*WORKER_PORTS), "cores_per_worker": 1},
         }
         self._long: list[int] = []
+        self.client = SteadyClient(lambda: tokens([ray.complete(self._body([3, 1, 4, 1, 5, 9, 2, 6], 8))])[0])
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Record and print how long a step takes."""
-        began_s = time.monotonic()
+        """Record and print how long a step takes, and what the steady client saw. None of its requests may fail."""
+        began_s, requests, failed = time.monotonic(), self.client.requests, self.client.failed
         yield
-        self.times[step] = time.monotonic() - began_s
-        print(f"{step}: {self.times[step]:.1f} s", flush=True)
+        seconds = time.monotonic() - began_s
+        self._record(Step(step, seconds, self.client.requests - requests, self.client.failed - failed))
+        check(not self.client.failed, f"no request fails: {self.client.first_failure}")
+
+    def _record(self, step: Step) -> None:
+        self.steps.append(step)
+        print(step.row(), flush=True)
 
     def table(self) -> str:
-        """The steps and their times, as Markdown."""
-        rows = [f"| {step} | {seconds:.1f} |" for step, seconds in self.times.items()]
-        return "\n".join(["| step | s |", "|---|---|", *rows])
+        """The steps, as Markdown."""
+        head = ["| step | s | requests meanwhile | failed |", "|---|---|---|---|"]
+        return "\n".join([*head, *(step.row() for step in self.steps)])
 
     # ---- steps
 
@@ -85,14 +113,71 @@ class Scenario:
         """1P+2D over two hosts, the model on the head alone."""
         tiny_checkpoint("llama", self.folder / "tiny", num_hidden_layers=8, hidden_size=128)
         self.copy_model(1)
-        with self.timed("deploy 1P+2D"):
-            shown = self.ray.deploy(self.args, ingress=1, prefill=1, decode=2)
+        with self.timed("from the start of kvrelay deploy to a cold request's first token"):
+            with self.timed("kvrelay deploy, 1P+2D"):
+                shown = self.ray.deploy(self.args, ingress=1, prefill=1, decode=2)
+            with contextlib.closing(self.ray.stream(self._body([5, 6, 7, 8] * 10, 1))) as chunks:
+                next(chunks)
         check("disaggregated path works" in shown and f"{self.ray.url}/v1" in shown, f"deploy names the API: {shown}")
-        with self.timed("first token"):
-            next(self.ray.stream(self._body([5, 6, 7, 8] * 10, 1)))
         places = self.ray.workers()
         decode = {host for name, host in places.items() if name.startswith("decode")}
         check(len(decode) == 2, f"decode workers are on two hosts: {places}")
+        self.fetched_once(2)
+
+    def fetched_once(self, host: int) -> None:
+        """A host without the model has fetched it once, from the head, however many replicas started there."""
+        folders = self.hosts.run(host, "sh", "-c", "ls -d ~/.cache/kvrelay/checkpoints/tiny-fetched-*").split()
+        found = f"fetching .* MB from {self.hosts.address(1)}:"
+        logs = "/tmp/ray/session_latest/logs/serve/replica_kvrelay_*"
+        replicas = self.hosts.run(host, "sh", "-c", f"grep -l {shlex.quote(found)} {logs}").split()
+        check(len(folders) == 1 == len(replicas), f"host {host} has fetched the model once: {folders}, {replicas}")
+
+    def priorities(self) -> None:
+        """Ray's processes run at normal priority (its own default is nice 15), and of a worker's threads only those
+        of its engine below it.
+        """
+        for host in (1, 2):
+            lines = self.hosts.run(host, "ps", "-eLo", "pid,lwp,ni,args").splitlines()[1:]
+            threads = [line.split(maxsplit=3) for line in lines if " ray::" in line]
+            main = [(args, nice) for pid, thread, nice, args in threads if pid == thread]
+            check(any("ServeReplica:kvrelay:decode" in args for args, _ in main), f"a worker is on host {host}: {main}")
+            check(all(nice == "0" for _, nice in main), f"every process of host {host} has priority 0: {main}")
+            nice = {(int(nice), "ServeReplica:kvrelay:" in args) for _, _, nice, args in threads}
+            check(
+                nice <= {(0, True), (0, False), (ENGINE_NICENESS, True)}, f"on host {host} engines alone yield: {nice}"
+            )
+
+    def refusals(self) -> None:
+        """`kvrelay deploy` ends with status 1 and the one line that matters: beside the application that runs, one
+        whose replica has another version of kvrelay, then one whose model is nowhere.
+        """
+        package = f"{OTHER_CODE}/kvrelay/__init__.py"
+        self.hosts.run(2, "sed", "-i", f's/^__version__ = .*/__version__ = "{OTHER_VERSION}"/', package)
+        there = {"num_cpus": 0.1, "resources": {f"node:{self.hosts.address(2)}": 0.01}}
+        other = {"decode": {"ray_actor_options": {**there, "runtime_env": {"env_vars": {"PYTHONPATH": OTHER_CODE}}}}}
+        with self.timed("kvrelay deploy, another version on one host"):
+            line = self._refused(self.args, options=other)
+        named = (
+            f"has kvrelay {OTHER_VERSION} on host {self.hosts.address(2)}, but kvrelay {__version__} was deployed from"
+        )
+        is_named = (
+            line.startswith("kvrelay: VersionMismatch: decode-") and f" {named} host {self.hosts.prefix}." in line
+        )
+        check(is_named, f"both versions and hosts are named: {line}")
+        with self.timed("kvrelay deploy, a model that is nowhere"):
+            line = self._refused(self.args | {"model": {"source": "/root/nowhere"}})
+        check(re.match(r"kvrelay: ModelNotFound: .*/root/nowhere", line), f"the model is named: {line}")
+        self.ray.remove("other")
+
+    def _refused(self, args: dict[str, Any], **options: Any) -> str:
+        """The line with which the deployment of an application `other` fails, aggregated: two replicas are enough."""
+        args = args | {"cluster": args["cluster"] | {"prefill": 0}}
+        with pytest.raises(HostError, match=r"^`kvrelay deploy .*`: status 1\n") as refused:
+            self.ray.deploy(args, app_name="other", ingress=1, decode=1, **options)
+        shown = str(refused.value)
+        lines = [line for line in shown.splitlines() if line.startswith("kvrelay: ")]
+        check(len(lines) == 1 and "Traceback" not in shown, f"one line says why: {shown}")
+        return lines[0]
 
     def commands(self) -> None:
         """`kvrelay status`, `doctor` and `bench` from the laptop, which has Ray's token, and `ray exec` of one."""
@@ -166,6 +251,18 @@ class Scenario:
         check("now at prefill 2" in shown, f"scale ends with the count: {shown}")
         check(self._counts() == {"prefill": 2, "decode": 2}, f"so many run: {self.ray.workers()}")
 
+    def role(self) -> None:
+        """A decode worker becomes a prefill worker and returns, while the client's requests run."""
+        name = min(name for name in self.ray.workers() if name.startswith("decode"))
+        for role in ("prefill", "decode"):
+            with self.timed(f"kvrelay role {role}"):
+                shown = self.ray.kvrelay("role", name, role)
+            found = re.search(rf"{name}: \w+ -> {role} in ([\d.]+) s", shown)
+            check(found, f"the change is reported: {shown}")
+            self._record(Step(f"kvrelay role {role}, the change itself", float(found[1])))
+            now = {one["worker_id"]: one["info"]["role"] for one in self.ray.status()["workers"]}
+            check(now[name] == role, f"{name} is a {role} worker: {now}")
+
     def scale_down(self) -> None:
         """One of two decode workers leaves."""
         with self.timed("kvrelay scale to 2P+1D"):
@@ -177,13 +274,13 @@ class Scenario:
         """A host with workers is killed while streams run; they go on with the same tokens. Then it comes back."""
         body = self._body([9, 8, 7, 6] * 20, LONG)
         (self._long,) = tokens(self._answers([body]))
-        retries = self.metric("kvrelay_request_retries_total")
         with self.timed("streams through a crash"):
-            found, _ = self._streams(body, 4, lambda: self.hosts.crash(2))
+            found, _, attempts = self._streams(body, 4, lambda: self.hosts.crash(2))
         check(all(answer == self._long for answer in found), "streams continue with the same tokens")
-        check(self.metric("kvrelay_request_retries_total") > retries, "the crash met a stream")
+        check(attempts > 1, "the crash met a stream")
         with self.timed("replace the crashed host's workers"):
             self.ray.until(self._is_replaced, 150, "2P+2D on the other hosts")
+        self.fetched_once(3)
         with self.timed("bring the host back"):
             self.hosts.start(2)
             self.ray.join(2)
@@ -200,7 +297,7 @@ class Scenario:
         """A link is cut for some seconds while streams run, and mended. A worker there that has just missed a heartbeat
         gets no streams that moment: then the link is cut again.
         """
-        host, retries = self._off_head("decode")[0], self.metric("kvrelay_request_retries_total")
+        host = self._off_head("decode")[0]
 
         def cut() -> None:
             self.hosts.cut(host)
@@ -209,9 +306,9 @@ class Scenario:
 
         for _ in range(3):
             with self.timed("streams through a link cut for 4 s"):
-                found, longest_s = self._streams(self._body([9, 8, 7, 6] * 20, LONG), 4, cut)
+                found, longest_s, attempts = self._streams(self._body([9, 8, 7, 6] * 20, LONG), 4, cut)
             check(all(answer == self._long for answer in found), "streams continue with the same tokens")
-            is_met = longest_s > 1.0 or self.metric("kvrelay_request_retries_total") > retries
+            is_met = longest_s > 1.0 or attempts > 1
             if is_met:
                 break
         check(is_met, f"a cut met a stream: {self.ray.workers()}, host {host}, the longest gap is {longest_s:.2f} s")
@@ -252,11 +349,11 @@ class Scenario:
         with ThreadPoolExecutor(4) as pool:
             return list(pool.map(self.ray.complete, bodies))
 
-    def _streams(self, body: dict[str, Any], count: int, fault: Any) -> tuple[list[list[int]], float]:
-        """The tokens of so many streams at once, and the longest gap between two chunks in seconds; the fault comes
-        once each of them has begun.
+    def _streams(self, body: dict[str, Any], count: int, fault: Any) -> tuple[list[list[int]], float, int]:
+        """The tokens of so many streams at once, the longest gap between two chunks in seconds, and the most attempts
+        that one of them took; the fault comes once each of them has begun.
         """
-        gaps = [0.0]
+        gaps, attempts = [0.0], [1]
         begun = threading.Barrier(count + 1, timeout=60.0)
 
         def run(_: int) -> list[int]:
@@ -270,24 +367,19 @@ class Scenario:
                 last_s = time.monotonic()
                 check("error" not in chunk, f"a stream failed: {chunk}")
                 answer += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            attempts.append(chunk["kvrelay"]["attempts"])
             return answer
 
         with ThreadPoolExecutor(count) as pool:
             running = [pool.submit(run, index) for index in range(count)]
             begun.wait()
             fault()
-            return [one.result() for one in running], max(gaps)
+            return [one.result() for one in running], max(gaps), max(attempts)
 
     def _off_head(self, role: str) -> list[int]:
         """The hosts other than the head that have a worker of the role."""
         places = {host for name, host in self.ray.workers().items() if name.startswith(role)}
         return [host for host in (3, 2) if self.hosts.address(host) in places]
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        with urllib.request.urlopen(f"{self.ray.url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
 def run(ray: RayHosts, folder: Path) -> Scenario:
@@ -295,26 +387,33 @@ def run(ray: RayHosts, folder: Path) -> Scenario:
     scenario = Scenario(ray, folder)
     scenario.up()
     scenario.deploy()
-    scenario.verify("1P+2D on 2 hosts")
-    scenario.commands()
-    scenario.paths()
-    scenario.scale()
-    scenario.ports()
-    scenario.verify("2P+2D on 3 hosts")
-    scenario.crash()
-    scenario.cut()
-    scenario.scale_down()
-    scenario.slow()
-    scenario.verify("2P+1D after the faults")
+    with scenario.client:
+        scenario.verify("1P+2D on 2 hosts")
+        scenario.priorities()
+        scenario.commands()
+        scenario.refusals()
+        scenario.paths()
+        scenario.scale()
+        scenario.ports()
+        scenario.verify("2P+2D on 3 hosts")
+        scenario.role()
+        scenario.crash()
+        scenario.cut()
+        scenario.scale_down()
+        scenario.slow()
+        scenario.verify("2P+1D after the faults")
     scenario.down()
     return scenario
 
 
 def main() -> None:
-    """Run all steps and print the table: `python -m tests.hosts.scenario`, as root."""
+    """Run all steps and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefix", default=PREFIX, help=f"the hosts' network, three numbers (default {PREFIX})")
+    given = parser.parse_args()
     if why := why_not():
         sys.exit(f"no hosts here: {why}")
-    with tempfile.TemporaryDirectory() as folder, Hosts(3) as hosts:
+    with tempfile.TemporaryDirectory() as folder, Hosts(3, given.prefix) as hosts:
         scenario = run(RayHosts(hosts, Path(folder) / "laptop"), Path(folder))
     print(scenario.table())
 

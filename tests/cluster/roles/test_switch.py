@@ -108,7 +108,6 @@ async def test_an_idle_worker_changes_its_role_in_place_and_serves_with_it(folde
         assert await answer(cluster, "local", 100, 20) == expected(100, 20)
         facts = await change(cluster, "inside-0", "prefill")
         assert facts["before"] == "decode" and facts["role"] == "prefill" and facts["sequences"] == 0
-        assert facts["seconds"] < 10.0  # far less than a start or a drain
         assert role_at_ingress(cluster) == {"inside-0": "prefill", "inside-1": "decode"}
         assert await answer(cluster, "apart", 130, 20) == expected(130, 20)
         record = last_request(cluster)
@@ -157,7 +156,6 @@ async def test_running_sequences_go_on_while_their_worker_changes_its_role(folde
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         facts = await change(cluster, "inside-1", "prefill", drain_s=0.0)
-        assert facts["seconds"] < 10.0  # far less than a start or a drain
         answers = await asyncio.gather(*running)
         assert answers == [expected(length, 400) for length in lengths]
         assert facts["failed"] == facts["sequences"]
