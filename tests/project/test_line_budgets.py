@@ -7,9 +7,9 @@ long texts, disk folders that nobody else can read, and workers that no longer a
 namespaces, quotas), overload (expected waits, order of arrival), TLS between hosts and hidden secrets, and
 for `kvrelay chaos`, which took what benches had for damaging clusters, and then what the tests had for hosts in
 namespaces. Last for what was still missing there: rotated authorities, blocks sealed at rest, store quotas, and shared
-memory that is damaged. For bench: what each policy still serves in time at 1.5 times its capacity, and changes of role with
-many sequences or a long prompt in hand; for cluster: several seeds of a simulation, each in its own process. For
-bench: one table of what every fault costs, changes of role with much to move, and ranges of rounds beside peers.
+memory that is damaged. For bench: what each policy still serves in time at 1.5 times its capacity, changes of role with
+much to move, one table of what every fault costs, and ranges of rounds beside peers; for cluster: several seeds of a
+simulation, each in its own process.
 """
 
 from pathlib import Path

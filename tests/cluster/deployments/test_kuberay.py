@@ -18,6 +18,7 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 from kvrelay.cluster.deployments.app import worker_options
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
+from tests.cluster.deployments.kuberay_crd import closed, main, schema_of
 from tests.cluster.deployments.kuberay_schema import RAY_SERVICE
 
 ROOT = Path(__file__).parents[3]
@@ -47,10 +48,10 @@ def serve_file(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(spec: dict[str, Any]) -> None:
-    """By all four schemas. Raises the first's error."""
+    """By all schemas. Raises the first's error."""
     jsonschema.validate(spec, RAY_SERVICE)
     for group in groups(spec):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any"}, "spec": group["template"]["spec"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": spec["metadata"], **group["template"]}
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
     check_serve_file(serve_file(spec))
 
@@ -70,6 +71,55 @@ def check_serve_file(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_every_schema_accepts_the_file(name):
     check(service(name))
+
+
+def test_a_closed_schema_refuses_what_the_crd_does_not_list_and_nothing_else():
+    count = {"type": "integer", "minimum": 0, "nullable": True, "description": "How many."}
+    spec = {
+        "type": "object",
+        "required": ["count"],
+        "properties": {
+            "count": count,
+            "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+            "free": {"type": "object", "properties": {"a": count}, "x-kubernetes-preserve-unknown-fields": True},
+            "ports": {"type": "array", "items": {"type": "object", "properties": {"port": count}}},
+        },
+    }
+    whole = {"type": "object", "properties": {name: {"type": "object"} for name in ("metadata", "status")}}
+    whole["properties"]["spec"] = spec
+    version = {"name": "v1", "schema": {"openAPIV3Schema": whole}}
+    schema = schema_of({"spec": {"group": "g.io", "names": {"kind": "One"}, "versions": [version]}})
+    good = {"count": None, "labels": {"any": "x"}, "free": {"any": 1}, "ports": [{"port": 1}]}
+    thing = {"apiVersion": "g.io/v1", "kind": "One", "metadata": {}, "spec": good}
+    jsonschema.validate(thing, schema)
+    for wrong in (
+        {},
+        {"count": -1},
+        {"cuont": 1},
+        {"labels": {"any": 1}},
+        {"ports": [{"prot": 1}]},
+        {"free": {"a": "1"}},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(thing | {"spec": good | wrong if wrong else {}}, schema)
+    for wrong in ({"kind": "Two"}, {"apiVersion": "g.io/v2"}, {"status": {}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(thing | wrong, schema)
+    assert closed(count) == {"type": ["integer", "null"], "minimum": 0}
+
+
+def test_files_are_validated_against_a_crd_by_the_script(tmp_path, capsys):
+    """The CRD here is our own schema's: KubeRay's is not in a package that CI could install."""
+    names = {"group": "ray.io", "names": {"kind": "RayService"}}
+    crd = {"spec": names | {"versions": [{"name": "v1", "schema": {"openAPIV3Schema": RAY_SERVICE}}]}}
+    (tmp_path / "crd.yaml").write_text(json.dumps(crd))
+    main(str(tmp_path / "crd.yaml"), *(str(ROOT / f"configs/{name}.yaml") for name in FILES))
+    assert capsys.readouterr().out.count(": valid\n") == len(FILES)
+    wrong = service("kuberay")
+    _misspell(wrong, f"{CLUSTER}/enableInTreeAutoscaling")
+    (tmp_path / "wrong.yaml").write_text(json.dumps(wrong))
+    with pytest.raises(jsonschema.ValidationError):
+        main(str(tmp_path / "crd.yaml"), str(tmp_path / "wrong.yaml"))
 
 
 def _misspell(at: Any, path: str) -> None:
@@ -93,6 +143,8 @@ POD = f"{CLUSTER}/workerGroupSpecs/0/template/spec"
         (f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", jsonschema.ValidationError),
         (f"{CLUSTER}/authOptions/secretName", jsonschema.ValidationError),
         (f"{CLUSTER}/workerGroupSpecs/1/maxReplicas", jsonschema.ValidationError),
+        (f"{CLUSTER}/workerGroupSpecs/0/template/spec", jsonschema.ValidationError),
+        ("metadata/name", jsonschema.ValidationError),
         (f"{POD}/terminationGracePeriodSeconds", kubernetes_validate.ValidationError),
         (f"{POD}/securityContext/runAsNonRoot", kubernetes_validate.ValidationError),
         (f"{POD}/containers/0/readinessProbe/failureThreshold", kubernetes_validate.ValidationError),
