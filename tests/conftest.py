@@ -1,7 +1,8 @@
-"""For all tests: the checkout's root is importable, GPU tests skip without a GPU, and files without a wanted mark are
-not imported.
+"""For all tests: the checkout's root is importable, GPU tests skip without a GPU, files without a wanted mark are not
+imported, and a skip whose reason has a word of KVRELAY_REQUIRE (`hosts,prometheus`) is a failure.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -35,6 +36,23 @@ def pytest_runtest_setup(item):
             pytest.skip("needs a GPU")
     if item.get_closest_marker("long") is not None and _scale() < 1:
         pytest.skip("runs with make test-all")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _required((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _required((yield))
+
+
+def _required(report):
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if any(word and word in reason.lower() for word in os.environ.get("KVRELAY_REQUIRE", "").lower().split(",")):
+        report.outcome, report.longrepr = "failed", f"KVRELAY_REQUIRE does not let this test be skipped: {reason}"
+    return report
 
 
 def _scale():

@@ -40,7 +40,7 @@ def test_a_minute_of_faults_costs_no_token_block_or_process(tmp_path):
 @pytest.mark.long
 def test_hosts_and_links_that_fail_cost_no_token_block_or_process(tmp_path):
     if why := why_not():
-        pytest.skip(why)
+        pytest.skip(f"no hosts here: {why}")
     report = report_of(tmp_path, "--hosts", "2", "--seconds", "60", "--faults", ",".join(HOST_FAULTS))
     assert report["faults"] and {one["kind"] for one in report["faults"]} <= set(HOST_FAULTS)
 

@@ -20,7 +20,7 @@ CLIENTS = 3
 @pytest.fixture
 def model() -> Iterator[str]:
     if why := why_not():
-        pytest.skip(why)
+        pytest.skip(f"no hosts here: {why}")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # each host has a /tmp of its own
         yield str(tiny_checkpoint("llama", Path(folder) / "model"))
 

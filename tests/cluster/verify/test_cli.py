@@ -59,7 +59,7 @@ async def test_every_transport_carries_the_same_blocks_of_the_real_model():
     try:
         folder = prepare_checkpoint(ModelSettings())
     except ModelNotFound as error:
-        pytest.skip(str(error))
+        pytest.skip(f"the default model cannot be had here: {error}")
     report = await verify(folder, ON_HOST)
     assert failures(report) == []
     assert len(report.rows) == 5 + 3 * len(ON_HOST)
