@@ -234,7 +234,10 @@ def compatible_sets(
 
 
 class LiveWorkers:
-    """Accounts by worker, and columns that are laid out when they are next read."""
+    """Accounts by worker, and columns that are laid out when they are next read.
+
+    Its attributes are 13: most keep what would be summed up over all accounts for every decision.
+    """
 
     def __init__(self, model: CostModel, index_row: Callable[[str], int]) -> None:
         """`index_row`: a worker's row in the answers of the prefix index."""
