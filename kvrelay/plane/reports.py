@@ -78,7 +78,7 @@ class KvPathLoad(msgspec.Struct):
     num_bytes: int = 0  # of reads that ended well
     seconds: float = 0.0  # reading and verifying, summed over those
     exposed_s: float = 0.0  # of transfers that mostly used this path
-    check_s: float = 0.0  # of `seconds`, spent on checksums
+    check_s: float = 0.0  # of `seconds`, spent on checksums but for those computed while copying
     retries: int = 0  # reads that failed here and continued over another path
 
 
@@ -134,7 +134,7 @@ class LoadReport(WireMessage, frozen=True, tag="load"):
     kv_seconds: float = 0.0
     kv_refusals: int = 0
     kv_refused: dict[str, int] = {}  # of those, by reason
-    kv_check_s: float = 0.0  # spent on checksums at this end
+    kv_check_s: float = 0.0  # as above, at this end
     kv_leases: int = 0  # transfers open now
     kv_expired_leases: int = 0
     kv_paths: list[KvPathLoad] = []

@@ -61,7 +61,7 @@ class Receipt:
     ) -> None:
         self.pieces = _NOTHING if pieces is None else pieces
         self.piece_bytes, self.is_checked = piece_bytes, is_checked
-        self.hash_s = 0.0
+        self.hash_s = 0.0  # of hashing in a pass of its own
         self.landed = ctypes.c_int64()  # bytes; written from C
         self.hashes = (ctypes.c_uint64 * len(self.pieces))()
 

@@ -218,7 +218,7 @@ class ArrivingRead:
 
     @property
     def check_s(self) -> float:
-        """Seconds spent verifying."""
+        """Seconds spent verifying, but for what is hashed in the pass that copies it."""
         return self._check_s if self._receipt is None else self._receipt.hash_s
 
     def receipt(self) -> Receipt | None:

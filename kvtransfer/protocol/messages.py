@@ -361,7 +361,7 @@ class TransferStats:
     num_bytes: int = 0
     seconds: float = 0.0
     exposed_s: float = 0.0
-    check_s: float = 0.0  # spent on checksums, at this end
+    check_s: float = 0.0  # spent on checksums at this end, but for those computed while copying
     retries: int = 0
     refusals: int = 0
     refusals_by_reason: Counter[str] = field(default_factory=Counter)

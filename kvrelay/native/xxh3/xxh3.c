@@ -53,8 +53,23 @@ INLINE uint64_t folded_product(uint64_t a, uint64_t b)
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* The stripes of one block; n is 16 but in the last one. */
-INLINE void accumulate(u64v *acc, const uint8_t *data, int64_t n)
+enum store { NONE, CACHED, STREAMED };
+
+INLINE void put(uint8_t *to, u64v x, enum store how)
+{
+#if HAS_STREAM
+    if (how == STREAMED) {
+        stream(to, x);
+        return;
+    }
+#endif
+    if (how != NONE) *(u64v_mem *)to = x;
+}
+
+/* The stripes of one block; n is 16 but in the last one. What is hashed is stored at `to` in the same pass: each word
+ * is read once, so that the hash is of what was stored, also where another process writes the source meanwhile.
+ */
+INLINE void accumulate(u64v *acc, const uint8_t *data, int64_t n, uint8_t *to, enum store how)
 {
     u64v own[PARTS], neighbours[PARTS];
     for (int k = 0; k < PARTS; k++) {
@@ -65,6 +80,7 @@ INLINE void accumulate(u64v *acc, const uint8_t *data, int64_t n)
     for (int64_t i = 0; i < n; i++) {
         for (int k = 0; k < PARTS; k++) {
             u64v x = load(data + i * 64 + k * WIDTH);
+            put(to + i * 64 + k * WIDTH, x, how);
             neighbours[k] += x;
             own[k] += halves_product(x ^ load(SECRET + i * 8 + k * WIDTH));
         }
@@ -102,7 +118,7 @@ static const uint64_t START[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_
 /* The last block, of which `left` bytes lie at `data`, and what all `size` bytes come to. */
 INLINE uint64_t finished(u64v *acc, const uint8_t *data, int64_t left, int64_t size)
 {
-    accumulate(acc, data, (left - 1) / 64);
+    accumulate(acc, data, (left - 1) / 64, 0, NONE);
     last_stripe(acc, data + left - 64);
     uint64_t a[8], hash = (uint64_t)size * P64_1;
     memcpy(a, acc, 64);
@@ -120,7 +136,7 @@ uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after)
     int64_t num_blocks = (size - 1) / BLOCK;
     for (int64_t b = 0; b < num_blocks; b++) {
         look_ahead(data + b * BLOCK, data + size, after);
-        accumulate(acc, data + b * BLOCK, STRIPES);
+        accumulate(acc, data + b * BLOCK, STRIPES, 0, NONE);
         scramble(acc);
     }
     return finished(acc, data + num_blocks * BLOCK, size - num_blocks * BLOCK, size);
@@ -163,19 +179,24 @@ void kt_copy_pieces(uint8_t *target, const uint8_t *source, const int64_t *targe
 #endif
 }
 
-uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, int64_t size, const uint8_t *after)
+INLINE uint64_t copy_hashed(uint8_t *target, const uint8_t *source, int64_t size, const uint8_t *after, enum store how)
 {
     u64v acc[PARTS];
     memcpy(acc, START, 64);
     int64_t last = (size - 1) / BLOCK * BLOCK;
     for (int64_t at = 0; at < last; at += BLOCK) {
         look_ahead(source + at, source + size, after);
-        accumulate(acc, source + at, STRIPES);
+        accumulate(acc, source + at, STRIPES, target + at, how);
         scramble(acc);
-        place_block(target + at, source + at);
     }
-    uint64_t hash = finished(acc, source + last, size - last, size);
     memcpy(target + last, source + last, size - last);
+    return finished(acc, target + last, size - last, size);
+}
+
+uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, int64_t size, const uint8_t *after)
+{
+    if (!HAS_STREAM || ((uintptr_t)target & (WIDTH - 1))) return copy_hashed(target, source, size, after, CACHED);
+    uint64_t hash = copy_hashed(target, source, size, after, STREAMED);
 #if HAS_STREAM
     stream_fence();
 #endif

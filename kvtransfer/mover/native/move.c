@@ -1,8 +1,10 @@
 /* One read: scattered rows copied and hashed as they land.
  *
- * Bytes land in the order of the rows; chunk i is the i-th pieces_per_chunk * piece_bytes
- * of them. It is hashed where it landed, in the target, while the caches still hold it. Called without the
- * interpreter's lock; another thread may look at `landed`.
+ * Bytes land in the order of the rows; chunk i is the i-th pieces_per_chunk * piece_bytes of them. In a large read a
+ * chunk of one piece is hashed in the pass that copies it, from the registers that are stored: 64 MiB in 32 KiB
+ * chunks take 10 ms instead of 13, and 8 without hashes (Sapphire Rapids). Otherwise it is hashed where it landed,
+ * in the target, while the caches still hold it. Called without the interpreter's lock; another thread may look at
+ * `landed`.
  */
 #define _GNU_SOURCE
 #include <time.h>
@@ -108,6 +110,31 @@ INLINE int is_inside(int64_t offset, int64_t size, int64_t whole)
     return offset >= 0 && size >= 0 && size <= whole && offset <= whole - size;
 }
 
+/* Copy chunks up to `stop` past the caches, each hashed in the same pass where it is one run at both ends. Chunks have
+ * one piece.
+ */
+static void copy_hashed(struct move *m, int64_t stop)
+{
+    for (int64_t i = m->hashed, size = m->piece_bytes; i < stop; i++) {
+        if (!needs_hash(m, i)) {
+            copy_rows(m, size, 1);
+            continue;
+        }
+        struct span span = take(m, size);
+        uint8_t *to = (uint8_t *)m->target + m->pieces[i];
+        const uint8_t *from = (const uint8_t *)span.from;
+        int64_t next = m->row < m->num_rows ? m->source_offset[m->row] + m->inside : 0;
+        if (span.size == size && span.to == (uint64_t)to) {
+            m->found[i] = kt_xxh3_copy(to, from, size, (const uint8_t *)m->source + next);
+            continue;
+        }
+        memcpy((uint8_t *)span.to, from, span.size);
+        copy_rows(m, size - span.size, 0);
+        m->found[i] = kt_xxh3_long(to, size, to);
+    }
+    m->hashed = stop;
+}
+
 /* The bytes of all rows, or OUT_OF_BOUNDS where a row or a piece lies outside the pools. */
 static int64_t measure(const struct move *m)
 {
@@ -138,10 +165,12 @@ int kt_move(struct move *m)
         int64_t size = smaller(step - landed % chunk, total - landed);
         int64_t complete = smaller((landed + size) / chunk, m->num_chunks);
         int is_hashed = is_any_checked(m, m->hashed, complete);
-        copy_rows(m, size, total >= STREAM && !is_hashed);
+        int is_one_pass = is_hashed && total >= STREAM && m->pieces_per_chunk == 1;
+        if (is_one_pass) copy_hashed(m, complete);
+        else copy_rows(m, size, total >= STREAM && !is_hashed);
         landed += size;
         __atomic_store_n(m->landed, landed, __ATOMIC_RELEASE);
-        if (is_hashed) hash_to(m, complete);
+        if (is_hashed && !is_one_pass) hash_to(m, complete);
         m->hashed = complete;
     }
     return 0;

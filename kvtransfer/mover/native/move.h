@@ -20,7 +20,7 @@ struct move {
     int64_t *landed;              /* bytes so far */
     int64_t row, inside;          /* the cursor: this many bytes of this row are there */
     int64_t hashed;               /* chunks so far */
-    int64_t hash_ns;
+    int64_t hash_ns;              /* of hashing apart from copying */
     int64_t is_cancelled;         /* set by another thread: end at the next step */
     int64_t is_done, problem;     /* set by a worker: kt_move's result */
     struct move *next;            /* in a worker's queue */

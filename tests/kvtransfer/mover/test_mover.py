@@ -142,7 +142,18 @@ def test_large_reads_at_odd_addresses(each_way, shift, is_hashed):
     assert np.array_equal(target, carried_out(copies, source, target.nbytes))
     if is_hashed:
         assert np.array_equal(receipt.found, xxh3_regions(memoryview(source), copies.source_offset, region))
-        assert receipt.hash_s > 0
+
+
+def test_a_large_read_whose_rows_end_inside_chunks(each_way):
+    """A chunk is one run in the target, but two rows bring it: it is hashed where it landed."""
+    source, target, chunk = noise(2 << 20, 5), np.zeros(2 << 20, np.uint8), 64 << 10
+    begins = np.array([0, 100_000, 1_000_001])
+    sizes = np.diff(begins, append=source.nbytes)
+    copies = CopyList(begins[::-1].copy(), np.cumsum([0, *sizes[::-1]])[:-1], sizes[::-1].copy())
+    receipt = Receipt(np.arange(0, target.nbytes, chunk)[:, None], chunk)
+    move(place_of(source), place_of(target), copies, receipt).run()
+    assert np.array_equal(target, carried_out(copies, source, target.nbytes))
+    assert np.array_equal(receipt.found, xxh3_regions(memoryview(target), receipt.pieces[:, 0], chunk))
 
 
 @pytest.mark.parametrize("region", [64, 700, 300 << 10], ids=["short", "small", "larger than a piece"])
