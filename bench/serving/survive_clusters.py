@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvrelay.cluster.chaos import processes
 from kvrelay.cluster.chaos.cluster import MARK, Cluster
+from kvrelay.cluster.chaos.hosts.cluster import ENVIRONMENT
 from kvrelay.cluster.chaos.hosts.namespaces import Hosts, why_not
 from kvrelay.cluster.chaos.served import START_S
 from kvrelay.cluster.deployments.serve_config import serve_config
@@ -110,10 +111,8 @@ class HostsCluster(OnRay):
         self._hosts.up()
         self._hosts.environment = {
             MARK: self.mark,
-            "RAY_AUTH_MODE": "token",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-            "RAY_raylet_start_wait_time_s": "100",  # several hosts share this machine's cores
-            "RAY_agent_register_timeout_ms": "120000",
+            **ENVIRONMENT,
             **self.ray_environment(f"{self._hosts.prefix}.254"),
         }
         balancer, self.port = self.port, 8000

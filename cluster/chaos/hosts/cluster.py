@@ -24,6 +24,15 @@ NETWORK = "10.78"  # with the process's number: several clusters may exist side 
 CPUS = 8  # of each host, as far as Ray knows
 PASSED = {MARK, CLOCK, "LD_PRELOAD", "PYTHONPATH"}
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+ENVIRONMENT = {  # of Ray on hosts that share this machine's cores
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "30000",
+    "RAY_raylet_start_wait_time_s": "100",
+    "RAY_agent_register_timeout_ms": "120000",
+    **SHARED_ADDRESS,
+}
 
 
 class ClusterOnHosts(Cluster):
@@ -57,16 +66,7 @@ class ClusterOnHosts(Cluster):
         for host in self._numbers:
             os.close(open_clock(self.hosts.folder / f"h{host}/tmp/clock"))
         passed = {name: value for name, value in self.environment.items() if name in PASSED}
-        self.hosts.environment = {
-            **passed,
-            "RAY_AUTH_MODE": "token",
-            "RAY_worker_niceness": "0",
-            "RAY_enable_worker_prestart": "0",
-            "REPORTER_UPDATE_INTERVAL_MS": "30000",
-            "RAY_raylet_start_wait_time_s": "100",  # several hosts share this machine's cores
-            "RAY_agent_register_timeout_ms": "120000",
-            **SHARED_ADDRESS,
-        }
+        self.hosts.environment = {**passed, **ENVIRONMENT}
         for host in self._numbers:
             self.start_ray(host)
         RayDashboard(self.dashboard_url).deploy(self._config())
