@@ -142,7 +142,7 @@ class IngressReplica:
         self._settings = with_api_key(given, joined.api_key)
         keys = self._settings.serve
         self._access = await asyncio.to_thread(Access, keys.api_key, keys.api_keys_file, joined.secret)
-        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry)
+        model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry, name)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
         self._card = model_card(self._settings, model_dir)
         self._grammars = GrammarGate(model_dir, self._tokenizer.vocab_size, self._tokenizer.eos_ids)

@@ -48,8 +48,8 @@ class ModelHost:
         return await self._server.start(host)
 
 
-def model_on_host(settings: Settings, join: JoinSettings, registry: Any) -> Path:
-    """The checkpoint's folder on this host. Blocking, minutes perhaps; progress is logged.
+def model_on_host(settings: Settings, join: JoinSettings, registry: Any, replica: str) -> Path:
+    """The checkpoint's folder on this host, for that replica. Blocking, minutes perhaps; progress is logged.
 
     Raises:
         ModelNotFound: this host cannot get the model from its source, nor can any other host of the cluster.
@@ -62,7 +62,7 @@ def model_on_host(settings: Settings, join: JoinSettings, registry: Any) -> Path
     except ModelNotFound as error:
         logger.info("model %s: asking the cluster's other hosts, as %s", model_name(settings.model), error)
         for node_id in _other_nodes():
-            if (folder := _from_node(node_id, settings, join, registry, report)) is not None:
+            if (folder := _from_node(node_id, settings, join, registry, replica, report)) is not None:
                 return folder
         raise
 
@@ -74,11 +74,16 @@ def _other_nodes() -> list[str]:
     return [node["NodeID"] for node in nodes if node["NodeID"] != own]
 
 
-def _from_node(node_id: str, settings: Settings, join: JoinSettings, registry: Any, report: Progress) -> Path | None:
+def _from_node(
+    node_id: str, settings: Settings, join: JoinSettings, registry: Any, replica: str, report: Progress
+) -> Path | None:
     """The folder, fetched from that node; None when the node cannot serve it."""
     own, secret, name = ray.get_runtime_context().get_node_id(), join.secret, model_name(settings.model)
     actor = ray.remote(ModelHost).options(
-        namespace=NAMESPACE, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        name=f"kvrelay-model-host-{node_id[:16]}-for-{replica}",
+        namespace=NAMESPACE,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
     host = actor.remote(settings.model_dump(mode="json", include={"model", "cluster"}), join, registry)
     tls = cluster_tls(settings.cluster, secret)

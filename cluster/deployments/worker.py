@@ -96,7 +96,7 @@ class WorkerReplica:
         host = joined.host or ray.util.get_node_ip_address()
         warming = WorkerRecord(name, self.role, "", host, 0, node_id, os.getpid())
         async with listed_as_warming(self._registry, warming):
-            model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry)
+            model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry, name)
             num_workers = await deployed_workers()
             self._lease = self._lease_cores(num_workers)
             if self._settings.cache.remote == CLUSTER:
