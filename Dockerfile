@@ -52,7 +52,8 @@ COPY . /src
 RUN pip install --no-cache-dir "/src[redis,s3,tracing]"
 RUN kvrelay prepare --cpu all
 
-# ---- CUDA: the same, and FlashInfer's modules for a model's shapes and a GPU's architecture; no GPU is needed
+# ---- CUDA: the same, and FlashInfer's modules for a model's shapes and a GPU's architecture; no GPU is needed. Not Triton's kernels
+# (drawing tokens, products with quantised weights, checksums, cuda_ipc): those need a C compiler where they run
 FROM ${CUDA_BUILD} AS build-cuda
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ ninja-build python3.12-dev python3.12-venv \
