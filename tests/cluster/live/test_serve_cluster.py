@@ -1,9 +1,11 @@
 """`kvrelay serve` as a user runs it: real model, real Ray, real processes; then scaling, a killed worker, Ctrl-C."""
 
+import asyncio
 import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import stat
 import subprocess
@@ -24,12 +26,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.chaos.served import ServeProcess, start_serve
-from kvrelay.cluster.dashboards.panels import CACHE_ROWS, DASHBOARDS, REQUESTS_ROWS
+from kvrelay.cluster.dashboards.panels import DASHBOARDS
+from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.launch.dashboard import RayDashboard, token_path
+from kvrelay.cluster.registry.names import store_name
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings
+from tests.browser import page
 from tests.cluster.dashboards.prometheus import Prometheus, need, running
+from tests.cluster.telemetry.otlp_receiver import Receiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.alone]
 
@@ -37,12 +43,6 @@ API_KEY, SECRET = "k3y-of-$this-cluster", "a secret of its own"
 START_S, RECOVER_S, STOP_S = 180.0, 120.0, 60.0
 RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "WorkerId", "ingress", "instance", "job"} | {
     f"otel_scope_{name}" for name in ("name", "schema_url", "version")
-}
-WITHOUT_DATA = {  # no SLO is set here, and no tier below the pools; tests/cluster/dashboards has clusters with both
-    *(f"Requests & SLO / {panel.title}" for panel in REQUESTS_ROWS["SLO classes"]),
-    *(f"Cache & tiers / {panel.title}" for panel in CACHE_ROWS["Tiers below the pool"]),
-    "Faults / Corrupt blocks",
-    "Faults / Tier failures",
 }
 PROMPT = "Tell me in a few sentences why the sky is blue, and why sunsets are red. " * 4
 
@@ -79,6 +79,7 @@ class Served:
     log: Path
     temp: Path
     shared: frozenset[Path]  # what others had in /dev/shm before
+    spans: Receiver
 
     @property
     def where(self) -> tuple[str, ...]:
@@ -104,25 +105,27 @@ class Served:
         with self.client() as client:
             return client.models.list().data[0].id
 
-    def answer(self, max_tokens: int = 12, **fields: object) -> str:
-        """A greedy completion of a fixed prompt."""
+    def answer(
+        self, max_tokens: int = 12, *, prompt: str = PROMPT, headers: dict[str, str] | None = None, **fields: object
+    ) -> str:
+        """A greedy completion, prefilled remotely."""
         with self.client() as client:
             reply = client.completions.create(
                 model=self.model(),
-                prompt=PROMPT,
+                prompt=prompt,
                 max_tokens=max_tokens,
                 temperature=0,
-                extra_headers={"x-kvrelay-prefill": "remote"},
+                extra_headers={"x-kvrelay-prefill": "remote"} | (headers or {}),
                 extra_body=fields,
             )
             return reply.choices[0].text
 
 
-def start(temp: Path, *flags: str) -> ServeProcess:
+def start(temp: Path, *flags: str, **more: str) -> ServeProcess:
     """The command with a temporary folder of its own, so that what it leaves behind can be seen."""
     scratch = temp / "t"
     scratch.mkdir()
-    environment = {"TMPDIR": str(scratch), "RAY_metrics_report_interval_ms": "5000", "KVRELAY_SECRET": SECRET}
+    environment = {"TMPDIR": str(scratch), "RAY_metrics_report_interval_ms": "5000", "KVRELAY_SECRET": SECRET} | more
     return start_serve(temp, *flags, environment=environment)
 
 
@@ -135,12 +138,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     temp = Path(f"/tmp/kv{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
     temp.mkdir()
     shared = frozenset(Path("/dev/shm").iterdir())
-    started = start(temp, "--dtype", "float32", "--api-key", API_KEY)
+    settings = (
+        "cache.host_memory=64MiB",
+        "cache.remote=cluster",
+        "store.memory=64MiB",
+        "slo.classes={patient: {ttft_s: 60}}",
+    )
+    flags = ("--dtype", "float32", "--api-key", API_KEY, *(part for one in settings for part in ("--set", one)))
+    spans = Receiver()
+    started = start(temp, *flags, OTEL_EXPORTER_OTLP_ENDPOINT=spans.url, OTEL_BSP_SCHEDULE_DELAY="500")
     try:
         started.wait_until_started(START_S)
-        yield Served(started.process, started.url, started.dashboard, started.log, temp, shared)
+        yield Served(started.process, started.url, started.dashboard, started.log, temp, shared, spans)
     finally:
         started.kill()
+        spans.close()
         subprocess.run(["rm", "-rf", str(temp)], check=True)
 
 
@@ -221,8 +233,11 @@ def test_the_ray_dashboard_knows_the_three_deployments(served: Served):
 
 def test_rays_lists_of_actors_and_replicas_have_the_workers_names_and_states(served: Served):
     dashboard, workers = RayDashboard(served.dashboard), {one["worker_id"]: one for one in served.status()["workers"]}
-    actors = {actor["name"]: actor for actor in dashboard.actors()}  # `ray list actors`
+    listed_actors = dashboard.actors()  # `ray list actors`
+    actors = {actor["name"]: actor for actor in listed_actors}
+    assert len(actors) == len(listed_actors) and all(actors)  # each has a name of its own
     assert actors["kvrelay-registry"]["class_name"] == "RegistryActor"
+    assert actors[store_name("kvrelay", listed_actors[0]["node_id"])]["class_name"] == "StoreActor"
     app = dashboard.application()  # Serve's page
     listed = {role: app["deployments"][role]["replicas"] for role in ("prefill", "decode")}
     replicas = {worker_name(role, one["replica_id"]): one for role in listed for one in listed[role]}
@@ -251,11 +266,6 @@ def given_to_ray(prometheus: Prometheus) -> dict[tuple[str, frozenset[tuple[str,
     }
 
 
-def title_of(line: str) -> str:
-    """The page's and panel's titles of a line of Prometheus.silent."""
-    return line.removeprefix("kvrelay: ").partition(":")[0]
-
-
 def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(served: Served, tmp_path: Path):
     """Through the files in the session's folder, as an operator would use them."""
     need("prometheus")
@@ -266,7 +276,7 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
     (folder,) = (served.temp / "t").glob("kvrelay-*/r/session_latest/metrics")
     with running(folder / "prometheus" / "prometheus.yml", tmp_path, every_s=2.0) as prometheus:
 
-        def differences() -> list[str] | None:
+        def differences() -> list[str]:
             here, there = exposed(of_operator()), given_to_ray(prometheus)
             if missing := here.keys() - there.keys():
                 return sorted(f"missing: {name} {sorted(labels)}" for name, labels in missing)
@@ -274,7 +284,10 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
             return [f"{key}: {here[key]} {there[key]}" for key in counted if here[key] != pytest.approx(there[key])]
 
         served.answer()
-        until(lambda: not differences(), 60, "the same series and counts in Ray's metrics as in /metrics")
+        deadline_s = time.monotonic() + RECOVER_S
+        while different := differences():
+            assert time.monotonic() < deadline_s, different
+            time.sleep(0.5)
         assert {name.partition("{")[0] for name, _ in given_to_ray(prometheus)} <= {
             name for name, _ in exposed(of_operator())
         }
@@ -282,21 +295,84 @@ def test_ray_exports_what_the_ingress_does_and_its_grafana_has_our_dashboards(se
 
         pages = [json.loads(file.read_text()) for file in (folder / "grafana" / "dashboards").glob("kvrelay-*.json")]
         assert len(pages) == len(DASHBOARDS)
-        deadline_s = time.monotonic() + 60
-        while (silent := {title_of(line) for page in pages for line in prometheus.silent(page)}) != WITHOUT_DATA:
-            assert time.monotonic() < deadline_s, silent ^ WITHOUT_DATA
-            served.answer(a_field_of_the_clients=1)
+        deadline_s = time.monotonic() + RECOVER_S
+        while silent := [line for shown in pages for line in prometheus.silent(shown)]:
+            assert time.monotonic() < deadline_s, silent
+            served.answer(a_field_of_the_clients=1, slo={"class": "patient"})
             time.sleep(2)
     serve_page = json.loads((folder / "grafana" / "dashboards" / "serve_grafana_dashboard.json").read_text())
     assert "ray_kvrelay_requests_total" in json.dumps(serve_page) and "ray_serve_" in json.dumps(serve_page)
 
 
-def test_scaling_up_and_down_leaves_the_others_running(served: Served):
-    pids = {worker["pid"] for worker in served.status()["workers"]}
-    served.scale_decode(2)
+def test_spans_of_ingress_prefill_and_decode_replicas_join_the_clients_trace(served: Served):
+    trace_id, clients_span = secrets.token_hex(16), secrets.token_hex(8)
+    served.answer(headers={"traceparent": f"00-{trace_id}-{clients_span}-01"})
+    names = {"request", "route", "reserve", "prefill", "kv send", "kv transfer", "decode"}
+
+    def all_of_them() -> dict[str, list[Any]] | None:
+        found = served.spans.by_name(trace_id)
+        return found if found.keys() >= names else None
+
+    found = until(all_of_them, RECOVER_S, "the spans of each process")
+    ((ingress, root),) = found.pop("request")
+    assert root.parent_span_id.hex() == clients_span and ingress.startswith("ingress-")
+    assert {span.parent_span_id for spans in found.values() for _, span in spans} == {root.span_id}
+    (prefill,), (decode,) = served.workers("prefill"), served.workers("decode")
+    made_by = {name: {instance for instance, _ in spans} for name, spans in found.items()}
+    assert made_by == {
+        **{name: {ingress} for name in ("route", "reserve")},
+        **{name: {prefill["worker_id"]} for name in ("prefill", "kv send")},
+        **{name: {decode["worker_id"]} for name in ("kv transfer", "decode")},
+    }
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 1000), (420, 900)])
+async def test_the_page_draws_the_flow_of_kv_without_an_error_or_overflow(
+    served: Served, tmp_path: Path, width: int, height: int
+):
+    await asyncio.to_thread(served.answer, prompt=f"{width} times {PROMPT}")
+    async with page(tmp_path / "profile") as shown:
+        key = f"sessionStorage.setItem('kvrelay.api_key', {json.dumps(API_KEY)})"
+        await shown.call("Page.addScriptToEvaluateOnNewDocument", source=key)
+        await shown.open(f"{served.url}/ui", width, height)
+        nodes = "[...document.querySelectorAll('#flows svg .node .name')].map(node => node.textContent)"
+        await shown.until(f"{nodes}.length === 2 && document.querySelectorAll('#flows svg text.rate').length === 1")
+        assert await shown.value("document.documentElement.scrollWidth") <= width
+        assert {name.partition("-")[0] for name in await shown.value(nodes)} == {"prefill", "decode"}
+        assert await shown.value("document.querySelectorAll('#charts .plot path').length") > 5
+        assert shown.errors == []
+        (tmp_path / "ui.png").write_bytes(await shown.picture())
+
+
+def states_of_decode_replicas(dashboard: RayDashboard, change: Callable[[], object]) -> dict[str, list[str]]:
+    """The states that Serve's page shows of each while `change` runs, in order."""
+    seen = dict[str, list[str]]()
+    with ThreadPoolExecutor() as pool:
+        changing = pool.submit(change)
+        while not changing.done():
+            for one in dashboard.application()["deployments"]["decode"]["replicas"]:
+                states = seen.setdefault(worker_name("decode", one["replica_id"]), [])
+                states += [] if states[-1:] == [one["state"]] else [one["state"]]
+            time.sleep(0.1)
+        changing.result()
+    return seen
+
+
+def test_scaling_up_and_down_leaves_the_others_running_and_serves_page_shows_it(served: Served):
+    dashboard, pids = RayDashboard(served.dashboard), {worker["pid"] for worker in served.status()["workers"]}
+    (name,) = (worker["worker_id"] for worker in served.workers("decode"))
+    states = states_of_decode_replicas(dashboard, lambda: served.scale_decode(2))
     assert pids < {worker["pid"] for worker in served.status()["workers"]}
+    assert states.pop(name) == ["RUNNING"] and list(states.values()) == [["STARTING", "RUNNING"]]
     assert served.answer()
-    assert re.search(r"decode-\w+ has left after", served.scale_decode(1))  # it retired; Serve stopped none
+
+    def let_serve_stop_one() -> None:
+        dashboard.deploy(scaled(dashboard.details(), {"decode": 1}))
+        listed = lambda: dashboard.application()["deployments"]["decode"]["replicas"]  # noqa: E731
+        until(lambda: len(listed()) == len(served.workers("decode")) == 1, RECOVER_S, "one decode worker")
+
+    states = states_of_decode_replicas(dashboard, let_serve_stop_one)
+    assert sorted(states.values()) == [["RUNNING"], ["RUNNING", "STOPPING"]]
     assert served.answer()
 
 
@@ -332,7 +408,7 @@ def test_a_worker_changes_its_role_and_back_while_requests_are_answered_and_the_
         for client in clients:
             client.result()
     assert set(answers) == {expected}
-    served.scale_decode(1)
+    assert re.search(r"decode-\w+ has left after", served.scale_decode(1))  # it retired; Serve stopped none
 
 
 def test_a_killed_decode_worker_ends_its_stream_cleanly_and_is_replaced(served: Served):

@@ -5,16 +5,13 @@ import contextlib
 import gc
 import os
 import signal
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'kvrelay[tracing]'")
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from kvrelay import tracing
@@ -24,6 +21,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.serve.api.app import ModelCard, create_app
 from kvrelay.serve.tenants.access import Access
 from kvrelay.serve.text.tokenizer import Tokenizer
+from tests.cluster.telemetry.otlp_receiver import Receiver, values
 from tests.fakes import OwnSessions
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -46,67 +44,20 @@ SETTINGS = {
 }
 
 
-class Receiver:
-    """An OTLP collector: keeps every span that is posted to /v1/traces, with the resource that it came from."""
-
-    def __init__(self):
-        self.spans = []  # (service.instance.id, span)
-        self.is_answering = threading.Event()
-        self.is_answering.set()
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                data = self.rfile.read(int(self.headers["content-length"]))
-                receiver.is_answering.wait()
-                if self.path == "/v1/traces":
-                    receiver.take(ExportTraceServiceRequest.FromString(data))
-                with contextlib.suppress(OSError):
-                    self.send_response(200 if self.path == "/v1/traces" else 404)
-                    self.end_headers()
-
-            def log_message(self, *args):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def take(self, message):
-        for group in message.resource_spans:
-            name = values(group.resource)["service.instance.id"]
-            self.spans += [(name, span) for scope in group.scope_spans for span in scope.spans]
-
-    def close(self):
-        self.is_answering.set()
-        self._server.shutdown()
-        self._server.server_close()
-
-    async def until(self, trace_id, condition):
-        """The trace's spans by name, once the condition on these lists holds. Spans of a request come in any order."""
-        deadline_s = time.monotonic() + 60
-        while not condition(found := self.by_name(trace_id)):
-            assert time.monotonic() < deadline_s, {name: len(spans) for name, spans in found.items()}
-            await asyncio.sleep(0.05)
-        return found
-
-    def by_name(self, trace_id):
-        found = {}
-        for instance, span in self.spans:
-            if span.trace_id.hex() == trace_id:
-                found.setdefault(span.name, []).append((instance, span))
-        return found
-
-
-def values(owner):
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in owner.attributes}
-
-
 @pytest.fixture
 def receiver():
     made = Receiver()
     yield made
     made.close()
+
+
+async def until(receiver, trace_id, condition):
+    """The trace's spans by name, once the condition on these lists holds. Spans of a request come in any order."""
+    deadline_s = time.monotonic() + 60
+    while not condition(found := receiver.by_name(trace_id)):
+        assert time.monotonic() < deadline_s, {name: len(spans) for name, spans in found.items()}
+        await asyncio.sleep(0.05)
+    return found
 
 
 @contextlib.contextmanager
@@ -159,17 +110,17 @@ async def test_one_trace_of_three_processes_also_after_an_abort_and_a_crash(fold
         async with ingress_of(folder, num_decode=2) as (client, cluster):
             assert (await client.post("/v1/chat/completions", json=body(), headers=HEADERS)).status_code == 200
             names = {"request", "route", "reserve", "prefill", "kv send", "kv transfer", "decode"}
-            found = await receiver.until(UNDISTURBED, lambda found: found.keys() >= names)
+            found = await until(receiver, UNDISTURBED, lambda found: found.keys() >= names)
             assert found.keys() == names and all(len(spans) == 1 for spans in found.values())
             of_one_trace(found)
 
             await leave_early(cluster)
-            found = await receiver.until(ABORTED, lambda found: "decode" in found)
+            found = await until(receiver, ABORTED, lambda found: "decode" in found)
             _, given_up = found["decode"][0]
             assert (given_up.status.code, given_up.status.message) == (2, "given up")
 
             await crash_in_the_middle(client, cluster)
-            found = await receiver.until(CRASHED, lambda found: "request" in found and len(found.get("route", ())) > 1)
+            found = await until(receiver, CRASHED, lambda found: "request" in found and len(found.get("route", ())) > 1)
             first, second = sorted((values(span) for _, span in found["route"]), key=lambda one: one["kvrelay.attempt"])
             assert (first["kvrelay.attempt"], second["kvrelay.attempt"]) == (1, 2)
             assert second["kvrelay.previous_failure"] and first["kvrelay.decode"] != second["kvrelay.decode"]
@@ -251,7 +202,7 @@ async def test_a_collector_that_hangs_or_is_gone_costs_no_request_and_little_mem
             gc.collect()
             assert sum(issubclass(type(one), ReadableSpan) for one in gc.get_objects()) <= 2 * QUEUE + 32
             receiver.is_answering.set()
-            await receiver.until(UNDISTURBED, lambda found: found)
+            await until(receiver, UNDISTURBED, lambda found: found)
             receiver.close()
             assert (await client.post("/v1/chat/completions", json=body(), headers=HEADERS)).status_code == 200
         started_s = time.monotonic()
