@@ -1,0 +1,74 @@
+"""A file of past days (`planner.history`) as a season. Reads one file; otherwise pure.
+
+CSV with a header, or JSON lines, in any order. `time`: seconds since the epoch, or ISO 8601, in UTC where it names no
+zone. `requests`: number that arrived from then until the next row, an hour at most; what is behind that is unknown.
+Without `requests` each row is one request.
+"""
+
+import csv
+import json
+import math
+from collections import Counter
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvrelay.errors import ConfigError
+from kvrelay.router.planning.season import BIN_S, Season
+
+MOST_BYTES = 64 << 20  # it is read in Serve's controller, which waits
+LONGEST_S = 3600.0
+
+
+def season_from(path: Path, period_s: float) -> Season:
+    """The rates of the file's days. Raises ConfigError that names the file, and the line where one is wrong."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(
+                f"planner.history: {path} has more than {MOST_BYTES >> 20} MiB: count requests by minutes"
+            )
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"planner.history: {path}: {error}") from error
+    columns = None if lines and lines[0].lstrip().startswith("{") else next(csv.reader(lines[:1]), [])
+    counts, longest_s = Counter[float](), BIN_S
+    for number, line in enumerate(lines[columns is not None :], start=1 + (columns is not None)):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line) if columns is None else dict(zip(columns, next(csv.reader([line])), strict=True))
+            at_s = _seconds(row["time"])
+            if "requests" in row:
+                counts[at_s] += _number(row["requests"])
+                longest_s = LONGEST_S
+            else:
+                counts[math.floor(at_s / BIN_S) * BIN_S] += 1.0
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"planner.history: {path}, line {number}: {problem}") from error
+    if not counts:
+        raise ConfigError(f"planner.history: {path} has no rows; write a header with `time` and `requests`, then rows")
+    season, rows = Season(), sorted(counts.items())
+    for (start_s, requests), (next_s, _) in pairwise([*rows, (rows[-1][0] + BIN_S, 0.0)]):
+        end_s = min(next_s, start_s + longest_s)
+        season.observe(start_s, end_s, requests, period_s)
+        if longest_s == BIN_S and next_s > end_s:  # single requests: no row, no request
+            season.observe(end_s, next_s, 0.0, period_s)
+    return season
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        at = datetime.fromisoformat(value)
+        seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    return _number(seconds, least=-math.inf)
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= least):
+        raise ValueError(f"{value!r} is no such number")
+    return number
