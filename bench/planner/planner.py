@@ -1,5 +1,5 @@
-"""The planner in the event simulator, over days: against the best static split, by goodput per
-worker-hour.
+"""The planner in the event simulator, over days: against the best static split and a reactive autoscaler, by goodput
+per worker-hour.
 
     python -m bench.planner.planner --out made.json [--load made,agents,azure] [--seeds 3] [--hours 8]
     python -m bench.planner.planner --load azure --traces FOLDER --out azure.json
@@ -8,9 +8,13 @@ made     conversations with two peaks and agents in the afternoon and at night, 
 agents   agents alone: siblings that come together, hours with next to none
 azure    Mooncake's conversations at the rates of Azure's 2023 traces, their common hour stretched over the day
 
-planner      on its first day: no season is known. `--second`: also on the day after another one of the same kind.
+planner      on its first day: no season is known
+history      with a file of seven past days of the same kind (planner.history), none of which goes as this one
+misled       with a file of seven days whose noon is this one's midnight: what a wrong season costs
+reactive     Ray Serve's rule of ongoing requests for each role: its defaults, and with the targets that would have been
+             best on that day, of nine
 static       searched for anew on each day (bench/planner/search.py): what it knows of it beforehand, the planner does
-not.
+             not
 
 A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes
 and bursts last as long as they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made
@@ -18,23 +22,27 @@ again when they are there.
 """
 
 import argparse
+from itertools import product, starmap
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import median
 from typing import Any
 
 from bench.figures import show
-from bench.planner.runs import KINDS, Day, Outcome, Runs, Setting
+from bench.planner.reactive import QueueTargets
+from bench.planner.runs import KINDS, PAST_DAYS, Day, Outcome, Runs, Setting, past_times
 from bench.planner.search import best_of, static_splits
 from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan import planned
 from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts
+
+PREFILLS, DECODES = (1.0, 2.0, 4.0), (8.0, 16.0, 32.0)  # ongoing requests: targets that are tried
 
 
 def guess_of(day: Day) -> WorkerCounts:
     """What `kvrelay plan` says of the day's requests."""
     own, kind = day.setting, day.setting.kind
     limits = CountLimits(max_prefill=own.most, max_decode=own.most, total=2 * own.most)
-    _, wanted = planned(day.entries(1), model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
+    _, wanted = planned(day.entries, model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
     return wanted.counts(limits)
 
 
@@ -42,9 +50,19 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
     """By way: what was chosen, and what came of it."""
     most, found = day.setting.most, {}
     if "planner" in ways:
-        found["planner"] = "", day.planner("planner", 1)
-    if "second" in ways:
-        found["planner, second day"] = "", day.planner("planner, second day", 2, period_s=day.setting.day_s)
+        found["planner"] = "", day.planner("planner")
+    past_s = past_times(day.setting) if {"history", "misled"} & set(ways) else []
+    if "history" in ways:
+        found["planner, history"] = "", day.planner("planner, history", past_s)
+    if "misled" in ways:
+        half_s, first_s = day.setting.day_s / 2, -PAST_DAYS * day.setting.day_s
+        turned = [at_s + half_s if at_s < -half_s else at_s + half_s + first_s for at_s in past_s]
+        found["planner, misled"] = "", day.planner("planner, misled", turned)
+    if "reactive" in ways:
+        found["reactive, defaults"] = "", day.reactive(QueueTargets())
+        tuned = {targets: day.reactive(targets) for targets in starmap(QueueTargets, product(PREFILLS, DECODES))}
+        best = best_of(tuned)
+        found["reactive, tuned"] = str(best), tuned[best]
     if "static" in ways:
         tried = static_splits(day.static, guess_of(day), most)
         counts = best_of(tried)
@@ -53,8 +71,8 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
 
 
 def row_of(load: str, seed: int, way: str, chosen: str, one: Outcome, all_ways: dict[str, Any]) -> dict[str, Any]:
-    is_planner = way.startswith("planner") and "static" in all_ways
-    ratios = {"over static": one.per_hour / all_ways["static"][1].per_hour} if is_planner else {}
+    is_other = way != "static" and "static" in all_ways
+    ratios = {"over static": one.per_hour / all_ways["static"][1].per_hour} if is_other else {}
     return {
         "": f"{load} {seed}",
         "way": f"{way} {chosen}".strip(),
@@ -70,12 +88,12 @@ def row_of(load: str, seed: int, way: str, chosen: str, one: Outcome, all_ways: 
 
 
 def spread(values: list[float]) -> str:
-    """Mean, and deviation between days."""
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    """Median, and range over the days."""
+    return f"{median(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
 
 
 def summary_of(load: str, days: list[dict[str, tuple[str, Outcome]]]) -> list[dict[str, Any]]:
-    """Of each way: means over the days; of the planner: ratios, day by day."""
+    """Of each way: medians over the days, of ratios day by day, too."""
     rows = []
     for way in days[0]:
         each = [found[way][1] for found in days]
@@ -84,7 +102,7 @@ def summary_of(load: str, days: list[dict[str, tuple[str, Outcome]]]) -> list[di
             "good / worker-hour": spread([one.per_hour for one in each]),
             "worker-hours": spread([one.worker_hours for one in each]),
         }  # fmt: skip
-        if "static" in days[0] and way.startswith("planner"):
+        if "static" in days[0] and way != "static":
             row["over static"] = spread([found[way][1].per_hour / found["static"][1].per_hour for found in days])
         rows.append(row)
     return rows
@@ -103,7 +121,7 @@ def main() -> None:
     parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
     parser.add_argument("--drain", type=float, default=300.0)
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
-    parser.add_argument("--ways", default="planner,static", help="also: second")
+    parser.add_argument("--ways", default="planner,static", help="also: history, misled, reactive")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     runs, rows, summary = Runs(given.out), [], []
@@ -118,7 +136,7 @@ def main() -> None:
             days.append(found)
         summary += summary_of(load, days)
     show("each day", rows)
-    show("over the days: mean, deviation", summary, given.out.with_suffix(".summary.json"))
+    show("over the days: median, range", summary, given.out.with_suffix(".summary.json"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the splits that keep 90 %.
 """
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from bench.planner.runs import KEPT, Outcome
 from kvrelay.router.planning.types import WorkerCounts
@@ -16,6 +17,7 @@ MOST_TRIES = 30
 LEAST_GAIN = 0.01
 
 Static = Callable[[WorkerCounts], Outcome]
+_Choice = TypeVar("_Choice")
 
 
 def better(one: Outcome, other: Outcome, least: float = KEPT) -> bool:
@@ -63,7 +65,7 @@ def static_splits(run: Static, guess: WorkerCounts, most: int) -> dict[WorkerCou
     return tried
 
 
-def best_of(tried: dict[WorkerCounts, Outcome], least: float = KEPT) -> WorkerCounts:
+def best_of(tried: dict[_Choice, Outcome], least: float = KEPT) -> _Choice:
     """The best of those that keep that share; if none does, the one that keeps most."""
     best = next(iter(tried))
     for counts, found in tried.items():

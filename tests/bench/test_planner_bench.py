@@ -1,12 +1,14 @@
-"""bench/planner/planner.py: how the best static split is searched for."""
+"""bench/planner/planner.py: how the best static split is searched for, its days, and the reactive contender."""
 
 import math
+import random
 from itertools import product
 
 import pytest
 
-from bench.planner.loads import made_days
+from bench.planner.loads import made_days, past_arrivals
 from bench.planner.planner import summary_of
+from bench.planner.reactive import DelayedCount, QueueTargets
 from bench.planner.runs import Outcome
 from bench.planner.search import KEPT, best_of, better, static_splits
 from kvrelay.router.planning.types import WorkerCounts
@@ -67,10 +69,43 @@ def test_ratios_are_of_the_same_day():
         for hours in (10.0, 70.0)
     ]
     planner, fixed = summary_of("made", days)
-    assert planner["over static"] == "2.00 ± 0.00" and "over static" not in fixed
+    assert planner["over static"] == "2.00 (2.00 to 2.00)" and "over static" not in fixed
 
 
 def test_a_shorter_day_has_the_same_requests_per_second():
     long, short = (made_days(1, chat_per_s=0.4, agents_per_s=0.2, seed=3, day_s=hours * 3600.0) for hours in (12, 6))
     assert max(one.arrival_s for one in short) < 6 * 3600.0
     assert len(short) == pytest.approx(len(long) / 2, rel=0.2)
+
+
+def test_a_reactive_count_is_what_ray_serve_decides():
+    """Of its default policy's rule for delays, at every decision of a random course."""
+    from ray.serve.autoscaling_policy import _apply_delay_logic
+    from ray.serve.config import AutoscalingConfig
+
+    usual = AutoscalingConfig()
+    own = QueueTargets()
+    assert (own.upscale_delay_s, own.downscale_delay_s) == (usual.upscale_delay_s, usual.downscale_delay_s)
+    assert own.prefill == own.decode == usual.target_ongoing_requests
+    config = AutoscalingConfig(upscale_delay_s=30.0, downscale_delay_s=120.0)
+    draw, count, rays, state, course = random.Random(4), DelayedCount(3), 3, {}, []
+    wanted = 3
+    for number in range(2000):
+        if draw.random() < 0.08:
+            wanted = draw.randint(1, 8)
+        rays, state = _apply_delay_logic(wanted, rays, config, state, 10.0 * number)
+        course.append(rays)
+        assert count.step(wanted, 10.0 * number, 30.0, 120.0) == rays
+    assert len(set(course)) > 4
+
+
+def test_past_days_are_like_the_day_and_none_is_it(tmp_path):
+    path = tmp_path / "rates.csv"
+    stamps = [f"2023-11-16 18:{at_s // 60:02d}:{at_s % 60:02d}.0000000" for at_s in range(3000)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{one},10,10\n" for one in stamps))
+    many = {"num_days": 3, "per_day": 500, "day_s": 7200.0}
+    times, others = (past_arrivals([path], seed=seed, **many) for seed in (1, 2))
+    assert times == sorted(times) != others
+    days = [sum(-7200.0 * (ago + 1) <= at_s < -7200.0 * ago for at_s in times) for ago in range(3)]
+    assert sum(days) == len(times) and len(set(days)) == 3
+    assert all(350 < number < 650 for number in days)
