@@ -22,6 +22,7 @@ again when they are there.
 """
 
 import argparse
+from collections.abc import Sequence
 from itertools import product, starmap
 from pathlib import Path
 from statistics import median
@@ -46,6 +47,12 @@ def guess_of(day: Day) -> WorkerCounts:
     return wanted.counts(limits)
 
 
+def turned(past_s: Sequence[float], day_s: float) -> list[float]:
+    """The same days by half a day later, the last half in front."""
+    half_s = day_s / 2
+    return sorted(at_s + half_s if at_s < -half_s else at_s + half_s - PAST_DAYS * day_s for at_s in past_s)
+
+
 def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
     """By way: what was chosen, and what came of it."""
     most, found = day.setting.most, {}
@@ -55,9 +62,7 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
     if "history" in ways:
         found["planner, history"] = "", day.planner("planner, history", past_s)
     if "misled" in ways:
-        half_s, first_s = day.setting.day_s / 2, -PAST_DAYS * day.setting.day_s
-        turned = [at_s + half_s if at_s < -half_s else at_s + half_s + first_s for at_s in past_s]
-        found["planner, misled"] = "", day.planner("planner, misled", turned)
+        found["planner, misled"] = "", day.planner("planner, misled", turned(past_s, day.setting.day_s))
     if "reactive" in ways:
         found["reactive, defaults"] = "", day.reactive(QueueTargets())
         tuned = {targets: day.reactive(targets) for targets in starmap(QueueTargets, product(PREFILLS, DECODES))}

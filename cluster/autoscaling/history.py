@@ -9,16 +9,18 @@ import csv
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.season import BIN_S, Season
+from kvrelay.router.planning.season import BIN_S, DAYS, Season, num_bins
 
 MOST_BYTES = 64 << 20  # it is read in Serve's controller, which waits
 LONGEST_S = 3600.0
+LATEST_S = 1e11  # milliseconds since the epoch are more
 
 
 def season_from(path: Path, period_s: float) -> Season:
@@ -32,7 +34,7 @@ def season_from(path: Path, period_s: float) -> Season:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"planner.history: {path}: {error}") from error
     columns = None if lines and lines[0].lstrip().startswith("{") else next(csv.reader(lines[:1]), [])
-    counts, longest_s = Counter[float](), BIN_S
+    counts, singles = Counter[float](), list[float]()
     for number, line in enumerate(lines[columns is not None :], start=1 + (columns is not None)):
         if not line.strip():
             continue
@@ -40,21 +42,28 @@ def season_from(path: Path, period_s: float) -> Season:
             row = json.loads(line) if columns is None else dict(zip(columns, next(csv.reader([line])), strict=True))
             at_s = _seconds(row["time"])
             if "requests" in row:
-                counts[at_s] += _number(row["requests"])
-                longest_s = LONGEST_S
+                counts[at_s] += _count(row["requests"])
             else:
-                counts[math.floor(at_s / BIN_S) * BIN_S] += 1.0
+                singles.append(at_s)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"planner.history: {path}, line {number}: {problem}") from error
-    if not counts:
+    if not counts and not singles:
         raise ConfigError(f"planner.history: {path} has no rows; write a header with `time` and `requests`, then rows")
+    if singles:
+        return season_of(singles, period_s)
     season, rows = Season(), sorted(counts.items())
     for (start_s, requests), (next_s, _) in pairwise([*rows, (rows[-1][0] + BIN_S, 0.0)]):
-        end_s = min(next_s, start_s + longest_s)
-        season.observe(start_s, end_s, requests, period_s)
-        if longest_s == BIN_S and next_s > end_s:  # single requests: no row, no request
-            season.observe(end_s, next_s, 0.0, period_s)
+        season.observe(start_s, min(next_s, start_s + LONGEST_S), requests, period_s)
+    return season
+
+
+def season_of(times_s: Iterable[float], period_s: float) -> Season:
+    """The rates of single requests: between two of them there was none."""
+    counts, season = Counter(math.floor(at_s / BIN_S) for at_s in times_s), Season()
+    last = max(counts)
+    for number in range(max(min(counts), last - DAYS * num_bins(period_s)), last + 1):
+        season.observe(number * BIN_S, (number + 1) * BIN_S, counts[number], period_s)
     return season
 
 
@@ -64,11 +73,13 @@ def _seconds(value: Any) -> float:
     except ValueError:
         at = datetime.fromisoformat(value)
         seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-    return _number(seconds, least=-math.inf)
+    if not abs(seconds) < LATEST_S:
+        raise ValueError(f"time {value!r}: give seconds")
+    return seconds
 
 
-def _number(value: Any, least: float = 0.0) -> float:
-    number = float(value)
-    if not (math.isfinite(number) and number >= least):
-        raise ValueError(f"{value!r} is no such number")
-    return number
+def _count(value: Any) -> float:
+    requests = float(value)
+    if not 0.0 <= requests < math.inf:
+        raise ValueError(f"requests {value!r}: not a count")
+    return requests

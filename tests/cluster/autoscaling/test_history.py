@@ -11,7 +11,7 @@ from kvrelay.cluster.autoscaling import history
 from kvrelay.cluster.autoscaling.history import season_from
 from kvrelay.cluster.autoscaling.policies import PlannerPolicy
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.season import BIN_S
+from kvrelay.router.planning.season import BIN_S, DAYS
 
 pytestmark = pytest.mark.pure
 
@@ -59,6 +59,7 @@ def test_a_count_of_an_hour_is_spread_over_it_and_one_before_a_gap_over_an_hour_
         ("time,requests\n1,2,3\n", "line 2: ValueError"),
         ("time\nyesterday\n", "line 2: ValueError"),
         ("time\ninf\n", "line 2: ValueError"),
+        ("time\n1764201600000\n", "line 2: ValueError: time .*: give seconds"),
         ('{"time": 1}\n{"time": 2\n', "line 2: JSONDecodeError"),
         ('{"time": 1}\n[3]\n', "line 2: TypeError"),
     ],
@@ -67,6 +68,11 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, text, problem):
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=f"planner.history: {path}.*{problem}"):
         season_from(path, DAY_S)
+
+
+def test_one_request_of_long_ago_does_not_take_long(tmp_path):
+    season = season_from(written(tmp_path, "time\n-9e10\n9e10\n"), DAY_S)
+    assert sum(season.rates) * BIN_S == pytest.approx(1.0) and len(season.rates) <= DAYS * 288
 
 
 def test_files_that_are_missing_binary_or_too_large_are_refused(tmp_path, monkeypatch):
