@@ -33,7 +33,7 @@ COUNTS = {"ingress": 1, "prefill": 1, "decode": 2}
 AWAY = {"prefill": 2, "decode": 1}
 MOVES, MANY, LONG, DRAIN_0 = "sequences move", "many sequences move", "long prompt", "drain 0"
 PROCESSES, IDLE = "processes", "idle"
-BUSY_S, SETTLED_S, WINDOW_S, LIMIT_S, BEGUN_S = 3.0, 4.0, 20.0, 240.0, 0.5
+BUSY_S, SETTLED_S, WINDOW_S, LIMIT_S, BEGUN_S = 3.0, 4.0, 20.0, 240.0, 1.0
 
 
 class RolesCluster(ServeCluster):
@@ -86,9 +86,9 @@ async def change(cluster: RolesCluster, way: str, role: str, load: Load | None) 
 
 
 async def send_long(url: str, model: str, session: aiohttp.ClientSession, num_tokens: int) -> None:
-    """A prompt that no worker has seen, which a prefill worker computes. Raises when it fails."""
+    """A prompt that no worker has seen, too long to be computed beside decode steps. Raises when it fails."""
     body = {"model": model, "prompt": random.choices(range(100, 40_000), k=num_tokens), "max_tokens": 4}
-    async with session.post(url, json=body, headers={"x-kvrelay-prefill": "remote"}, raise_for_status=True) as answer:
+    async with session.post(url, json=body, raise_for_status=True) as answer:
         await answer.read()
 
 
