@@ -132,10 +132,10 @@ class Scenario:
         replicas = self.hosts.run(host, "sh", "-c", f"grep -l {shlex.quote(found)} {logs}").split()
         check(len(folders) == 1 == len(replicas), f"host {host} has fetched the model once: {folders}, {replicas}")
         rows = self.ray.request("/api/v0/actors?filter_keys=class_name&filter_predicates=%3D&filter_values=ModelHost")
-        names = [actor["name"].partition("-for-") for actor in rows["data"]["result"]["result"]]  # they have ended
-        away = {name for name, address in self.ray.workers().items() if address != self.hosts.address(1)}
-        is_named = all(name.startswith("kvrelay-model-host-") and replica in away for name, _, replica in names)
-        check(len(names) == len(set(names)) > 0 and is_named, f"who gave host {host} the model is named: {names}")
+        names = [actor["name"] for actor in rows["data"]["result"]["result"]]  # they have ended
+        named = re.compile(r"kvrelay-model-host-\w{16}-for-(ingress|prefill|decode)-\w+")
+        is_named = all(map(named.fullmatch, names)) and len(set(names)) == len(names) > 0
+        check(is_named, f"the actors that gave the model to host {host} have names: {names}")
 
     def priorities(self) -> None:
         """Ray's processes run at normal priority (its own default is nice 15), and of a worker's threads only those
