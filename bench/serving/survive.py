@@ -364,7 +364,7 @@ def main() -> None:
         try:
             with kind(given.model) as cluster:
                 rows[name] = asyncio.run(measure(cluster, faults, given.clients))
-                print(f"{name}: processes left afterwards: {len(cluster.stop())}\n", flush=True)
+                print(f"{name}: processes that were killed at the end: {len(cluster.stop())}\n", flush=True)
         except (KvrelayError, SystemExit) as error:  # the others' rows are worth minutes
             problems.append(f"{name}: {error}")
     print(table(rows))
