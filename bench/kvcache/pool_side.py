@@ -1,17 +1,21 @@
 """One contender of bench/kvcache/pool.py in a process of its own: `pool_side.py NAME`, jobs as JSON lines in, times as
 JSON lines out.
 
-A job is one prompt length. Each request shares its first half with one of four prefixes and differs after that; the
-pool holds eight prompts, so that from the ninth on every request evicts. What a contender does with a request:
+A job is a prompt length, the share of it that is cached (percent), and a number of requests. Each request begins with
+one of four prefixes, differs after that, and computes OUTPUT tokens; the pool holds eight prompts, so that all but the
+first requests evict. What a contender does in a request's life:
 
     hash      names of the prompt's blocks, from a list of ints
     match     longest cached prefix, its blocks locked
     allocate  blocks for the rest
-    append    the computed blocks go into the index
+    insert    the prompt's computed blocks go into the index
+    decode    for each block of output: its hash, a block, and where the contender does so, into the index
     free      everything is given back
+    events    what was stored and removed, as the lists that are published
 
-SGLang hashes nothing: its tree is keyed by the tokens, which it gets as the array that it wants, made outside the
-times. vLLM puts the blocks into its index while allocating.
+SGLang's tree is keyed by the tokens, which it gets as the array that it wants, made outside the times. It hashes for
+events alone, while it takes them, and by default it has none ("events" in the name: it has). vLLM puts blocks into its
+index while it allocates.
 """
 
 import json
@@ -20,46 +24,63 @@ import random
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from typing import Any, Protocol
 
 BLOCK = 16
+OUTPUT = 4 * BLOCK
 PROMPTS_KEPT = 8
+STEPS = ("hash", "match", "allocate", "insert", "decode", "free", "events")
+Lap = Callable[[str], None]  # ends a step
 
 
 class Contender(Protocol):
-    def run(self, tokens: list[int]) -> dict[str, float]:
-        """Seconds of each step of one request."""
+    def run(self, tokens: list[int], output: list[int], lap: Lap) -> None:
+        """One request's life; `lap("")` begins the first step."""
 
 
 class Ours:
-    """kvrelay's pool and index."""
+    """kvrelay's pool, index and events, as the scheduler calls them."""
 
     def __init__(self, num_blocks: int) -> None:
         from kvrelay import hashing
+        from kvrelay.kvcache.index.changes import EventLog
         from kvrelay.kvcache.pool.block_pool import BlockPool
 
-        self._hashing, self.pool = hashing, BlockPool(num_blocks, block_size=BLOCK)
+        self._hashing, self._pool, self._log = hashing, BlockPool(num_blocks, block_size=BLOCK), EventLog()
 
-    def run(self, tokens: list[int]) -> dict[str, float]:
-        pool, clock = self.pool, time.perf_counter
-        times = [clock()]
-        packed = self._hashing.pack_tokens(tokens)
+    def run(self, tokens: list[int], output: list[int], lap: Lap) -> None:
+        pool, pack = self._pool, self._hashing.pack_tokens
+        tokens = tokens.copy()
+        lap("")
         chain = self._hashing.HashChain(self._hashing.root_hash())
-        chain.extend(packed, BLOCK)
-        times.append(clock())
+        chain.extend(pack(tokens), BLOCK)
+        lap("hash")
         match = pool.match(chain, (len(tokens) - 1) // BLOCK)
         pool.acquire(match.blocks)
-        times.append(clock())
-        fresh = pool.allocate(-(-len(tokens) // BLOCK) - len(match))
-        assert fresh is not None
+        lap("match")
+        blocks = match.blocks + self._fresh(len(tokens), len(match))
         pool.use(match)
-        blocks = match.blocks + fresh
-        times.append(clock())
-        pool.insert(chain, blocks, len(match), len(chain), packed[len(match) * 4 * BLOCK : len(chain) * 4 * BLOCK])
-        times.append(clock())
+        lap("allocate")
+        first, full = len(match), len(chain)
+        pool.insert(chain, blocks, first, full, pack(tokens, first * BLOCK, full * BLOCK))
+        lap("insert")
+        for start in range(0, len(output), BLOCK):
+            tokens += output[start : start + BLOCK]
+            blocks += self._fresh(len(tokens), len(blocks))
+            chain.extend(pack(tokens, full * BLOCK), BLOCK)
+            first, full = full, len(chain)
+            pool.insert(chain, blocks, first, full, pack(tokens, first * BLOCK, full * BLOCK))
+        lap("decode")
         pool.release(blocks)
-        times.append(clock())
-        return _steps(("hash", "match", "allocate", "append", "free"), times)
+        lap("free")
+        self._log.number(pool.drain_changes())
+        lap("events")
+
+    def _fresh(self, num_tokens: int, num_blocks: int) -> "array[int]":
+        fresh = self._pool.allocate(-(-num_tokens // BLOCK) - num_blocks)
+        assert fresh is not None
+        return fresh
 
 
 class Vllm:
@@ -79,30 +100,39 @@ class Vllm:
         self._hasher = get_request_block_hasher(BLOCK, function)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float16)
         config = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        self._manager = KVCacheManager(config, 1 << 20, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
-        self._request, self._sampling, self._count = Request, SamplingParams(max_tokens=1), 0
+        self._manager = KVCacheManager(
+            config, 1 << 20, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_kv_cache_events=True
+        )
+        self._request, self._sampling, self._count = Request, SamplingParams(max_tokens=OUTPUT), 0
 
-    def run(self, tokens: list[int]) -> dict[str, float]:
-        manager, clock = self._manager, time.perf_counter
+    def run(self, tokens: list[int], output: list[int], lap: Lap) -> None:
+        manager = self._manager
         self._count += 1
         request = self._request(str(self._count), tokens, self._sampling, None)
-        times = [clock()]
-        request.block_hashes = self._hasher(request)
-        times.append(clock())
+        request._block_hasher = self._hasher
+        lap("")
+        request.update_block_hashes()
+        lap("hash")
         blocks, num_computed, _ = manager.get_computed_blocks(request)
-        times.append(clock())
-        fresh = manager.allocate_slots(request, len(tokens) - num_computed, num_computed, blocks)
-        assert fresh is not None
-        times.append(clock())
+        lap("match")
+        assert manager.allocate_slots(request, len(tokens) - num_computed, num_computed, blocks) is not None
+        request.num_computed_tokens = len(tokens)
+        lap("allocate")
+        for start in range(0, len(output), BLOCK):
+            request.append_output_token_ids(output[start : start + BLOCK])
+            assert manager.allocate_slots(request, BLOCK) is not None
+            request.num_computed_tokens += BLOCK
+        lap("decode")
         manager.free(request)
-        times.append(clock())
-        return _steps(("hash", "match", "allocate", "free"), times)
+        lap("free")
+        manager.take_events()
+        lap("events")
 
 
 class Sglang:
     """SGLang's prefix tree (in Python or its Rust core) with its paged allocator, as its scheduler calls them."""
 
-    def __init__(self, num_blocks: int, core: str) -> None:
+    def __init__(self, num_blocks: int, core: str, *, has_events: bool) -> None:
         import torch
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.base_prefix_cache import (
@@ -130,6 +160,7 @@ class Sglang:
             req_to_token_pool=table,
             token_to_kv_pool_allocator=self._allocator,
             page_size=BLOCK,
+            enable_kv_cache_events=has_events,
             **components,
         )
         self._cache = RadixCache(params) if core == "python" else UnifiedRadixCache(params)
@@ -137,32 +168,53 @@ class Sglang:
         self._key, self._match, self._insert = RadixKey, MatchPrefixParams, InsertParams
         self._evict, self._unlock = EvictParams, DecLockRefParams
 
-    def run(self, tokens: list[int]) -> dict[str, float]:
-        cache, allocator, clock = self._cache, self._allocator, time.perf_counter
-        whole = array("q", tokens[: len(tokens) // BLOCK * BLOCK])
-        count = -(-len(tokens) // BLOCK) * BLOCK
-        times = [clock()]
-        match = cache.match_prefix(self._match(key=self._key(whole)))
+    def run(self, tokens: list[int], output: list[int], lap: Lap) -> None:
+        prompt, whole = array("q", tokens), array("q", tokens + output)
+        prompt, whole = prompt[: len(prompt) // BLOCK * BLOCK], whole[: len(whole) // BLOCK * BLOCK]
+        cache, cat = self._cache, self._torch.cat
+        lap("")
+        match = cache.match_prefix(self._match(key=self._key(prompt)))
         node = match.last_device_node
         lock = cache.inc_lock_ref(node)
         held = cache.path_device_indices(node)
-        times.append(clock())
-        need = count - len(held)
+        lap("match")
+        indices = cat([held, self._fresh(len(tokens), len(held))])
+        lap("allocate")
+        own = self._put(prompt, indices, len(held))  # from here on the tokens are not in the tree
+        end = cache.match_prefix(self._match(key=self._key(prompt))).last_device_node
+        lock, node, _ = cache.inc_lock_ref(end), end, self._release(node, lock)
+        indices = cat([cache.path_device_indices(end), indices[own:]])
+        lap("insert")
+        for start in range(0, len(output), BLOCK):
+            indices = cat([indices, self._fresh(len(tokens) + start + BLOCK, len(indices))])
+        lap("decode")
+        own = self._put(whole, indices, own)
+        if len(indices) > own:
+            self._allocator.free(indices[own:])
+        self._release(node, lock)
+        lap("free")
+        cache.take_events()
+        lap("events")
+
+    def _fresh(self, num_tokens: int, num_held: int) -> Any:
+        allocator = self._allocator
+        need = -(-num_tokens // BLOCK) * BLOCK - num_held
         if need > allocator.available_size():
-            cache.evict(self._evict(num_tokens=need - allocator.available_size()))
-        fresh = allocator.alloc(need) if need else held[:0]
+            self._cache.evict(self._evict(num_tokens=need - allocator.available_size()))
+        fresh = allocator.alloc(need)
         assert fresh is not None
-        indices = self._torch.cat([held, fresh])
-        times.append(clock())
-        result = cache.insert(self._insert(key=self._key(whole), value=indices[: len(whole)]))
-        times.append(clock())
-        if result.prefix_len > len(held):
-            allocator.free(indices[len(held) : result.prefix_len])
-        if count > len(whole):
-            allocator.free(indices[len(whole) :])
+        return fresh
+
+    def _put(self, tokens: "array[int]", indices: Any, first: int) -> int:
+        """Insert these tokens, of which the first are the tree's; returns the number of them that are its own now."""
+        result = self._cache.insert(self._insert(key=self._key(tokens), value=indices[: len(tokens)]))
+        if result.prefix_len > first:
+            self._allocator.free(indices[first : result.prefix_len])
+        return len(tokens)
+
+    def _release(self, node: Any, lock: Any) -> None:
+        cache = self._cache
         cache.dec_lock_ref(node) if self._is_python else cache.dec_lock_ref(node, _unlock_params(self._unlock, lock))
-        times.append(clock())
-        return _steps(("match", "allocate", "append", "free"), times)
 
 
 def _unlock_params(kind: Any, lock: Any) -> Any:
@@ -171,27 +223,39 @@ def _unlock_params(kind: Any, lock: Any) -> Any:
     return kind(**{name: getattr(lock, name) for name in names if hasattr(lock, name)})
 
 
-def _steps(names: tuple[str, ...], times: list[float]) -> dict[str, float]:
-    return {name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)}
-
-
 def _contender(name: str, num_blocks: int) -> Contender:
     if name == "kvrelay":
         return Ours(num_blocks)
     if name.startswith("vLLM"):
         return Vllm(num_blocks, "sha256_cbor" if "cbor" in name else "sha256")
-    return Sglang(num_blocks, "rust" if "Rust" in name else "python")
+    return Sglang(num_blocks, "rust" if "Rust" in name else "python", has_events="events" in name)
 
 
-def prompts(length: int, count: int) -> list[list[int]]:
-    """The same ones in every process."""
+def requests(length: int, cached: int, count: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and outputs; the same ones in every process."""
     random_ids = random.Random(length)
 
     def some(number: int) -> list[int]:
-        return [random_ids.randrange(150_000) for _ in range(number)]
+        return random_ids.choices(range(150_000), k=number)
 
-    shared = [some(length // 2) for _ in range(4)]
-    return [shared[index % 4] + some(length - length // 2) for index in range(count)]
+    num_shared = length * cached // 100
+    shared = [some(num_shared) for _ in range(4)]
+    return [(shared[index % 4] + some(length - num_shared), some(OUTPUT)) for index in range(count)]
+
+
+def _measure(contender: Contender, tokens: list[int], output: list[int]) -> dict[str, float]:
+    """Seconds of each step of one request."""
+    times = dict.fromkeys(("", *STEPS), 0.0)
+    last_s = 0.0
+
+    def lap(step: str) -> None:
+        nonlocal last_s
+        now_s = time.perf_counter()
+        times[step] += now_s - last_s
+        last_s = time.perf_counter()
+
+    contender.run(tokens, output, lap)
+    return {step: times[step] for step in STEPS}
 
 
 def _median(values: list[float]) -> float:
@@ -207,19 +271,19 @@ def main() -> None:
         from bench import standins
 
         standins.install()
-    contenders: dict[int, Contender] = {}
-    work: dict[int, list[list[int]]] = {}
+    contenders: dict[tuple[int, int], Contender] = {}
+    work: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
     out, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        length, count = json.loads(line)
-        contender = contenders.get(length)
-        if contender is None:
-            contender = contenders[length] = _contender(name, PROMPTS_KEPT * -(-length // BLOCK) + 8)
-            work[length] = prompts(length, count)
-            for tokens in work[length][: 2 * PROMPTS_KEPT]:
-                contender.run(tokens)
-        times = [contender.run(tokens) for tokens in work[length]]
-        print(json.dumps({step: _median([each[step] for each in times]) for step in times[0]}), file=out, flush=True)
+        length, cached, count = json.loads(line)
+        key = length, cached
+        if key not in contenders:
+            contenders[key] = _contender(name, PROMPTS_KEPT * -(-(length + OUTPUT) // BLOCK) + 8)
+            work[key] = requests(length, cached, max(count, 4 * PROMPTS_KEPT))
+            for tokens, output in work[key]:
+                contenders[key].run(tokens, output, lambda step: None)
+        times = [_measure(contenders[key], tokens, output) for tokens, output in work[key]]
+        print(json.dumps({step: _median([each[step] for each in times]) for step in STEPS}), file=out, flush=True)
     out.flush()
     os._exit(0)  # the stand-ins make exit handlers stumble
 

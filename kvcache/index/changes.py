@@ -1,19 +1,13 @@
 """What became matchable and what ceased to be, since the last drain; and the numbered KV events of one worker. Pure."""
 
-import struct
-from collections import deque
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, repeat
-from operator import itemgetter
 
-from kvrelay.hashing import HASH_BYTES
+from kvrelay.kvcache.index.hash_set import HashSet, new_hash_set
 from kvrelay.plane.reports import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 from kvrelay.types import BlockHash
 
-_HASH = struct.Struct(f"{HASH_BYTES}s")
 PART_HASHES = 2048  # hashes of a snapshot in one message: 37 KB
-Hashes = dict[BlockHash, None]  # an ordered set
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,58 +19,28 @@ class CacheChange:
 
 
 class ChangeLog:
-    """Net changes of an index that adds and removes runs of hashes.
+    """Net changes of an index that adds and removes runs of hashes. A removal and an addition of one hash cancel."""
 
-    Keeps the runs in order, so logging a prompt's blocks costs one append, and nets them when drained, or when they
-    hold more than `limit` hashes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._runs: list[tuple[bool, bytes]] = []
-        self._size = 0  # hashes in the runs
-        self._stored: Hashes = {}
-        self._removed: Hashes = {}
+    def __init__(self) -> None:
+        self._stored, self._removed = new_hash_set(), new_hash_set()
 
     def stored(self, run: bytes) -> None:
         """The hashes in `run` (concatenated) are matchable from now on."""
-        self._runs.append((True, run))
-        self._size += len(run) // HASH_BYTES
-        if self._size > self._limit:
-            self._net()
+        self._stored.toggle(run, self._removed)
 
     def removed(self, run: bytes) -> None:
         """The hashes in `run` are no longer matchable."""
-        self._runs.append((False, run))
-        self._size += len(run) // HASH_BYTES
-        if self._size > self._limit:
-            self._net()
-
-    def _net(self) -> None:
-        for is_stored, runs in groupby(self._runs, itemgetter(0)):
-            gained, lost = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
-            digests = list(chain.from_iterable(_HASH.iter_unpack(b"".join(run for _, run in runs))))
-            if not lost or lost.keys().isdisjoint(digests):  # nearly always
-                gained.update(dict.fromkeys(digests))
-                continue
-            for digest in digests:
-                if digest in lost:  # it is as it was at the last drain
-                    del lost[digest]
-                else:
-                    gained[digest] = None
-        self._runs.clear()
-        self._size = 0
+        self._removed.toggle(run, self._stored)
 
     def __bool__(self) -> bool:
-        """Whether anything may have changed since the last drain."""
-        return bool(self._runs or self._stored or self._removed)
+        """Whether anything has changed since the last drain."""
+        return bool(len(self._stored) or len(self._removed))
 
     def drain(self) -> CacheChange | None:
         """The net changes since the last call, or None."""
-        self._net()
-        if not self._stored and not self._removed:
+        if not self:
             return None
-        change = CacheChange(tuple(self._stored), tuple(self._removed))
+        change = CacheChange(self._stored.hashes(), self._removed.hashes())
         self._stored.clear()
         self._removed.clear()
         return change
@@ -91,8 +55,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._seq = 0
-        self._pool: Hashes = {}
-        self._host: Hashes = {}
+        self._pool, self._host = new_hash_set(), new_hash_set()
 
     def number(self, change: CacheChange | None, host_changes: Sequence[CacheChange] = ()) -> KvEvents | None:
         """The next event from what was drained, or None when nothing changed.
@@ -114,17 +77,14 @@ class EventLog:
 
     def _in_pool_alone(self, change: CacheChange) -> KvEvents | None:
         """`_event` for an empty host tier. A net change does not store what it removes."""
-        pool = self._pool
-        stored: list[bytes] = [digest for digest in change.stored if digest not in pool]
-        removed: list[bytes] = [digest for digest in change.removed if digest in pool]
-        _change(pool, change)
-        return self._numbered(stored, removed, [], [])
+        return self._numbered(self._pool.add(change.stored), self._pool.remove(change.removed), [], [])
 
-    def _apply(self, tier: Hashes, change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
+    def _apply(self, tier: HashSet, change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
         for digest in (*change.stored, *change.removed):
             if digest not in touched:
                 touched[digest] = digest in self._pool, digest in self._host
-        _change(tier, change)
+        tier.remove(change.removed)
+        tier.add(change.stored)
 
     def _event(self, touched: dict[BlockHash, tuple[bool, bool]]) -> KvEvents | None:
         stored: list[bytes] = []
@@ -154,8 +114,8 @@ class EventLog:
 
     def snapshot(self) -> KvSnapshot:
         """The state after all events so far; lowered hashes come last."""
-        lowered: list[bytes] = [digest for digest in self._host if digest not in self._pool]
-        return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
+        lowered: list[bytes] = [digest for digest in self._host.hashes() if digest not in self._pool]
+        return KvSnapshot(seq=self._seq, hashes=[*self._pool.hashes(), *lowered], lowered=lowered)
 
     def audit(
         self,
@@ -176,11 +136,6 @@ class EventLog:
             reported = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
             tiers.append(CHANGING if is_changing and tier != reported else tier)
         return self._seq, tiers
-
-
-def _change(tier: Hashes, change: CacheChange) -> None:
-    deque(map(tier.pop, change.removed, repeat(None)), maxlen=0)
-    tier.update(dict.fromkeys(change.stored))
 
 
 def parts_of(snapshot: KvSnapshot, max_hashes: int = PART_HASHES) -> Iterator[KvSnapshot]:

@@ -99,7 +99,7 @@ class TierIndex:
         self._num_rows_of: Counter[str] = Counter()  # by tenant: reserved and cached ones
         self._victims = VictimQueues(self._entries, policy, is_kept=self._is_kept, has_quota=self._has_quota)
         self._admission = admission
-        self._changes = ChangeLog(num_rows) if keep_changes else None
+        self._changes = ChangeLog() if keep_changes else None
 
     @property
     def num_rows(self) -> int:

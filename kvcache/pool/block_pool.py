@@ -79,7 +79,7 @@ class BlockPool:
         self._free = array("i", range(num_blocks - 1, -1, -1))  # the last one is allocated next
         self._num_idle = 0  # indexed blocks without a reference
         self._pins = PinLedger(int(num_blocks * pin_share), int(num_blocks * max(pin_share, ALL_PIN_SHARE)))
-        self._changes = ChangeLog(num_blocks)
+        self._changes = ChangeLog()
         self._queue = LeafQueue(self._tree, self.policy)
 
     def tick(self, now_s: float) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
     "kvrelay": 5_620,
     "kernels": 6_600,
-    "kvcache": 6_620,
+    "kvcache": 6_660,
     "engine": 11_850,
     "kvtransfer": 5_900,
     "prefill": 1_050,
@@ -30,7 +30,7 @@ BUDGETS = {  # Python lines
     "router": 6_550,
     "serve": 9_990,
     "cluster": 21_580,
-    "bench": 12_930,
+    "bench": 12_990,
 }
 
 

@@ -8,7 +8,9 @@
 #include <string.h>
 
 #define HASH_BYTES 16
-#define NUM_SHARDS 256
+#ifndef NUM_SHARDS
+#define NUM_SHARDS 256 /* a power of two */
+#endif
 #define BATCH 32 /* hashes that are looked up together: their entries lie all over memory and are prefetched meanwhile */
 
 /* The low half of a hash's own hash, and above it its row. 0: empty, since row 0 is never used. */
@@ -37,7 +39,7 @@ static inline uint64_t key_of(const struct table *table, const uint8_t *hash)
     return (uint64_t)(product >> 64) ^ (uint64_t)product;
 }
 
-static inline uint32_t shard_of(uint64_t key) { return (uint32_t)(key >> 56); }
+static inline uint32_t shard_of(uint64_t key) { return (uint32_t)(key >> 56) & (NUM_SHARDS - 1); }
 
 /* Fetch the entry of this key into the cache. */
 static inline void prefetch(const struct table *table, uint64_t key)
