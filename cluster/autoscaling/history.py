@@ -8,7 +8,7 @@ Without `requests` each row is one request.
 import csv
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -34,7 +34,7 @@ def season_from(path: Path, period_s: float) -> Season:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"planner.history: {path}: {error}") from error
     columns = None if lines and lines[0].lstrip().startswith("{") else next(csv.reader(lines[:1]), [])
-    counts, singles = Counter[float](), list[float]()
+    counts, singles = defaultdict[float, float](float), list[float]()
     for number, line in enumerate(lines[columns is not None :], start=1 + (columns is not None)):
         if not line.strip():
             continue
