@@ -91,13 +91,19 @@ def block_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]
 
 
 class Pool:
-    """Memory like a worker's: a shared mapping. Every page is there before a clock runs."""
+    """Memory like a worker's: a shared mapping; or, "huge", private memory in huge pages where the system has them.
+    Every page is there before a clock runs.
+    """
 
-    def __init__(self, num_bytes: int, *, is_filled: bool) -> None:
-        self.num_bytes = num_bytes
-        self.memfd = os.memfd_create("kvrelay-bench", os.MFD_CLOEXEC)
-        os.ftruncate(self.memfd, num_bytes)
-        mapping = mmap.mmap(self.memfd, num_bytes)
+    def __init__(self, num_bytes: int, *, is_filled: bool, pages: str = "shared") -> None:
+        self.num_bytes, self.memfd = num_bytes, None
+        if pages == "huge":
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            self.memfd = os.memfd_create("kvrelay-bench", os.MFD_CLOEXEC)
+            os.ftruncate(self.memfd, num_bytes)
+            mapping = mmap.mmap(self.memfd, num_bytes)
         self.bytes: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         self.view = memoryview(mapping)
         words = self.bytes.view(np.uint64)
@@ -106,6 +112,21 @@ class Pool:
     @property
     def address(self) -> int:
         return int(self.bytes.ctypes.data)
+
+    def huge_share(self) -> float:
+        """Which part of it the system keeps in huge pages: of the whole mapping, where it was joined to others."""
+        num_kib = size = 0
+        with open("/proc/self/smaps") as maps:
+            for line in maps:
+                first, *rest = line.split()
+                if not first.endswith(":"):
+                    begin, end = (int(edge, 16) for edge in first.split("-"))
+                    size = end - begin if begin <= self.address < end else 0
+                elif size and first in ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"):
+                    num_kib += int(rest[0])
+                elif size and first == "VmFlags:":
+                    return num_kib * KIB / size
+        return 0.0
 
     def memory(self, shape: Shape) -> KvMemory:
         layout = layout_of(shape, self.num_bytes)
@@ -132,9 +153,13 @@ class Pool:
 class Memcpy:
     """The limit: the same blocks copied inside one process by libc, as they come and sorted by source."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, pages: str) -> None:
         size = pool_bytes(num_blocks)
-        self._source, self._target = Pool(size, is_filled=True), Pool(size, is_filled=False)
+        self._source, self._target = (Pool(size, is_filled=is_source, pages=pages) for is_source in (True, False))
+
+    def huge_share(self) -> float:
+        """Of its pools' pages, which are made like those of all others."""
+        return min(self._source.huge_share(), self._target.huge_share())
 
     def _addresses(self, shape: Shape) -> list[list[tuple[int, int]]]:
         """(target, source) addresses of each of the shape's transfers."""

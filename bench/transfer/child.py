@@ -1,6 +1,6 @@
 """One end of one contender of bench/transfer/transfer.py, in a process of its own: JSON lines in, JSON lines out.
 
-    python -m bench.transfer.child KIND source|target '{"blocks": 2048, ...}'
+    python -m bench.transfer.child KIND source|target '{"blocks": 2048, "pages": "shared", ...}'
 
 "begin" and "end" enclose one visit, so that the CPU between them is the visit's.
 """
@@ -15,7 +15,12 @@ from typing import Any, TextIO
 
 from bench.transfer.blocks import End, Pool, Shape, pool_bytes, shapes
 
-MODULES = {"kvrelay": "bench.transfer.ours", "nixl": "bench.transfer.peers", "mooncake": "bench.transfer.peers"}
+MODULES = {
+    "kvrelay": "bench.transfer.ours",
+    "nixl": "bench.transfer.peers",
+    "plain": "bench.transfer.peers",
+    "mooncake": "bench.transfer.peers",
+}
 
 
 class Host:
@@ -55,7 +60,7 @@ class Host:
 
 async def run(kind: str, role: str, config: dict[str, Any], out: TextIO) -> None:
     every, size = shapes(config["blocks"]), pool_bytes(config["blocks"])
-    pools = {role: Pool(size, is_filled=role == "source")}
+    pools = {role: Pool(size, is_filled=role == "source", pages=config["pages"])}
     side = importlib.import_module(MODULES[kind]).make(kind, role, pools, every, config)
     host = Host(side, every)
     reader = asyncio.StreamReader(limit=1 << 24)

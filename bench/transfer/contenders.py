@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.transfer.blocks import Row
-from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.settings.choices import ChecksMode
 
@@ -22,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S = 120.0
 OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}  # makes UCX use TCP though both ends are on one host
 CHECKS = sorted(typing.get_args(ChecksMode), key=("off", "sampled", "full").index)
-# TCP in other ways than its default, where this version can
-TCP_VARIANTS = ({"tcp_streams": 4}, {"tls": True}) if hasattr(selection, "transports_for") else ()
+TCP_VARIANTS = ({"tcp_streams": 4}, {"tls": True})  # in other ways than its default
 
 
 class ContenderFailed(Exception):
@@ -71,6 +69,7 @@ def contenders(transports: list[str] | None, peers: list[str] | None) -> list[Co
 
 _NIXL = "pip install nixl-cu13"
 PEERS = (
+    Contender("plain", "plain", (row("plain loop, TCP", family="tcp"), row("plain loop, Unix socket", family="unix"))),
     Contender("raw-nixl", "nixl", (row("NIXL alone"),), install=_NIXL),
     Contender(
         "raw-nixl-tcp", "nixl", (row("NIXL alone over TCP"),), config={"spins": True}, env=OVER_TCP, install=_NIXL
@@ -92,8 +91,8 @@ class Child:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by aclose)
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, num_blocks: int) -> None:
-        config = {"blocks": num_blocks, **self._contender.config}
+    async def start(self, num_blocks: int, pages: str) -> None:
+        config = {"blocks": num_blocks, "pages": pages, **self._contender.config}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -152,10 +151,10 @@ class Pair:
         self._actor = self._children[contender.roles[0]]
         self._other = self._children[contender.roles[-1]]
 
-    async def start(self, num_blocks: int) -> None:
+    async def start(self, num_blocks: int, pages: str) -> None:
         """Raises ContenderFailed."""
         for child in self._children.values():
-            await child.start(num_blocks)
+            await child.start(num_blocks, pages)
         given, back = await self._other.query("start"), await self._actor.query("start")
         await self._other.query("connect", peer=back)
         await self._actor.query("connect", peer=given)

@@ -14,6 +14,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.protocol.messages import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.tcp.reader import tcp
+from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source import KvSource
 from kvrelay.settings.cache import TransferSettings
 from kvrelay.settings.choices import TransportName
@@ -23,14 +24,10 @@ HOST = "127.0.0.1"
 
 
 def only(transport: str, *, tcp_streams: int = 0, tls: bool = False) -> tuple[str, Mapping[str, Transport]]:
-    """(setting, table) that leave `transport` as the only choice. Streams and TLS are TCP's, where this version has
-    them.
-    """
+    """(setting, table) that leave `transport` as the only choice. Streams and TLS are TCP's."""
     setting = transport if transport in typing.get_args(TransportName) else "auto"
     if not tcp_streams and not tls:
         return setting, {transport: TRANSPORTS[transport]}
-    from kvrelay.plane.tls import ClusterTls
-
     return setting, {transport: tcp(ClusterTls.derived(SECRET) if tls else None, num_streams=tcp_streams)}
 
 

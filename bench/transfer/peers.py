@@ -1,10 +1,13 @@
-"""Ends of the peers for bench/transfer/transfer.py: NIXL without anything of ours, Mooncake's transfer engine.
+"""Ends of the peers for bench/transfer/transfer.py: a plain loop over a socket, NIXL without anything of ours,
+Mooncake's transfer engine.
 
 Each as it is used well: lists prepared once, blocks sorted by where they lie in the source, one call for
 one transfer. None of them verifies what came.
 """
 
 import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +49,57 @@ class PullingSide(End):
 
     async def end(self) -> dict[str, list[float]]:
         return {"read": self._read}
+
+
+# ---- a plain loop over a blocking socket
+
+_ORDER = struct.Struct("<QQ")  # bytes of a block, number of blocks; their ids follow
+
+
+class PlainSource(End):
+    """Sends each block that is asked for with one call, from a thread for each socket."""
+
+    async def start(self) -> dict[str, Any]:
+        self._listeners = {"tcp": socket.create_server((HOST, 0)), "unix": socket.socket(socket.AF_UNIX)}
+        self._listeners["unix"].bind(f"\0kvrelay-bench-{os.getpid()}")
+        self._listeners["unix"].listen()
+        for listener in self._listeners.values():
+            threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+        port, name = (listener.getsockname() for listener in self._listeners.values())
+        return {"tcp": port, "unix": name.decode()}
+
+    def _serve(self, listener: socket.socket) -> None:
+        peer, _ = listener.accept()
+        pool = self.pools["source"].view
+        while order := peer.recv(_ORDER.size, socket.MSG_WAITALL):
+            size, count = _ORDER.unpack(order)
+            for block in np.frombuffer(peer.recv(8 * count, socket.MSG_WAITALL), dtype=np.uint64).tolist():
+                peer.sendall(pool[block * size : (block + 1) * size])
+
+    async def aclose(self) -> None:
+        for listener in self._listeners.values():
+            listener.close()
+
+
+class PlainTarget(PullingSide):
+    """Receives each block into its place."""
+
+    async def connect(self, peer: dict[str, Any]) -> None:
+        self._sockets = {"tcp": socket.create_connection(peer["tcp"]), "unix": socket.socket(socket.AF_UNIX)}
+        self._sockets["unix"].connect(peer["unix"])
+        self._sockets["tcp"].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
+        sock, pool, size = self._sockets[row["settings"]["family"]], self._pool.view, shape.block_bytes
+        sock.sendall(_ORDER.pack(size, len(sources)) + np.array(sources, dtype=np.uint64).tobytes())
+        for block in targets:
+            left = pool[block * size : (block + 1) * size]
+            while left:
+                left = left[sock.recv_into(left) :]
+
+    async def aclose(self) -> None:
+        for sock in self._sockets.values():
+            sock.close()
 
 
 # ---- NIXL
@@ -174,6 +228,8 @@ class MooncakeSide(PullingSide):
 
 def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> End:
     ends: dict[tuple[str, str], Callable[[], End]] = {
+        ("plain", "source"): lambda: PlainSource(pools),
+        ("plain", "target"): lambda: PlainTarget(pools),
         ("nixl", "source"): lambda: NixlSource(pools, spins=config.get("spins", False)),
         ("nixl", "target"): lambda: NixlTarget(pools, every),
         ("mooncake", "source"): lambda: MooncakeSide(pools),

@@ -1,16 +1,19 @@
 """Moving KV blocks between two processes of this host: every transport of ours and the peers, in one run.
 
-    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F]
+    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers plain,nixl,mooncake]
+        [--pages shared|huge] [--json F]
     pip install -r bench/requirements-transfer.txt    # the peers
 
 Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (where sampled checks leave something out);
 16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first read to its
 last byte verified; in it, "busy" is the time with a read under way (the source's checksums may be what the target waits
 for); "whole" runs from open to commit. A peer has no protocol around its read. The limit is libc's memcpy of the same
-blocks inside one process, measured in every round too. Each contender takes a turn in every round, in changing order,
-and the best round counts, so that foreign load hits all alike; a latency is the median of a round's twenty. What the
-target has is compared with what the source had before anything is timed. Handshakes are not counted. CPU is process
-time of either end.
+blocks inside one process; the plain loop sends and receives a block with a call, over a blocking socket. Each contender
+takes a turn in every round, in changing order, so that foreign load hits all alike; figures are medians of the rounds
+with their range, a latency is the median of a round's twenty. Pools are shared mappings, as a worker's; `--pages huge`:
+private memory in huge pages, which TCP, NIXL and the peers can use. The share of huge pages is printed. What the target
+has is compared with what the source had before anything is timed. Handshakes are not counted. CPU is process time of
+either end.
 """
 
 import argparse
@@ -39,39 +42,40 @@ class Figures:
 
     def __init__(self, every: dict[str, Shape]) -> None:
         self._shapes = every
-        self._best: dict[tuple[str, str, str], float] = {}  # (row, shape, kind) -> seconds
+        self._seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)  # (row, shape, kind), by round
         self._cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._moved: dict[str, int] = defaultdict(int)
 
     def add(self, name: str, shape: Shape, visit: dict[str, Any]) -> None:
         for kind in KINDS:
             if kind in visit:
-                key, seconds = (name, shape.name, kind), statistics.median(visit[kind])
-                self._best[key] = min(self._best.get(key, seconds), seconds)
+                self._seconds[name, shape.name, kind].append(statistics.median(visit[kind]))
         if shape.name == "many" and "cpu_s" in visit:
             self._moved[name] += shape.num_bytes
             for end, seconds in visit["cpu_s"].items():
                 self._cpu[name][end] += seconds
 
     def of(self, name: str) -> dict[str, Any]:
-        """One row: GB/s or, for one block, microseconds; CPU seconds per GB by end."""
+        """One row: [median, lowest, highest] of GB/s or, for one block, microseconds; CPU seconds per GB by end."""
         row: dict[str, Any] = {}
         for shape in self._shapes.values():
             for kind in KINDS:
-                seconds = self._best.get((name, shape.name, kind))
-                if seconds is not None:
-                    row[f"{shape.name} {kind}"] = seconds * 1e6 if shape.is_latency else shape.num_bytes / seconds / 1e9
+                if rounds := self._seconds.get((name, shape.name, kind)):
+                    values = [s * 1e6 if shape.is_latency else shape.num_bytes / s / 1e9 for s in rounds]
+                    row[f"{shape.name} {kind}"] = [statistics.median(values), min(values), max(values)]
         row["cpu_s_per_gb"] = {end: s / (self._moved[name] / 1e9) for end, s in self._cpu[name].items()}
         return row
 
 
-async def start(wanted: list[Contender], num_blocks: int, every: dict[str, Shape]) -> list[tuple[Pair, list[Row]]]:
+async def start(
+    wanted: list[Contender], num_blocks: int, pages: str, every: dict[str, Shape]
+) -> list[tuple[Pair, list[Row]]]:
     """Those that start and deliver, with the rows that they can fill; the others are printed."""
     ready = []
     for contender in wanted:
         pair = Pair(contender)
         try:
-            await pair.start(num_blocks)
+            await pair.start(num_blocks, pages)
         except ContenderFailed as error:
             hint = f"; {contender.install}" if contender.install else ""
             print(f"left out: {contender.name}: {error}{hint}", flush=True)
@@ -94,8 +98,10 @@ async def proven(pair: Pair, every: dict[str, Shape]) -> list[Row]:
     return rows
 
 
-async def measure(ready: list[tuple[Pair, list[Row]]], rounds: int, seed: int, num_blocks: int) -> Figures:
-    every, memcpy, order = shapes(num_blocks), Memcpy(num_blocks), random.Random(seed)
+async def measure(
+    ready: list[tuple[Pair, list[Row]]], memcpy: Memcpy, rounds: int, seed: int, every: dict[str, Shape]
+) -> Figures:
+    order = random.Random(seed)
     found = Figures(every)
 
     def limit() -> None:
@@ -117,15 +123,18 @@ async def measure(ready: list[tuple[Pair, list[Row]]], rounds: int, seed: int, n
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     wanted, every = contenders(options.transports, options.peers), shapes(options.blocks)
-    ready = await start(wanted, options.blocks, every)
+    memcpy = Memcpy(options.blocks, options.pages)
+    ready = await start(wanted, options.blocks, options.pages, every)
     try:
-        found = await measure(ready, options.rounds, options.seed, options.blocks)
+        found = await measure(ready, memcpy, options.rounds, options.seed, every)
     finally:
         await asyncio.gather(*(pair.aclose() for pair, _ in ready))
     return {
         "machine": machine(),
         "rounds": options.rounds,
         "blocks": options.blocks,
+        "pages": options.pages,
+        "huge_share": memcpy.huge_share(),
         "memcpy": found.of("memcpy"),
         "rows": [
             {**row, "contender": pair.contender.name, **found.of(row["name"])} for pair, rows in ready for row in rows
@@ -139,11 +148,11 @@ def names(text: str) -> list[str]:
 
 def print_report(figures: dict[str, Any]) -> None:
     """Show everything."""
-    console = Console(width=max(Console().width, 172))
+    console = Console(width=max(Console().width, 220))
     console.print(_table(figures))
     where = figures["machine"]
     console.print(
-        f"{where['cpu']}, {where['cores']} cores, "
+        f"{where['cpu']}, {where['cores']} cores, {figures['pages']} pools, {figures['huge_share']:.0%} in huge pages, "
         f"load average {where['load_average']} at the end of {figures['rounds']} "
         "rounds; read: first read to last byte verified; busy: with a read under way; whole: open to commit",
         highlight=False,
@@ -152,11 +161,11 @@ def print_report(figures: dict[str, Any]) -> None:
 
 
 def _table(figures: dict[str, Any]) -> Table:
-    table = Table(title=f"{figures['blocks']:,} scattered blocks of 32 KiB unless said otherwise; GB/s, best round")
+    table = Table(title=f"{figures['blocks']:,} scattered blocks of 32 KiB unless said otherwise; GB/s, median (range)")
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("path", lambda row: row["name"]),
         ("read", _number("many read")),
-        ("x memcpy", lambda row: f"{row['many read'] / figures['memcpy']['many read']:.2f}"),
+        ("x memcpy", lambda row: f"{row['many read'][0] / figures['memcpy']['many read'][0]:.2f}"),
         ("busy", _number("many busy")),
         ("whole", _number("many whole")),
         ("16 layers", _number("layers read")),
@@ -175,7 +184,13 @@ def _table(figures: dict[str, Any]) -> Table:
 
 
 def _number(key: str, digits: int = 2) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row[key]:,.{digits}f}" if key in row else ""
+    def cell(row: dict[str, Any]) -> str:
+        if key not in row:
+            return ""
+        median, low, high = (f"{value:,.{digits}f}" for value in row[key])
+        return f"{median} ({low}-{high})"
+
+    return cell
 
 
 def _cpu(end: str) -> Callable[[dict[str, Any]], str]:
@@ -192,7 +207,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=1, help="of the order within rounds")
     parser.add_argument("--transports", type=names, help="default: all that kvrelay has")
-    parser.add_argument("--peers", type=names, help="nixl, mooncake; default: all")
+    parser.add_argument("--peers", type=names, help="plain, nixl, mooncake; default: all")
+    parser.add_argument("--pages", choices=("shared", "huge"), default="shared", help="of the pools")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     figures = asyncio.run(run(options))
