@@ -1,8 +1,9 @@
 /* One read: scattered rows copied and hashed as they land.
  *
  * Bytes land in the order of the rows; chunk i is the i-th pieces_per_chunk * piece_bytes of them. In a large read a
- * chunk of one piece is hashed in the pass that copies it, from the registers that are stored: 64 MiB in 32 KiB
- * chunks take 10 ms instead of 13, and 8 without hashes (Sapphire Rapids). Otherwise it is hashed where it landed,
+ * chunk of one piece is hashed in the pass that copies it, from the registers that are stored: beside other work that
+ * takes the caches, 64 MiB in 32 KiB chunks took 10 ms instead of 13; on a quiet machine 9 ms either way, and 8
+ * without hashes (an Intel Xeon). Otherwise it is hashed where it landed,
  * in the target, while the caches still hold it. Called without the interpreter's lock; another thread may look at
  * `landed`.
  */
