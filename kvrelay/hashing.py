@@ -228,12 +228,17 @@ def table_extension() -> Any:
     return HASH_TABLE.load_or_none(instead="the hash index runs in Python")
 
 
+def table_seed() -> int:
+    """Of a table of hashes: random, so that no client can choose prompts whose hashes collide in it."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
 def new_hash_index() -> HashIndex:
-    """An empty index. Its seed is random, so that no client can choose prompts whose hashes collide in it."""
+    """An empty index."""
     extension = table_extension()
     if extension is None:
         return PythonHashIndex()
-    index: HashIndex = extension.HashTable(int.from_bytes(os.urandom(8), "little"))
+    index: HashIndex = extension.HashTable(table_seed())
     return index
 
 

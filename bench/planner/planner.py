@@ -43,7 +43,7 @@ def guess_of(day: Day) -> WorkerCounts:
     """What `kvrelay plan` says of the day's requests."""
     own, kind = day.setting, day.setting.kind
     limits = CountLimits(max_prefill=own.most, max_decode=own.most, total=2 * own.most)
-    _, wanted = planned(day.entries, model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
+    *_, wanted = planned(day.entries, model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
     return wanted.counts(limits)
 
 

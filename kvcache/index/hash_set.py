@@ -1,24 +1,18 @@
 """Sets of hashes that keep the order in which they came: one call for many hashes. Pure.
 
-In C (native/hash_set.c) where there is a compiler, at 30 bytes a hash; else a dict, at about 150. Both do the same.
+In C (native/hash_set.c) where there is a compiler; else a dict. Both do the same.
 """
 
 import functools
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from kvrelay.hashing import HASH_BYTES, HASH_TABLE
+from kvrelay.hashing import HASH_BYTES, HASH_TABLE, table_seed
 from kvrelay.native.build import NativeLibrary
 from kvrelay.types import BlockHash
 
-_TABLE, _TABLE_HEADERS = HASH_TABLE.sources[1], HASH_TABLE.headers
-LIBRARY = NativeLibrary(
-    "kvrelay_hash_set",
-    [Path(__file__).parent / "native" / "hash_set.c"],
-    [*_TABLE_HEADERS, _TABLE],  # it includes the table's source, too
-    is_extension=True,
+LIBRARY = NativeLibrary.extension(
+    "kvrelay_hash_set", __file__, "hash_set.c", [*HASH_TABLE.headers, HASH_TABLE.sources[1]]
 )
 
 
@@ -75,8 +69,8 @@ def extension() -> Any:
 
 
 def new_hash_set(hashes: Iterable[BlockHash] = ()) -> HashSet:
-    """A set of these. Its seed is random, so that no client can choose prompts whose hashes collide in it."""
+    """A set of these."""
     module = extension()
-    fresh: HashSet = PythonHashSet() if module is None else module.HashSet(int.from_bytes(os.urandom(8), "little"))
+    fresh: HashSet = PythonHashSet() if module is None else module.HashSet(table_seed())
     fresh.add(tuple(hashes))
     return fresh

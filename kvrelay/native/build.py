@@ -62,9 +62,9 @@ class NativeLibrary:
     is_extension: bool = False  # a Python extension module, not a library for ctypes
 
     @classmethod
-    def extension(cls, name: str, module_file: str, source: str) -> "NativeLibrary":
-        """Of one source in the folder `native` beside a module's file."""
-        return cls(name, [Path(module_file).parent / "native" / source], is_extension=True)
+    def extension(cls, name: str, module_file: str, source: str, includes: Sequence[Path] = ()) -> "NativeLibrary":
+        """Of one source in the folder `native` beside a module's file, which includes others."""
+        return cls(name, [Path(module_file).parent / "native" / source], list(includes), is_extension=True)
 
     def load(self) -> Any:
         """Raises BackendUnavailable."""

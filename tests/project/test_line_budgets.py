@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_620,
+    "kvrelay": 5_625,
     "kernels": 6_600,
     "kvcache": 6_660,
     "engine": 11_850,
@@ -30,7 +30,7 @@ BUDGETS = {  # Python lines
     "router": 6_550,
     "serve": 9_990,
     "cluster": 21_580,
-    "bench": 12_990,
+    "bench": 13_070,
 }
 
 

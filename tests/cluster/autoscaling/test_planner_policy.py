@@ -344,6 +344,11 @@ def note_exits(monkeypatch: pytest.MonkeyPatch, note: list[str]) -> None:
     own = SimpleNamespace(get_runtime_context=lambda: context, kill=lambda *_, **__: note.append("exit"))
     monkeypatch.setattr("kvrelay.cluster.deployments.worker.ray", own)
 
+    async def all_of_it(wanted_s: float) -> float:
+        return wanted_s
+
+    monkeypatch.setattr("kvrelay.cluster.deployments.worker.time_to_stop_s", all_of_it)
+
 
 async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_check(monkeypatch):
     replica: Any = object.__new__(Replicated)
