@@ -1,4 +1,4 @@
-"""Ray Serve autoscaling policies: the planner's, with what it observes and remembers, and a policy by utilisation.
+"""Ray Serve's autoscaling policy: the planner's, with what it observes and remembers.
 
 May import kvrelay, cluster/profiles, cluster/registry, router, serve.
 """
