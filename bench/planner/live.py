@@ -6,7 +6,8 @@ Starts `kvrelay serve` with planner.mode=auto, at most two workers of a role, an
 The planner goes by a profile of a worker far slower than it (`SLOW`), so that two cores carry every load and the counts
 depend on the load alone. Each phase lasts at least --load-s, and until its counts are there. Prints each role's lowest
 and highest target and running workers in each phase, how often the targets changed, when the phase's counts ran, the
-requests and the failed ones. With --switch-roles workers change their roles before processes start, and are counted by
+requests and the failed ones; and, where a worker came, TTFT and TPOT p99 of the requests before it and of those in the
+SETTLED_S after. With --switch-roles workers change their roles before processes start, and are counted by
 their roles instead of by Serve's deployments. Exits with 1 when a request failed or lacks a token, a phase did not
 reach its counts, a count changed more often than from one to the other, or it left its bounds.
 """
@@ -25,6 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.figures import show
 from kvrelay.cluster.chaos.served import running_serve
 from kvrelay.cluster.errors import ClusterError
@@ -37,7 +40,8 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
 ROLES = ("prefill", "decode")
 MOST = 2  # workers of a role
-PHASE_S, POLL_S = 120.0, 0.5
+PHASE_BITS = 20  # of a request's index, above which its phase's number stands
+PHASE_S, POLL_S, SETTLED_S = 120.0, 0.5, 15.0
 _CURVE = {"overhead_s": 0.0, "weights_s": 0.01, "token_s": 0.002, "pair_s": 0.0, "context_s": 0.0}
 SLOW = {
     "name": "slow", "prefill": _CURVE, "decode": {**_CURVE, "sequence_s": 0.008}, "block_size": 16, "num_blocks": 4096,
@@ -202,7 +206,7 @@ async def drive(
                 passed_s = time.monotonic() - begun_s
                 return passed_s < least_s or (passed_s < least_s + PHASE_S and not run.has_reached(phase.wanted))
 
-            await run_load(target, itertools.takewhile(goes_on, phase.requests(number << 20)), result=run.load)
+            await run_load(target, itertools.takewhile(goes_on, phase.requests(number << PHASE_BITS)), result=run.load)
     return run
 
 
@@ -220,6 +224,13 @@ def rows(run: Run) -> list[dict[str, Any]]:
         for key, has in (("counts wanted after s", "target"), ("they run after s", "running")):
             times = [sample.at_s - start_s for sample in seen if getattr(sample, has) == phase.wanted]
             row[key] = min(times, default=None)
+        came_s = next((b.at_s - start_s for a, b in pairwise(seen) if sum(b.running) > sum(a.running)), None)
+        records = [record for record in run.load.records if record.index >> PHASE_BITS == index]
+        for name in ("ttft_s", "tpot_s") if came_s is not None else ():
+            for when, from_s, until_s in (("before", 0.0, came_s), ("after", came_s, came_s + SETTLED_S)):
+                inside = [getattr(record, name) for record in records if from_s <= record.started_s < until_s]
+                times = [1000 * time_s for time_s in inside if time_s is not None]
+                row[f"{name[:4]} p99 ms {when}"] = float(np.percentile(times, 99)) if times else None
         found.append(row)
     return found
 
