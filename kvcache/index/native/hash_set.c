@@ -189,11 +189,11 @@ static PyObject *all_hashes(PyObject *self, PyObject *unused)
     return tuple;
 }
 
-/* clear(): what is large is freed, so that one burst does not keep its memory. */
+/* clear(): what is large (over about 1 MB) is freed, so that one burst does not keep its memory; a long prompt fits. */
 static PyObject *clear(PyObject *self, PyObject *unused)
 {
     HashSet *set = set_of(self);
-    if (set->capacity > 64 * FEWEST_ROWS) {
+    if (set->capacity > 512 * FEWEST_ROWS) {
         kr_table_clear(&set->table);
         memset(set->table.shards, 0, sizeof set->table.shards);
         free(set->column);
