@@ -21,7 +21,6 @@ from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 DAY_S = 86400.0
 NOISE = 0.15  # deviation of a quarter of an hour's rate from the curve, as a share
 NOISE_S = 900.0
-LEVEL, LAG_S = 0.1, 300.0  # of past days: deviation of the level; how much earlier or later they go
 
 Curve = Callable[[float], float]
 """Share of the highest rate, by the hour of the day."""
@@ -126,9 +125,14 @@ def stretched_days(
         rates: whose arrivals, of an hour or so, are the day's curve, which begins where they are fewest.
         per_day: requests of a day, about.
     """
-    shape, draw = _from_low(rates), random.Random(f"stretched:{seed}")
-    times = sorted(at_s for day in range(num_days) for at_s in _times(shape, per_day, draw, day * day_s, day_s))
-    entries = load_trace(requests, seed=seed)
+    shape = _from_low(rates)
+    entries, times, draw = load_trace(requests, seed=seed), [], random.Random(f"stretched:{seed}")
+    weights = list(accumulate(shape))
+    for day in range(num_days):
+        for _ in range(per_day):
+            place = bisect_right(weights, draw.random() * weights[-1])
+            times.append((day + (place + draw.random()) / len(shape)) * day_s)
+    times.sort()
     named = with_own_blocks(entries)
     size = 1 + max(max(one.hash_ids) for one in named)
     made = []
@@ -137,35 +141,6 @@ def stretched_days(
         one = named[place]
         made.append(replace(one, arrival_s=at_s, hash_ids=tuple(again * size + block for block in one.hash_ids)))
     return made
-
-
-def _times(shape: Sequence[float], number: int, draw: random.Random, first_s: float, day_s: float) -> list[float]:
-    """So many arrivals, spread as a day's shape."""
-    weights = list(accumulate(shape))
-    return [
-        first_s + (bisect_right(weights, draw.random() * weights[-1]) + draw.random()) / len(shape) * day_s
-        for _ in range(number)
-    ]
-
-
-def past_arrivals(rates: Sequence[Path], *, num_days: int, per_day: int, seed: int, day_s: float) -> list[float]:
-    """When requests came on days like a stretched one, before time 0. The hour is all there is of the real load, so
-    the days are made of it: each has a level of its own (LEVEL), quarters of an hour that are off (NOISE), and all of
-    its course earlier or later by up to LAG_S, by another time in the evening than in the morning.
-    """
-    shape, times, parts = _from_low(rates), list[float](), 10
-    num = parts * len(shape)
-    for day in range(-num_days, 0):
-        draw = random.Random(f"past:{seed}:{day}")
-        level, lags = draw.gauss(1.0, LEVEL), [draw.uniform(-LAG_S, LAG_S) for _ in range(2)]
-        noise = [draw.gammavariate(NOISE**-2, NOISE**2) for _ in range(math.ceil(day_s / NOISE_S))]
-        course = []
-        for part in range(num):
-            at_s = part * day_s / num
-            lag_s = lags[0] + (lags[1] - lags[0]) * at_s / day_s
-            course.append(noise[int(at_s // NOISE_S)] * shape[int((at_s + lag_s) / day_s * len(shape)) % len(shape)])
-        times += _times(course, round(per_day * level), draw, day * day_s, day_s)
-    return sorted(times)
 
 
 def _from_low(rates: Sequence[Path], bins: int = 144) -> list[int]:

@@ -8,9 +8,7 @@ made     conversations with two peaks and agents in the afternoon and at night, 
 agents   agents alone: siblings that come together, hours with next to none
 azure    Mooncake's conversations at the rates of Azure's 2023 traces, their common hour stretched over the day
 
-planner      on its first day: no season is known
-history      with a file of seven past days of the same kind (planner.history), none of which goes as this one
-misled       with a file of seven days whose noon is this one's midnight: what a wrong season costs
+planner      on its first day: no season is known. `--second`: also on the day after another one of the same kind.
 reactive     Ray Serve's rule of ongoing requests for each role: its defaults, and with the targets that would have been
              best on that day, of nine
 static       searched for anew on each day (bench/planner/search.py): what it knows of it beforehand, the planner does
@@ -22,7 +20,6 @@ again when they are there.
 """
 
 import argparse
-from collections.abc import Sequence
 from itertools import product, starmap
 from pathlib import Path
 from statistics import median
@@ -30,7 +27,7 @@ from typing import Any
 
 from bench.figures import show
 from bench.planner.reactive import QueueTargets
-from bench.planner.runs import KINDS, PAST_DAYS, Day, Outcome, Runs, Setting, past_times
+from bench.planner.runs import KINDS, Day, Outcome, Runs, Setting
 from bench.planner.search import best_of, static_splits
 from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan import planned
@@ -43,26 +40,17 @@ def guess_of(day: Day) -> WorkerCounts:
     """What `kvrelay plan` says of the day's requests."""
     own, kind = day.setting, day.setting.kind
     limits = CountLimits(max_prefill=own.most, max_decode=own.most, total=2 * own.most)
-    *_, wanted = planned(day.entries, model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
+    *_, wanted = planned(day.entries(1), model_of(day.profile), PlanningTarget(kind.ttft_s, kind.tpot_s), limits)
     return wanted.counts(limits)
-
-
-def turned(past_s: Sequence[float], day_s: float) -> list[float]:
-    """The same days by half a day later, the last half in front."""
-    half_s = day_s / 2
-    return sorted(at_s + half_s if at_s < -half_s else at_s + half_s - PAST_DAYS * day_s for at_s in past_s)
 
 
 def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
     """By way: what was chosen, and what came of it."""
     most, found = day.setting.most, {}
     if "planner" in ways:
-        found["planner"] = "", day.planner("planner")
-    past_s = past_times(day.setting) if {"history", "misled"} & set(ways) else []
-    if "history" in ways:
-        found["planner, history"] = "", day.planner("planner, history", past_s)
-    if "misled" in ways:
-        found["planner, misled"] = "", day.planner("planner, misled", turned(past_s, day.setting.day_s))
+        found["planner"] = "", day.planner("planner", 1)
+    if "second" in ways:
+        found["planner, second day"] = "", day.planner("planner, second day", 2, period_s=day.setting.day_s)
     if "reactive" in ways:
         found["reactive, defaults"] = "", day.reactive(QueueTargets())
         tuned = {targets: day.reactive(targets) for targets in starmap(QueueTargets, product(PREFILLS, DECODES))}
@@ -126,7 +114,7 @@ def main() -> None:
     parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
     parser.add_argument("--drain", type=float, default=300.0)
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
-    parser.add_argument("--ways", default="planner,static", help="also: history, misled, reactive")
+    parser.add_argument("--ways", default="planner,static", help="also: second, reactive")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     runs, rows, summary = Runs(given.out), [], []

@@ -8,11 +8,10 @@ times as long as the profile says.
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from bench.planner.loads import made_days, past_arrivals, stretched_days
+from bench.planner.loads import made_days, stretched_days
 from bench.planner.reactive import QueueTargets, ReactiveSimulation
 from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
@@ -35,7 +34,6 @@ from kvrelay.router.planning.types import WorkerCounts
 
 WINDOW_S = 600.0
 KEPT = 0.9
-PAST_DAYS = 7  # in the file of `planner.history`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +74,18 @@ class Setting:
         return round(self.day_s / WINDOW_S)
 
 
-def entries_of(setting: Setting, num_days: int, seed: int) -> list[TraceEntry]:
+def entries_of(setting: Setting, num_days: int) -> list[TraceEntry]:
     """The days' requests."""
-    many: dict[str, Any] = {"num_days": num_days, "seed": seed, "day_s": setting.day_s}
+    many: dict[str, Any] = {"num_days": num_days, "seed": setting.seed, "day_s": setting.day_s}
     if setting.load == "made":
         return made_days(chat_per_s=0.9, agents_per_s=0.4, **many)
     if setting.load == "agents":
         return made_days(chat_per_s=0.0, agents_per_s=0.8, **many)
-    folder, rates = azure_files(setting)
-    return stretched_days(folder / "conversation_trace.jsonl", rates, per_day=per_day_of(setting), **many)
-
-
-def azure_files(setting: Setting) -> tuple[Path, list[Path]]:
     if setting.traces is None:
         raise SystemExit("--traces: the folder of conversation_trace.jsonl and the AzureLLMInferenceTrace files")
-    return setting.traces, [setting.traces / f"AzureLLMInferenceTrace_{name}.csv" for name in ("conv", "code")]
-
-
-def per_day_of(setting: Setting) -> int:
-    return round(20_000 * setting.hours / 24)
-
-
-def past_times(setting: Setting) -> list[float]:
-    """When requests came on PAST_DAYS other days of the same kind, before time 0."""
-    if setting.load == "azure":
-        _, rates = azure_files(setting)
-        own, day_s = setting, setting.day_s
-        return past_arrivals(rates, num_days=PAST_DAYS, per_day=per_day_of(own), seed=own.seed, day_s=day_s)
-    entries = entries_of(setting, PAST_DAYS, setting.seed + 1000)
-    return [one.arrival_s - PAST_DAYS * setting.day_s for one in entries]
+    rates = [setting.traces / f"AzureLLMInferenceTrace_{name}.csv" for name in ("conv", "code")]
+    per_day = round(20_000 * setting.hours / 24)
+    return stretched_days(setting.traces / "conversation_trace.jsonl", rates, per_day=per_day, **many)
 
 
 def slowed(profile: SimulatorProfile, factor: float) -> SimulatorProfile:
@@ -231,12 +212,15 @@ class Day:
     def __init__(self, setting: Setting, runs: Runs) -> None:
         self.setting, self._runs = setting, runs
         self.profile = slowed(find_profile(setting.profile), setting.slow)
+        self._entries: dict[int, list[TraceEntry]] = {}
 
-    @cached_property
-    def entries(self) -> list[TraceEntry]:
-        """The second of two days, from 0 on: sessions of the day before go on."""
-        both, day_s = entries_of(self.setting, 2, self.setting.seed), self.setting.day_s
-        return [replace(one, arrival_s=one.arrival_s - day_s) for one in both if one.arrival_s >= day_s]
+    def entries(self, num_days: int) -> list[TraceEntry]:
+        """The last of them is always the same one, shifted."""
+        if not self._entries:
+            both, day_s = entries_of(self.setting, 2), self.setting.day_s
+            last = [replace(one, arrival_s=one.arrival_s - day_s) for one in both if one.arrival_s >= day_s]
+            self._entries = {1: last, 2: both}
+        return self._entries[num_days]
 
     def scenario(self, counts: WorkerCounts, **fields: Any) -> Scenario:
         own, kind = self.setting, self.setting.kind
@@ -257,16 +241,20 @@ class Day:
             }
         )
 
-    def run(self, name: str, scenario: Scenario, simulation: Callable[..., Simulation] = Simulation) -> Outcome:
+    def run(
+        self, name: str, scenario: Scenario, num_days: int = 1, simulation: Callable[..., Simulation] = Simulation
+    ) -> Outcome:
         name = f"{self.setting.load} {self.setting.seed}: {name}"
         if name not in self._runs.outcomes:
-            began_s, entries, profile = time.process_time(), self.entries, self.profile
+            began_s, from_s = time.process_time(), (num_days - 1) * self.setting.day_s
+            entries = self.entries(num_days)
+            profile = self.profile
             if entries[0].hash_ids and entries[0].block_tokens != profile.block_size:
                 profile = profile.with_block_size(entries[0].block_tokens)
-            sim = simulation(scenario, profile, entries)
+            sim = simulation(scenario.model_copy(update={"warm_up_s": from_s}), profile, entries)
             sim.tally = WindowTally(sim.tally)
             simulated_worker.RESERVE_TIMEOUT_S = 2 * self.setting.kind.ttft_s
-            found = outcome(sim.run(), 0.0, self.setting.day_s)
+            found = outcome(sim.run(), from_s, num_days * self.setting.day_s)
             self._runs[name] = found
             summary = (
                 f"{100 * found.kept_share:.1f} %, {found.per_hour:.1f} good per worker-hour, {found.worker_hours:.0f} h"
@@ -276,26 +264,20 @@ class Day:
 
     # ---- ways to choose counts
 
-    def planner(self, name: str, past_s: Sequence[float] = ()) -> Outcome:
-        """past_s: when requests came before, which the planner reads from a file; none: no season is known."""
+    def planner(self, name: str, num_days: int, *, period_s: float = 0.0) -> Outcome:
+        """period_s: of the pattern that the planner may learn, since a bench's day may be short; 0: none."""
         own, kind = self.setting, self.setting.kind
-        settings: dict[str, Any] = {
+        settings = {
             "mode": "auto", "max_prefill": own.most, "max_decode": own.most,
             "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
         }  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            if past_s:
-                path = Path(folder) / "history.csv"
-                path.write_text("time\n" + "".join(f"{at_s:.3f}\n" for at_s in past_s))
-                settings["history"] = str(path)
-            scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})
-            period_s = own.day_s if past_s else 0.0  # a bench's day may be short
-            with mock.patch.object(operations, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
-                return self.run(name, scenario)
+        scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})
+        with mock.patch.object(operations, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
+            return self.run(name, scenario, num_days)
 
     def reactive(self, targets: QueueTargets) -> Outcome:
         simulation = partial(ReactiveSimulation, targets=targets, most=self.setting.most)
-        return self.run(f"reactive {targets}", self.scenario(WorkerCounts(1, 1)), simulation)
+        return self.run(f"reactive {targets}", self.scenario(WorkerCounts(1, 1)), simulation=simulation)
 
     def static(self, counts: WorkerCounts) -> Outcome:
         return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))

@@ -9,11 +9,9 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.history import season_from
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.room import NOTICE, RETRY_S, Room
 from kvrelay.cluster.autoscaling.worker_model import (
@@ -49,8 +47,8 @@ class PlannerPolicy:
 
     The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the
     incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s, and of the
-    cluster's room. It has 16 attributes, because Serve allows one object for feed, learned speeds, retirements, room,
-    planner, past days and saved state.
+    cluster's room. It has 15 attributes, because Serve allows one object for feed, learned speeds, retirements, room,
+    planner and saved state.
     """
 
     def __init__(self, drain_timeout_s: float = DRAIN_S, **settings: Any) -> None:
@@ -62,8 +60,6 @@ class PlannerPolicy:
         """
         self._settings = planner_settings_from(settings)
         self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
-        rules = rules_of(self._settings)
-        self._past = season_from(Path(path), rules.period_s) if (path := self._settings.history) else None
         self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
         self._retiring = {str(role): Retiring(drain_timeout_s) for role in Role}
         self._ordered: dict[str, Role] = {}  # the role that each worker is to take
@@ -223,8 +219,7 @@ class PlannerPolicy:
             learned = self.planner.state if self.planner is not None else self.resumed
             running = {role: _candidates(by_name, role) for role in Role}
             counts = self.planner.counts if self.planner is not None else counts_now(*self._placed(by_name, running))
-            rules, target = rules_of(self._settings), target_of(self._settings)
-            self.planner = Planner(model, target, limits, rules, counts, learned, self._past)
+            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts, learned)
         self.planner.model = model
         return self.planner
 

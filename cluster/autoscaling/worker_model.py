@@ -120,7 +120,7 @@ class LearnedModel:
 
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
-VERSION = 3  # of the saved state
+VERSION = 2  # of the saved state
 
 
 @dataclass(frozen=True, slots=True)

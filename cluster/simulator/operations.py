@@ -10,10 +10,8 @@ workers that change their role, and then take requests again: in a real cluster 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
-from kvrelay.cluster.autoscaling.history import season_from
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
 from kvrelay.cluster.autoscaling.worker_model import interval_of, model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.simulator.clock import Event
@@ -177,8 +175,7 @@ class Autoscaler:
         )
         counts = WorkerCounts(scenario.prefill, scenario.decode)
         rules = replace(rules_of(own), horizon_s=scenario.start_s)
-        past = season_from(Path(own.history), rules.period_s) if own.history else None
-        self._planner = Planner(self._model, target_of(own), limits, rules, counts, past=past)
+        self._planner = Planner(self._model, target_of(own), limits, rules, counts)
         self._feed = Feed(target_of(own))
         self._plan: ScalingPlan | None = None
         self._interval_s = interval_of(own)

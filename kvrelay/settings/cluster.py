@@ -150,11 +150,6 @@ class PlannerSettings(Section):
         "A worker's speed: a ready-made profile's name, or a file of `kvrelay profile --fit` at the same path on "
         "every node; default: learned from the workers' reports.",
     )
-    history: str | None = setting(
-        None,
-        "File of past days on the node of Serve's controller, so that the first day is planned with a season: CSV with "
-        "a header, or JSON lines, of `time` and `requests` (docs/scaling.md); default: only what the planner sees.",
-    )
     ttft_s: float | None = setting(
         None, "TTFT target to plan for; default: slo.ttft_s, else 5.", unit="s", gt=0, allow_inf_nan=False
     )

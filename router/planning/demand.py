@@ -1,16 +1,14 @@
 """The load to expect in the next minutes. Pure: times come with the observations.
 
-The rate's level and trend; how far the rate stays away from its usual level, how far it goes the way of past days
-(season.py), and how wrong that has been, each learned from what came of earlier forecasts; what requests are like is
-averaged over some minutes. All is plain data, which outlives the process that learned it (PlannerState).
+The rate's level and trend; of what exceeds the usual level, as much as was left of earlier excesses; a daily pattern,
+once the history shows it: the last hours went as the same hours of the day before; what requests are like is averaged
+over some minutes. All is plain data, which outlives the process that learned it (PlannerState).
 """
 
 import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import NamedTuple
 
-from kvrelay.router.planning.season import Season
 from kvrelay.router.planning.types import Interval, Workload
 
 VOLATILITY = 0.07  # standard deviation of a rate's change in a minute, as a share of the rate
@@ -18,13 +16,15 @@ DAMPING = 0.95  # of the trend, per interval ahead
 SLACK_SIGMAS = 0.5  # part of each surprise that the change test ignores
 CHANGE_SIGMAS = 8.0  # sum of the rest that is a change: noise alone reaches it once in some 20,000 intervals
 
-USUAL_HORIZONS = 10.0  # over which the usual level is averaged
-OUTLOOK_HALF_LIFE_S = 2 * 3600.0  # of the memory of past forecasts
-CAME_S = 60.0  # over which what came is counted
-MOST_RATIO = 2.0  # times the usual level: larger differences count as so much
-EXCESS_BELIEF = (1.0, 0.3)  # prior: the share of an excess that stays, and its weight as a sum of squares
-SEASON_BELIEF = (0.5, 0.2)  # the same of a change that past days had
-ERROR_BELIEF = (0.2, 3.0)  # prior: deviation of a forecast, as a share of the usual level, and its weight in horizons
+STAY_HALF_LIFE_S = 4 * 3600.0  # of the memory of past excesses
+STAY_SIGMAS = 2.0  # deviations above the usual level from which a level is an excess
+STAY_MOST = 2.0  # times the usual level: a larger excess counts as so much
+STAY_BELIEF = 300.0  # prior: an excess of the usual level's size that stayed for so many seconds
+
+BIN_S = 300.0  # of the history
+MATCH_BINS = 24  # that must correlate with those a period ago
+MATCH_CORRELATION = 0.7
+MOST_GROWTH = 2.0  # of a period over the one before, and its inverse
 
 SHAPE_HALF_LIFE_S = 600.0
 SHAPE_SIGMAS = 6.0  # of an interval's mean length, as a logarithm, from the remembered one: other requests have come
@@ -130,91 +130,94 @@ def _sigmas(count: int, expected: float) -> float:
     return 2.0 * (math.sqrt(count + 0.375) - math.sqrt(expected + 0.375))
 
 
-class Guess(NamedTuple):
-    """A forecast whose time has not come yet: times the usual level then."""
-
-    at_s: float
-    usual: float
-    excess: float
-    season: float
-    ratio: float
-
-
 @dataclass(slots=True)
-class Outlook:
-    """How a rate goes on, a horizon later: a regression on its excess over the usual level and on the change that past
-    days had, and the deviation of what came from that.
+class ExcessMemory:
+    """The share of a sudden excess that is left a horizon later, learned from past ones (the slope of a regression
+    through 0).
 
-    Requests that arrive together are gone before a worker started for them serves, a step of the load stays, and a load
-    that jumps again and again needs workers that are there already: which of them it is, is learned. So is whether this
-    day goes as past ones.
+    Requests that arrive together are gone before a worker started for them serves; a step of the load stays.
     """
 
     usual: float | None = None  # the slowly averaged level
-    guesses: list[Guess] = field(default_factory=list)  # of the last horizon
-    came: list[tuple[float, float, float]] = field(default_factory=list)  # (end, seconds, arrivals) of CAME_S
-    moments: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Sums of excess², excess x season, season², excess x what came, season x what came."""
-    errors: float = ERROR_BELIEF[0] ** 2 * ERROR_BELIEF[1]
-    weight: float = ERROR_BELIEF[1]
+    recent: list[tuple[float, float, float]] = field(default_factory=list)  # (time, usual level, excess), of a horizon
+    then: float = 0.0  # regression sums over finished excesses, relative to the usual level, in seconds
+    later: float = 0.0
 
-    def observe(
-        self, trend: RateTrend, days: tuple[float, float] | None, seen: Interval, burstiness: float, horizon_s: float
-    ) -> None:
-        """Learn from forecasts whose time has come, and make the next one.
+    def left(self, level: float) -> float:
+        """The part of this level that is left a horizon later."""
+        if self.usual is None or level <= self.usual:
+            return level
+        share = min(max((self.later + STAY_BELIEF) / (self.then + STAY_BELIEF), 0.0), 1.0)
+        return self.usual + share * (level - self.usual)
 
-        Args:
-            days: the rates that past days had now and a horizon later, times their usual level; None: unknown.
-        """
+    def observe(self, level: float, deviation: float, now_s: float, seconds: float, horizon_s: float) -> None:
         if self.usual is None:
-            self.usual = trend.level
-        now_s, seconds = seen.end_s, seen.seconds
-        self.came = [one for one in self.came if one[0] > now_s - CAME_S] + [(now_s, seconds, float(seen.arrivals))]
-        keep = 0.5 ** (seconds / OUTLOOK_HALF_LIFE_S)
-        self.moments = [keep * one for one in self.moments]
-        self.errors, self.weight = keep * self.errors, keep * self.weight
-        rate = sum(one[2] for one in self.came) / sum(one[1] for one in self.came)
-        while self.guesses and self.guesses[0].at_s <= now_s - horizon_s - CAME_S:
-            self._learn(self.guesses.pop(0), rate, burstiness, seconds / horizon_s)
-        self.usual += (1.0 - math.exp(-seconds / max(USUAL_HORIZONS * horizon_s, seconds))) * (trend.level - self.usual)
-        if self.usual > 0.0:
-            now, ahead = days or (1.0, 1.0)
-            excess, season = trend.ahead(horizon_s) / self.usual - now, ahead - 1.0
-            stays, follows = self._shares()
-            ratio = max(0.0, 1.0 + stays * excess + follows * season)
-            self.guesses.append(Guess(now_s, self.usual, excess, season, ratio))
+            self.usual = level
+        while self.recent and self.recent[0][0] <= now_s - horizon_s:
+            _, usual, excess = self.recent.pop(0)
+            most = STAY_MOST * usual
+            then = min(excess, most) / usual
+            later = min(max(level - usual, 0.0), excess, most) / usual
+            self.then += then * then * seconds
+            self.later += then * later * seconds
+        keep = 0.5 ** (seconds / STAY_HALF_LIFE_S)
+        self.then, self.later = keep * self.then, keep * self.later
+        self.usual += (1.0 - 0.5 ** (seconds / max(horizon_s, seconds))) * (level - self.usual)
+        excess = level - self.usual
+        if self.usual > 0.0 and excess > STAY_SIGMAS * deviation:
+            self.recent.append((now_s, self.usual, excess))
 
-    def _learn(self, guess: Guess, rate: float, burstiness: float, horizons: float) -> None:
-        came = rate / guess.usual - 1.0
-        count = guess.usual * CAME_S  # few requests say little
-        weight = horizons * count / (count + burstiness)
-        scale = min(1.0, MOST_RATIO / max(abs(guess.excess), abs(guess.season), abs(came), 1e-9))
-        excess, season, then = scale * guess.excess, scale * guess.season, scale * came
-        new = (excess * excess, excess * season, season * season, excess * then, season * then)
-        self.moments = [old + weight * value for old, value in zip(self.moments, new, strict=True)]
-        error = min(abs(came + 1.0 - guess.ratio), MOST_RATIO)
-        noise = burstiness * rate / CAME_S / guess.usual**2  # of the count alone
-        self.errors += weight * (error * error - noise)
-        self.weight += weight
 
-    def _shares(self) -> tuple[float, float]:
-        """Of an excess that stays, and of past days' change that comes: least squares from the priors."""
-        excess2, both, season2, excess_came, season_came = self.moments
-        (stays, trust), (follows, faith) = EXCESS_BELIEF, SEASON_BELIEF
-        excess2, season2 = excess2 + trust, season2 + faith
-        excess_came, season_came = excess_came + trust * stays, season_came + faith * follows
-        size = excess2 * season2 - both * both
-        found = (excess_came * season2 - season_came * both) / size, (season_came * excess2 - excess_came * both) / size
-        return min(max(found[0], 0.0), 1.0), min(max(found[1], 0.0), 1.0)
+@dataclass(slots=True)
+class SeasonalPattern:
+    """A daily pattern of the arrival rate, used once the history shows it: mean rates in bins of BIN_S, over at most
+    two periods.
+    """
 
-    def ahead(self, level: float) -> float:
-        """The latest forecast; `level` before there is one."""
-        return self.guesses[-1].ratio * self.guesses[-1].usual if self.guesses else level
+    bins: list[float] = field(default_factory=list)
+    start_s: float | None = None  # of the current bin
+    sum: float = 0.0
+    seconds: float = 0.0
 
-    @property
-    def deviation(self) -> float:
-        """Of what comes from what is forecast, in requests per s."""
-        return (self.usual or 0.0) * math.sqrt(max(self.errors, 0.0) / self.weight)
+    def observe(self, end_s: float, arrivals: int, seconds: float, period_s: float) -> None:
+        if self.start_s is None:
+            self.start_s = end_s - seconds
+        self.sum += arrivals
+        self.seconds += seconds
+        if end_s - self.start_s >= BIN_S:
+            most = 2 * _num_bins(period_s)
+            passed = max(1, min(int((end_s - self.start_s) / BIN_S), most))
+            self.bins += [self.sum / self.seconds] * passed  # a gap is filled with the rate over it
+            del self.bins[:-most]
+            self.start_s += passed * BIN_S
+            self.sum = self.seconds = 0.0
+
+    def ahead(self, seconds: float, period_s: float) -> float | None:
+        """The rate a period before that time, scaled by the growth since; None: the history shows no period."""
+        bins, length = self.bins, _num_bins(period_s)
+        if len(bins) < length + MATCH_BINS:
+            return None
+        now, before = bins[-MATCH_BINS:], bins[-length - MATCH_BINS : -length]
+        if _correlation(now, before) < MATCH_CORRELATION:
+            return None
+        growth = min(max(sum(now) / sum(before), 1.0 / MOST_GROWTH), MOST_GROWTH)
+        reach = max(1, math.ceil(seconds / BIN_S))
+        first = len(bins) - length
+        return growth * max(bins[first + step] for step in range(min(reach + 1, length)))
+
+
+def _num_bins(period_s: float) -> int:
+    return max(2, round(period_s / BIN_S))
+
+
+def _correlation(left: list[float], right: list[float]) -> float:
+    """0 if either series is constant, or is all zero."""
+    mean_left, mean_right = sum(left) / len(left), sum(right) / len(right)
+    product = sum((a - mean_left) * (b - mean_right) for a, b in zip(left, right, strict=True))
+    size = sum((a - mean_left) ** 2 for a in left) * sum((b - mean_right) ** 2 for b in right)
+    if size <= 1e-12 or mean_right <= 0:
+        return 0.0
+    return product / math.sqrt(size)
 
 
 @dataclass(slots=True)
@@ -296,27 +299,27 @@ class Demand:
     horizon_s: float  # how far ahead `expected` looks
     period_s: float  # of a repeating pattern; 0: none
     trend: RateTrend = field(default_factory=RateTrend)
-    outlook: Outlook = field(default_factory=Outlook)
+    excess: ExcessMemory = field(default_factory=ExcessMemory)
     shape: RequestShape = field(default_factory=RequestShape)
-    season: Season = field(default_factory=Season)
+    season: SeasonalPattern = field(default_factory=SeasonalPattern)
 
     def observe(self, seen: Interval) -> None:
         """Learn from one interval; one without length is ignored."""
         if seen.seconds <= 0:
             return
-        self.trend.observe(seen.arrivals, seen.seconds, self.shape.burstiness)
-        days = None
-        if self.period_s:
-            self.season.observe(seen.start_s, seen.end_s, seen.arrivals, self.period_s)
-            days = self.season.course(seen.end_s, self.horizon_s, USUAL_HORIZONS * self.horizon_s, self.period_s)
-        self.outlook.observe(self.trend, days, seen, self.shape.burstiness, self.horizon_s)
+        trend = self.trend
+        trend.observe(seen.arrivals, seen.seconds, self.shape.burstiness)
+        self.excess.observe(trend.level, trend.deviation(0.0), seen.end_s, seen.seconds, self.horizon_s)
         self.shape.observe(seen)
+        if self.period_s:
+            self.season.observe(seen.end_s, seen.arrivals, seen.seconds, self.period_s)
 
     def expected(self, share: float = 0.5) -> float:
-        """Requests per s to plan for, `horizon_s` from now.
+        """Requests per s to plan for: the maximum of the rates until `horizon_s` from now.
 
-        share: probability that no more arrive; above a half it makes room for what is not known of the level, and for
-        what forecasts have been wrong by.
+        share: probability that no more arrive; above a half it makes room for the level's uncertainty and drift.
         """
-        ahead = self.outlook.ahead(self.trend.level)
-        return ahead + _NORMAL.inv_cdf(share) * max(self.trend.deviation(self.horizon_s), self.outlook.deviation)
+        ahead = self.excess.left(max(self.trend.level, self.trend.ahead(self.horizon_s)))
+        ahead += _NORMAL.inv_cdf(share) * self.trend.deviation(self.horizon_s)
+        seasonal = self.season.ahead(self.horizon_s, self.period_s) if self.period_s else None
+        return max(ahead, seasonal or 0.0)

@@ -13,7 +13,6 @@ from kvrelay.router.planning import split
 from kvrelay.router.planning.capacity import context_of
 from kvrelay.router.planning.damping import Damper
 from kvrelay.router.planning.demand import Demand
-from kvrelay.router.planning.season import Season
 from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 CORRECTION_GAIN = 0.2
@@ -32,7 +31,7 @@ class PlannerRules:
 
     horizon_s: float = 60.0  # until a worker started now serves
     hold_s: float = 300.0  # fewer workers must have sufficed for so long
-    margin: float = 0.05  # share of extra load that fewer workers must still serve; no setting: the delay is the knob
+    margin: float = 0.15  # share of extra load that fewer workers must still serve; no setting: the delay is the knob
     catch_up_s: float = 30.0  # in which overdue prompts are to be computed
     period_s: float = 86400.0  # of a repeating pattern; 0: none
     switch_roles: bool = True  # a role takes what the other has to spare before workers are started
@@ -72,20 +71,17 @@ class Planner:
         rules: PlannerRules,
         counts: WorkerCounts,
         learned: PlannerState | None = None,
-        past: Season | None = None,
     ) -> None:
-        """learned: of an earlier planner, whose counts, limits and rules may have been others. past: of a file."""
+        """learned: of an earlier planner, whose counts, limits and rules may have been others."""
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
         start = limits.clipped(counts, within_total=True)._asdict()
         dampers = {role: Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for role, count in start.items()}
         if learned is None:
-            demand = Demand(rules.horizon_s, rules.period_s, season=past or Season())
+            demand = Demand(rules.horizon_s, rules.period_s)
             self.state = PlannerState(demand, dampers, dict.fromkeys(start, 0.0), dict.fromkeys(start, 1.0))
         else:
             resumed = {role: damper.resumed(learned.dampers[role]) for role, damper in dampers.items()}
-            demand = learned.demand
-            season = demand.season.after(past) if past is not None else demand.season
-            self.state = replace(learned, dampers=resumed, demand=replace(demand, season=season))
+            self.state = replace(learned, dampers=resumed)
 
     @property
     def counts(self) -> WorkerCounts:

@@ -1,4 +1,4 @@
-"""bench/planner/planner.py: how the best static split is searched for, its days, and the reactive contender."""
+"""bench/planner/planner.py: how the best static split is searched for, and the reactive contender."""
 
 import math
 import random
@@ -6,9 +6,8 @@ from itertools import product
 
 import pytest
 
-from bench.planner.loads import made_days, past_arrivals
+from bench.planner.loads import made_days
 from bench.planner.planner import summary_of
-from bench.planner.queue_model import DECODE, Queue
 from bench.planner.reactive import DelayedCount, QueueTargets
 from bench.planner.runs import Outcome
 from bench.planner.search import KEPT, best_of, better, static_splits
@@ -98,26 +97,3 @@ def test_a_reactive_count_is_what_ray_serve_decides():
         course.append(rays)
         assert count.step(wanted, 10.0 * number, 30.0, 120.0) == rays
     assert len(set(course)) > 4
-
-
-def test_past_days_are_like_the_day_and_none_is_it(tmp_path):
-    path = tmp_path / "rates.csv"
-    stamps = [f"2023-11-16 18:{at_s // 60:02d}:{at_s % 60:02d}.0000000" for at_s in range(3000)]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{one},10,10\n" for one in stamps))
-    many = {"num_days": 3, "per_day": 500, "day_s": 7200.0}
-    times, others = (past_arrivals([path], seed=seed, **many) for seed in (1, 2))
-    assert times == sorted(times) != others
-    days = [sum(-7200.0 * (ago + 1) <= at_s < -7200.0 * ago for at_s in times) for ago in range(3)]
-    assert sum(days) == len(times) and len(set(days)) == 3
-    assert all(350 < number < 650 for number in days)
-
-
-def test_in_the_queue_model_workers_serve_a_start_after_they_were_asked_for_and_are_paid_from_then_on():
-    prompts = [(10.0 * number, 15.0) for number in range(100)]  # too much for one worker
-    queue, span_s = Queue(prompts, ttft_s=60.0, start_s=100.0), 1000.0
-    kept = {number: queue.served(number, lambda *_, n=number: n, span_s) for number in (1, 2)}
-    assert kept[2] == (1.0, pytest.approx(100 / ((2 + DECODE) * span_s / 3600)))
-    assert kept[1][0] < 0.2
-    late = queue.served(1, lambda _, now_s: 2 if now_s >= 200.0 else 1, span_s)
-    soon = queue.served(1, lambda _, now_s: 2, span_s)
-    assert kept[1][0] < late[0] < soon[0]

@@ -6,7 +6,6 @@ import pytest
 
 from kvrelay.cluster.autoscaling import worker_model
 from kvrelay.cluster.autoscaling.worker_model import model_of
-from kvrelay.errors import ConfigError
 from kvrelay.router.planning import capacity
 from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, Workload
 from tests.cluster.simulator.simulator_cases import SETTINGS, chats, entry, everything_is_given_back, profile, simulate
@@ -106,14 +105,6 @@ def test_a_worker_changes_its_role_before_one_is_started(monkeypatch, may_switch
     assert all(one.engine.num_steps for one in changed)
     assert sum(sim.tally.outcomes.values()) == 1600 and set(sim.tally.outcomes) <= {"done", "overloaded"}
     everything_is_given_back(sim)
-
-
-def test_a_simulated_planner_reads_the_file_of_past_days(tmp_path):
-    path = tmp_path / "past.csv"
-    with pytest.raises(ConfigError, match=r"planner\.history"):
-        simulate(chats(2), settings=planned(history=str(path)))
-    path.write_text("time\n-600\n-300\n")
-    assert simulate(chats(2), settings=planned(history=str(path))).tally.outcomes == {"done": 2}
 
 
 def test_without_the_planner_counts_stay():

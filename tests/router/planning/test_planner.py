@@ -16,7 +16,6 @@ from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefi
 from kvrelay.router.planning.damping import Damper
 from kvrelay.router.planning.demand import Demand, RequestShape
 from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
-from kvrelay.router.planning.season import Season
 from kvrelay.router.planning.types import (
     CountLimits,
     Interval,
@@ -293,42 +292,31 @@ def of_the_day(hour: float) -> float:
     return 10.0 - 8.0 * math.cos(hour / 24 * 2 * math.pi) + (20.0 if 9 <= hour % 24 < 10 else 0.0)
 
 
-def errors(past_days: int, *, late_h: float = 0.0, horizon_s: float = 600.0) -> tuple[float, float]:
-    """(mean error of the forecasts from 12 to 24 h, that at 8.9 h) of a day that goes as its past ones, but later."""
-    step_s, found = 300.0, {}
-    demand = Demand(horizon_s, period_s=86400.0)
-    for number in range(-288 * past_days, 288):
-        lag_h = late_h if number >= 0 else 0.0
-        arrivals = round(of_the_day(number * step_s / 3600 - lag_h) * step_s)
+def seasonal(days: float, step_s: float = 300.0) -> Demand:
+    demand = Demand(horizon_s=600.0, period_s=86400.0)
+    for number in range(int(days * 86400 / step_s)):
+        arrivals = round(of_the_day(number * step_s / 3600) * step_s)
         demand.observe(Interval(number * step_s, (number + 1) * step_s, arrivals, 100 * arrivals))
-        came = of_the_day(((number + 1) * step_s + horizon_s) / 3600 - lag_h)
-        found[number + 1] = abs(demand.expected() - came) / came
-    return sum(found[number] for number in range(144, 289)) / 145, found[107]
+    return demand
 
 
-def test_a_rush_is_foreseen_from_the_day_before_and_better_from_several():
-    alone, once, often = (errors(days)[1] for days in (0, 1, 4))
-    assert alone > 0.4 > once >= often
+def test_the_second_day_is_foreseen_from_the_first():
+    first, second = seasonal(8.9 / 24), seasonal(1 + 8.9 / 24)
+    assert is_seasonal(second) and not is_seasonal(first)
+    assert first.expected() < 20.0  # it knows of no rush at nine
+    assert second.expected() > 30.0
 
 
-def test_past_days_that_go_otherwise_are_of_little_harm():
-    alone, misled = errors(0, late_h=12.0), errors(4, late_h=12.0)
-    assert misled[0] < 1.5 * alone[0] + 0.02
-    assert errors(4)[0] < alone[0] + 0.02  # the control: those that fit
+def is_seasonal(demand):
+    return demand.season.ahead(demand.horizon_s, demand.period_s) is not None
 
 
-def test_workers_for_the_rush_of_past_days_are_started_before_it():
-    past = Season()
-    for number in range(3 * 288):
-        rate = 8.0 if 108 <= number % 288 < 120 else 1.0  # from nine to ten
-        past.observe(number * 300.0 - 3 * 86400, number * 300.0 + 300 - 3 * 86400, 300 * rate, 86400.0)
-    told = []
-    for known in (None, past):
-        rules = replace(RULES, period_s=86400.0, horizon_s=120.0)
-        it = Planner(MODEL, TARGET, CountLimits(), rules, WorkerCounts(1, 1), past=known)
-        watch(it, [1.0] * 60, start=3240 - 61)  # until 10 s before nine
-        told.append(it.counts.prefill)
-    assert told[0] < told[1]
+def test_a_level_load_shows_no_season():
+    draw, demand = random.Random(5), Demand(horizon_s=600.0, period_s=86400.0)
+    for number in range(2 * 288):
+        arrivals = round(draw.gauss(1000, 32))
+        demand.observe(Interval(number * 300.0, number * 300.0 + 300.0, arrivals, 100 * arrivals))
+    assert not is_seasonal(demand)
 
 
 def test_what_requests_are_like_is_learnt():
@@ -424,28 +412,19 @@ def test_bursts_that_are_over_before_a_worker_could_start_are_learnt_to_be():
     assert told[0] > told[1] > told[2] and told[2] < 3.0
 
 
-def planned_for(demand: Demand, start: int, rate: float, looks: int) -> list[float]:
-    told = []
-    for number in range(start, start + looks):
-        demand.observe(seen(number, rate))
-        told.append(demand.expected(0.9))
-    return told
+def test_excesses_that_stay_are_believed_again_and_again():
+    demand = after_bursts(6, length=40)
+    assert then(demand, 420, 7.0, 1)[0] > 6.0
 
 
-def test_a_load_that_is_high_again_and_again_is_planned_for_as_high_and_in_between_too():
-    assert planned_for(after_bursts(6, length=40), 420, 7.0, 1)[0] > 7.0
-    swinging, calm = after_bursts(6, length=30), after_bursts(0, length=30)
-    assert planned_for(swinging, 420, 1.0, 18)[-1] > 4.0 > 1.5 > planned_for(calm, 60, 1.0, 378)[-1]
-
-
-def test_a_step_after_bursts_is_followed():
-    told = planned_for(after_bursts(4, length=6), 300, 7.0, 41)
-    assert told[0] < 3.5 and told[40] > 7.0
+def test_a_step_after_bursts_is_followed_within_two_starts():
+    told = then(after_bursts(4, length=6), 300, 7.0, 40)
+    assert told[0] < 3.0 and told[35] > 6.0
     assert all(after >= before - 0.05 for before, after in pairwise(told))
 
 
-def test_a_fall_is_followed_within_the_hour_whatever_bursts_there_were():
-    assert then(after_bursts(4, length=6), 300, 0.25, 360)[-1] == pytest.approx(0.25, abs=0.1)
+def test_a_fall_is_followed_whatever_bursts_there_were():
+    assert then(after_bursts(4, length=6), 300, 0.25, 30)[-1] == pytest.approx(0.25, abs=0.1)
 
 
 # ---- damping: the bound
@@ -578,8 +557,7 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
     first=st.tuples(st.integers(1, 30), st.integers(1, 30)),
 )
 @settings(max_examples=25, deadline=None)
-def test_a_constant_load_leads_to_counts_that_rise_no_more_and_fall_by_a_tenth_at_most(rate, start, kept, slow, first):
-    """The last workers that a jump brought go when the forecasts since have been right for long enough."""
+def test_a_constant_load_leads_to_constant_counts(rate, start, kept, slow, first):
     it = Planner(MODEL, TARGET, CountLimits(), RULES, WorkerCounts(*first))
     others = {
         "ttft_kept": kept,
@@ -594,9 +572,7 @@ def test_a_constant_load_leads_to_counts_that_rise_no_more_and_fall_by_a_tenth_a
         10 + 6 * int(RULES.hold_s / LOOK_S) + 150
     )  # five halvings from 30 to 1; strain and what requests are like learnt
     counts = [it.observe(seen(number, rate, **others)).counts for number in range(10, settled + 150)]
-    for course in zip(*counts[settled - 10 :], strict=True):
-        assert all(after <= before for before, after in pairwise(course)), course
-        assert course[0] - course[-1] <= max(1, course[0] // 10), course
+    assert len(set(counts[settled - 10 :])) == 1
 
 
 @given(
@@ -628,7 +604,7 @@ def test_a_queue_that_answers_to_its_workers_settles():
             kept = 0.97 if it.counts.prefill >= enough else 0.4
             counts.append(it.observe(seen(number, 4.0, ttft_kept=kept, tpot_kept=1.0, first_tokens=40)).counts)
         assert len(set(counts[150:])) == 1, enough
-        assert len(turns([each.prefill for each in counts])) <= 2  # at first the forecast has much room for errors
+        assert not turns([each.prefill for each in counts])
 
 
 def test_both_roles_follow_the_load_up_at_once_and_down_late():
@@ -744,7 +720,7 @@ def test_a_load_that_swings_switches_workers_instead_of_starting_and_stopping_th
         if (after.prefill - before.prefill) * (after.decode - before.decode) < 0
     ]
     assert len(trades) >= 4, switched
-    assert started(switched[1:]) <= started(apart[1:]) / 2  # both start the same for the first prompts
+    assert started(switched) <= started(apart) / 2
     assert sum(one.total for one in switched) < sum(one.total for one in apart)
     for role in ("prefill", "decode"):
         times = [index * LOOK_S for index in turns([getattr(one, role) for one in switched])]
