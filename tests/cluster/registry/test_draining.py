@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 PROGRAM = """
 import time, ray
 from ray.cluster_utils import Cluster
+from ray._private.state import actors
 from ray._private.worker import global_worker
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -25,22 +26,30 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_s
 drained = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 ray.init(address=cluster.address, log_to_driver=False)
 cluster.wait_for_nodes()
-there = NodeAffinitySchedulingStrategy(drained.node_id, soft=True)
-registry = ray.remote(RegistryActor).options(
+
+def placed_on_drained(create):
+    # a raylet hears of a new node some time after the GCS, and places elsewhere until then
+    for _ in range(100):
+        actor = create(NodeAffinitySchedulingStrategy(drained.node_id, soft=True))
+        ray.get(actor.__ray_ready__.remote())
+        [node_id] = [a["Address"]["NodeID"] for a in actors().values() if a["ActorID"] == actor._actor_id.hex()]
+        if node_id == drained.node_id:
+            return actor
+        ray.kill(actor)
+        time.sleep(0.2)
+    raise AssertionError("nothing is placed on the second node")
+
+registry = placed_on_drained(lambda there: ray.remote(RegistryActor).options(
     name=registry_name(APP_NAME), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
     scheduling_strategy=there,
-).remote("secret", "127.0.0.1", None)
+).remote("secret", "127.0.0.1", None))
 
 @ray.remote(num_cpus=0)
 class Replica:
-    def node_id(self):
-        return ray.get_runtime_context().get_node_id()
-
     async def time_to_stop_s(self, wanted_s):
         return await time_to_stop_s(wanted_s)
 
-replica = Replica.options(scheduling_strategy=there).remote()
-assert ray.get(replica.node_id.remote()) == drained.node_id
+replica = placed_on_drained(lambda there: Replica.options(scheduling_strategy=there).remote())
 assert ray.get(replica.time_to_stop_s.remote(1000.0)) == 1000.0
 record = WorkerRecord("decode-a", "decode", "e", "127.0.0.1", 1, "n", 1)
 ray.get(registry.heartbeat.remote(record))
