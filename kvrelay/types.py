@@ -1,7 +1,6 @@
 """Ids and small frozen records that all parts share. No behaviour beyond arithmetic."""
 
 import enum
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
@@ -37,18 +36,12 @@ class Role(enum.StrEnum):
 
 
 BOTH = "both"  # a worker that computes prompts for others, and decodes
-CHANGING = "changing"  # what a worker announces while its old role ends and it has none of the new one's requests yet
 WORKER_ROLES = (Role.PREFILL, Role.DECODE, BOTH)  # what the role of a worker may be
 
 
 def sides(role: str) -> tuple[Role, ...]:
     """Whose requests a worker of this role takes; none of a role that is not one of WORKER_ROLES."""
     return tuple(Role) if role == BOTH else tuple(side for side in Role if side == role)
-
-
-def role_of(taken: Collection[Role]) -> str:
-    """The role of a worker that takes these sides' requests; CHANGING: none's."""
-    return BOTH if len(taken) > 1 else str(*taken) or CHANGING
 
 
 class FinishReason(enum.StrEnum):

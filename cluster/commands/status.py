@@ -26,8 +26,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.settings.cluster import NEVER_NONE
 
 TIMEOUT_S = 10.0
-ANSWER_S = 30.0  # for a change of role, beyond its drain
-LONGEST_DRAIN_S = 3600.0  # where the cluster's own setting applies
+ANSWER_S = 30.0  # for a change of role
 LOOK_S = 0.5  # between looks at a rotation
 LOST_S = 60.0  # how long an ingress or the registry may not answer meanwhile: both may be replaced
 _STEPS = (
@@ -285,14 +284,14 @@ def role(
     worker: Annotated[str, typer.Argument(help="the worker's name, as `kvrelay status` shows it")],
     new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both")],
     drain: Annotated[
-        float | None, typer.Option(min=0, help="seconds for running sequences to move or end; default: the cluster's")
+        float | None, typer.Option(min=0, help="seconds for what runs there to move or end; default: the cluster's")
     ] = None,
     url: Url = None,
     address: Address = None,
     app: App = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Change a worker's role in place: drain, switch, announce."""
+    """Change a worker's role in place. It takes the new role's requests at once; what it still has moves or ends."""
     body = {"worker": worker, "role": new_role, "drain_s": drain}
     with addressed(url, address, app) as cluster:
         try:
@@ -301,13 +300,13 @@ def role(
                 f"{cluster.api_url}/kvrelay/role",
                 body,
                 headers=auth_headers(api_key or environment_api_key()),
-                timeout_s=ANSWER_S + (LONGEST_DRAIN_S if drain is None else drain),
+                timeout_s=ANSWER_S,
             )
         except RequestRefused as error:
             raise ClusterError(error.message) from error
     console = Console()
-    left = f", {answer['failed']} of them continue elsewhere" if answer["failed"] else ""
-    there = f" ({answer['sequences']} requests were there{left})" if answer["sequences"] else ""
+    what = "are computed again elsewhere" if answer["failed"] else "of the old role move or end now"
+    there = f"; {answer['sequences']} requests {what}" if answer["sequences"] else ""
     line = f"{worker}: {answer['before']} -> {answer['role']} in {answer['seconds']:.3f} s{there}"
     console.print(line, highlight=False, soft_wrap=True)
     if answer["notice"]:

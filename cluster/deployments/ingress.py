@@ -205,7 +205,7 @@ class IngressReplica:
         return handle
 
     async def set_role(self, body: bytes) -> dict[str, Any]:
-        """Change a worker's role: a RoleOrder; returns once that is done. Raises InvalidRequest (409): why it stays."""
+        """Change a worker's role: a RoleOrder. Raises InvalidRequest (409): why it stays."""
         try:
             order = msgspec.json.decode(body, type=RoleOrder)
         except msgspec.DecodeError as error:

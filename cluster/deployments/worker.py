@@ -89,7 +89,6 @@ class WorkerReplica:
         self._registry, joined, holding = await join_application(name, deployed, self._settings)
         self._background = [holding]
         self._ending: asyncio.Task[None] | None = None
-        self._changing: asyncio.Task[None] | None = None  # its role
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
         node_id = str(ray.get_runtime_context().get_node_id())
@@ -200,14 +199,11 @@ class WorkerReplica:
         """The planner has it retire, or take another role; repeated orders change nothing."""
         if not order.role:
             self._retire(order.drain_s)
-        elif order.role != self._worker.requests.role and (self._changing is None or self._changing.done()):
-            self._changing = asyncio.create_task(self._change_role(order), name=f"become {order.role}")
-
-    async def _change_role(self, order: Order) -> None:
-        try:
-            await self._worker.roles.change(order.role, order.drain_s)
-        except WorkerError as error:
-            logger.warning("%s", error)
+        elif order.role != self._worker.requests.role:
+            try:
+                self._worker.roles.change(order.role, order.drain_s)
+            except WorkerError as error:
+                logger.warning("%s", error)
 
     def _retire(self, drain_s: float) -> None:
         """The planner retires the worker: the same, before Serve removes the replica."""

@@ -89,7 +89,7 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a worker is to do: retire (""), or take this role; what it has then ends within `drain_s`."""
+    """What a worker is to do: retire (""), or take this role; what that does not take ends within `drain_s`."""
 
     drain_s: float
     role: str = ""

@@ -232,6 +232,12 @@ class SimulatedIngress:
             self.router.worker_down(worker.worker_id)
             self.start_deferred()
 
+    def role_changed(self, worker: SimulatedWorker) -> None:
+        """Place what its role takes now; what it has goes on."""
+        if self.links.is_connected(worker):
+            self.router.role_changed(worker.worker_id, worker.info.role)
+            self.start_deferred()
+
     def stop_flows(self, worker: SimulatedWorker) -> None:
         for attempt in self.attempts.values():
             if attempt.flow is not None and worker.worker_id in (attempt.decision.prefill, attempt.decision.decode):

@@ -3,8 +3,8 @@
 A crashed worker's connections end, and ingresses know after `detect_s`. A frozen worker keeps its connections and sends
 nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a crash has an empty cache and a new
 epoch. Workers that retire are chosen by what would be lost (cluster/autoscaling/retirement.py). They get nothing new
-and stop when they have finished, after `drain_s` in any case; what they had then is retried on other workers. So do
-workers that change their role, and then take requests again: in a real cluster their sequences would move at once.
+and stop when they have finished, after `drain_s` in any case; what they had then is retried on other workers. Workers
+that change their role take its requests at once and finish what they have, likewise: in a real cluster it would move.
 """
 
 from collections import defaultdict
@@ -80,16 +80,17 @@ class SimulatedFleet:
         return [one for one in self.live_workers() if one.role is role and not one.is_draining]
 
     def num_coming(self, role: Role) -> int:
-        """Workers that will serve in this role: those that start, and those that change to it."""
-        return len(self._starting[role]) + sum(worker.becomes is role for worker in self.live_workers())
+        """Workers that start in this role."""
+        return len(self._starting[role])
 
     def switch(self, switches: Mapping[str, Role]) -> None:
-        """Have workers change their roles, each when it has finished what it has."""
+        """Have workers take these roles."""
         for role in set(switches.values()):
             found = [one for one in self.live_workers() if switches.get(one.worker_id) is role and not one.is_draining]
             for worker in found:
-                worker.becomes = role
-                self._retire(worker)
+                worker.take_role(role, self.scenario.drain_s)
+                for ingress in self.ingresses:
+                    ingress.role_changed(worker)
             self.num_switches += len(found)
             self.changes += [
                 (self.clock.now_s, str(one), len(self.serving(one)) + self.num_coming(one)) for one in Role if found
@@ -131,14 +132,8 @@ class SimulatedFleet:
         if not worker.is_alive:
             return
         if worker.is_idle or self.clock.now_s >= until_s:
-            if worker.becomes is None:
-                worker.stop()
+            worker.stop()
             self.drop(worker)
-            if worker.becomes is not None:
-                worker.take_role(worker.becomes)
-                for ingress in self.ingresses:
-                    worker.reports.unsubscribe(ingress.links)
-                    ingress.worker_up(worker)
         else:
             self.clock.after(DRAIN_CHECK_S, self._check_drained, worker, until_s)
 

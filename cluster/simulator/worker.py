@@ -20,7 +20,7 @@ from kvrelay.cluster.simulator.steps import Machine, WorkerSteps
 from kvrelay.cluster.simulator.tiers import make_tiers
 from kvrelay.cluster.simulator.worker_reports import LoadSubscriber, WorkerReports
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.plane.messages import PREEMPTED, TokenOutput
+from kvrelay.plane.messages import DRAINED, PREEMPTED, TokenOutput
 from kvrelay.plane.reports import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.serve.requests.retries import RESERVE_TIMEOUT_S
 from kvrelay.types import Fingerprint, Role, sides
@@ -51,7 +51,6 @@ class SimulatedWorker:
         scenario, settings, clock = world.scenario, world.settings, world.clock
         profile = scenario.profile_of(role, world.profile)
         self.worker_id, self.role, self.node_id = worker_id, role, node_id
-        self.becomes: Role | None = None  # the role that it takes when it has drained
         self._curves = {Role.PREFILL: profile.prefill, Role.DECODE: profile.decode}
         self._clock, self._sources = clock, world.sources
         self.engine = SimulatedEngine(
@@ -99,6 +98,7 @@ class SimulatedWorker:
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._will_turn = False
         self._tier_timeout: Event | None = None
+        self._role_deadline: Event | None = None  # of what is left of an earlier role
 
     # ---- requests of ingresses
 
@@ -130,7 +130,7 @@ class SimulatedWorker:
     def _admit(self, attempt: SimulatedAttempt, call: Callable[..., object], *args: Any) -> bool:
         if not self.is_alive:
             return False  # the ingress learns of that otherwise
-        if self.is_draining:
+        if self.is_draining or self._side_of(attempt) not in sides(self.info.role):
             self.reports.send(attempt.failed, self.worker_id, "draining")
             return False
         self.attempts[attempt.id] = attempt
@@ -295,11 +295,27 @@ class SimulatedWorker:
         """Tokens of output that the client has, as of the steps that ended."""
         return self.engine.num_output(attempt_id)
 
-    def take_role(self, role: Role) -> None:
-        """In place, once it has drained. Engine and cache stay; neighbours slow it as before."""
-        self.role, self.becomes, self.is_draining = role, None, False
+    def take_role(self, role: Role, drain_s: float) -> None:
+        """In place, as engine/worker/role_switch.py does. Engine and cache stay; neighbours slow it as before."""
+        self.role = role
         self.engine.curve = self._curves[role]
         self.info = msgspec.structs.replace(self.info, role=str(role))
+        if self._role_deadline is not None:
+            self._role_deadline.cancel()
+        if self._not_of_role():
+            self.post(self.engine.scheduler.reject_queued)
+            self._role_deadline = self._clock.after(drain_s, self._fail_left)
+
+    def _side_of(self, attempt: SimulatedAttempt) -> Role:
+        return Role.DECODE if attempt.decision.decode == self.worker_id else Role.PREFILL
+
+    def _not_of_role(self) -> list[SimulatedAttempt]:
+        return [one for one in self.attempts.values() if self._side_of(one) not in sides(self.info.role)]
+
+    def _fail_left(self) -> None:
+        for attempt in self._not_of_role() if self.is_alive else ():
+            self.reports.send(attempt.failed, self.worker_id, DRAINED)
+            self.abort(attempt.id)
 
     # ---- faults
 

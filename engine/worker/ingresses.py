@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -93,9 +93,10 @@ class RequestTable:
     def ids(self) -> list[str]:
         return list(self._links)
 
-    def of_sides(self, taken: Collection[Role]) -> list[str]:
-        """The requests that are here for one of these sides."""
-        return [request_id for request_id, side in self._sides.items() if side in taken]
+    def not_of_role(self) -> list[str]:
+        """The requests that are here from before the worker had its role, which does not take them."""
+        taken = sides(self.role)
+        return [request_id for request_id, side in self._sides.items() if side not in taken]
 
     def admit(
         self,

@@ -35,7 +35,7 @@ from kvrelay.plane.framing import Connection
 from kvrelay.plane.ports import use_ports
 from kvrelay.plane.reports import Audited, LoadReport, PairReport, Status, WorkerInfo
 from kvrelay.plane.tls import cluster_tls
-from kvrelay.types import CHANGING, Role
+from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class WorkerService:
 
     def _completed(self, load: LoadReport) -> LoadReport:
         """With what the engine does not know: whether the worker drains, and its transfers' counters."""
-        if self.requests.is_draining or self.requests.role == CHANGING:
+        if self.requests.is_draining:
             load = msgspec.structs.replace(load, is_draining=True)
         if self.ends is None:
             return load
@@ -284,7 +284,6 @@ class WorkerServer:
 
     def __init__(self, service: WorkerService, ends: WorkerEnds, reports: EngineReports, roles: RoleSwitch) -> None:
         self._service, self._ends, self._reports, self._roles = service, ends, reports, roles
-        self._changing: set[asyncio.Task[None]] = set()  # the role, by an ingress's order
         self._thread, self._requests = service.thread, service.requests
         self._server = Server(self._serve, service.options.secret, tls=service.tls)
         self._info: WorkerInfo | None = None
@@ -302,8 +301,7 @@ class WorkerServer:
         return self._info
 
     async def aclose(self) -> None:
-        for task in self._changing:
-            task.cancel()
+        self._roles.close()
         await self._server.aclose()
 
     async def _serve(self, connection: Connection) -> None:
@@ -356,9 +354,7 @@ class WorkerServer:
             case wire.EndPins(session=session):
                 self._thread.post(lambda engine: engine.requests.end_pins(session))
             case wire.SetRole():
-                task = asyncio.create_task(self._set_role(link, message), name=f"become {message.role}")
-                self._changing.add(task)
-                task.add_done_callback(self._changing.discard)
+                self._set_role(link, message)
             case wire.CacheReset(query_id=query_id):
                 self._thread.post(lambda engine: engine.reset_cache())
                 link.send(Status(query_id=query_id, json=b"{}"))
@@ -369,10 +365,9 @@ class WorkerServer:
             return
         self._thread.post(lambda engine: prefetch(engine, message, lambda answer: self._send_soon(link, answer)))
 
-    async def _set_role(self, link: IngressLink, message: wire.SetRole) -> None:
-        """Goes on when the ingress disconnects meanwhile."""
+    def _set_role(self, link: IngressLink, message: wire.SetRole) -> None:
         try:
-            answer = await self._roles.change(message.role, message.drain_s)
+            answer = self._roles.change(message.role, message.drain_s)
         except WorkerError as error:
             answer = {"error": error.why}
         link.send(Status(query_id=message.query_id, json=json.dumps(answer).encode()))

@@ -296,8 +296,8 @@ class Pair(WireMessage, frozen=True, tag="pair"):
 
 
 class SetRole(WireMessage, frozen=True, tag="set-role"):
-    """Change the worker's role: drain for up to `drain_s` what the new one does not take, then switch. Answered by
-    Status, once that is done or has failed: {"before": role} or {"error": why}.
+    """Change the worker's role. What the new one does not take moves or ends within `drain_s`. Answered at once by
+    Status: the facts of the change, or {"error": why}.
     """
 
     query_id: int
@@ -320,7 +320,7 @@ class Pong(WireMessage, frozen=True, tag="pong"):
 
 
 class RoleNow(WireMessage, frozen=True, tag="role"):
-    """The worker's role from now on: one of types.WORKER_ROLES, or CHANGING while it takes no new requests."""
+    """The worker's role from now on, one of types.WORKER_ROLES. What it has of an earlier one is to move away."""
 
     role: str
 

@@ -1,4 +1,4 @@
-"""Moves running sequences, with their KV, off workers that stop or change their role.
+"""Moves running sequences, with their KV, off workers that stop or no longer decode.
 
 The ingress that owns a sequence moves it. It reserves blocks on another decode worker while the sequence decodes on;
 then it has the worker that is left prefill the sequence as it stood: nearly all of that is in its prefix cache, and the
@@ -25,6 +25,7 @@ from kvrelay.serve.telemetry.moves import MoveRecord, MoveStats
 from kvrelay.serve.telemetry.observer import RequestObserver
 from kvrelay.serve.workers.membership import Placer
 from kvrelay.serve.workers.worker_link import Links
+from kvrelay.types import Role, sides
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Migrations:
         self.is_enabled = True  # else sequences end where they run, or are computed again
 
     def on_draining(self, worker_id: str) -> None:
-        """The worker takes nothing new: move what it runs. Idempotent."""
+        """The worker takes no new sequences: move what it decodes. Idempotent."""
         if self.is_enabled and worker_id not in self._emptying and any(self._on(worker_id)):
             task = asyncio.get_running_loop().create_task(self._empty(worker_id), name=f"empty {worker_id}")
             self._emptying[worker_id] = task
@@ -114,8 +115,11 @@ class Migrations:
         return [one for one in self._running if one.attempt is not None and one.attempt.decision.decode == worker_id]
 
     def _is_draining(self, worker_id: str) -> bool:
-        link = self._links.get(worker_id)  # former members drain
-        return link is None or (link.load is not None and link.load.is_draining)
+        link = self._links.get(worker_id)
+        if link is None:
+            return True  # a former member
+        no_longer_decodes = link.info is not None and Role.DECODE not in sides(link.info.role)
+        return no_longer_decodes or (link.load is not None and link.load.is_draining)
 
     async def _empty(self, worker_id: str) -> None:
         """Move the worker's sequences, a few at a time, until it runs none of them, or no longer drains."""

@@ -117,7 +117,9 @@ class Retries:
                 raise Overloaded("the cluster is full", failure.retry_after_s)
             return False
         if failure.code == "lost":
-            self.num_lost = 1 if num_tokens > self.num_tokens else self.num_lost + 1
+            if num_tokens > self.num_tokens:  # it went on since: what failed before then says nothing of today
+                self.num_lost, self.num_refusals, self.excluded = 0, 0, frozenset({failure.worker_id})
+            self.num_lost += 1
             self.num_tokens = num_tokens
         else:
             self.num_faults += 1

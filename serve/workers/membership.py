@@ -137,7 +137,7 @@ class Membership:
     ) -> None:
         """The router, the placer and the queries get what the links deliver.
 
-        on_draining: called with a worker that takes nothing new, perhaps several times.
+        on_draining: called with a worker that takes no new sequences to decode, perhaps several times.
         """
         self._on_draining = on_draining
         self._settings, self._secret, self._clock = settings, secret, clock
@@ -307,6 +307,8 @@ class Membership:
             self._router.role_changed(link.worker_id, message.role)
             self.pairs.book.role_changed(link.info, self._clock())
             self.pairs.notify()
+            if Role.DECODE not in sides(message.role):
+                self._on_draining(link.worker_id)
         elif isinstance(message, AssignedByOthers):
             self._placer.apply_others(link.worker_id, message)
         elif isinstance(message, KvEvents):

@@ -58,9 +58,9 @@ class Queries:
         return await self._ask(worker_id, query, Audited, timeout_s)
 
     async def set_role(self, worker_id: str, role: str, drain_s: float, *, timeout_s: float = 5.0) -> bytes:
-        """Have a worker change its role; how that went, JSON. `timeout_s`: beyond the drain."""
+        """Have a worker change its role; the facts, JSON."""
         query = wire.SetRole(query_id=next(self._ids), role=role, drain_s=drain_s)
-        return (await self._ask(worker_id, query, Status, drain_s + timeout_s)).json
+        return (await self._ask(worker_id, query, Status, timeout_s)).json
 
     def check_room(self) -> None:
         """Raises Overloaded when as many questions are open as may be."""

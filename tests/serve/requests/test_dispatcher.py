@@ -179,6 +179,18 @@ def test_deaths_without_a_token_in_between_end_a_request_and_a_token_starts_the_
         Retries(budget=0).failed(AttemptFailed("d0", "lost", "gone"))
 
 
+def test_after_new_tokens_a_worker_that_refused_earlier_may_be_chosen():
+    """It may have had another role then."""
+    retries = Retries()
+    assert not retries.failed(AttemptFailed("d0", "draining", "takes no decode requests"))
+    assert retries.excluded == {"d0"}
+    assert retries.failed(AttemptFailed("d1", "lost", "gone"), 7)
+    assert retries.excluded == {"d1"} and retries.num_refusals == 0
+    assert not retries.failed(AttemptFailed("d0", "draining", "takes no decode requests"))
+    assert retries.failed(AttemptFailed("d2", "lost", "gone"), 7)  # no token since
+    assert retries.excluded == {"d0", "d1", "d2"}
+
+
 async def test_with_no_worker_left_the_sequence_fails_cleanly(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].pause_at = 3
