@@ -128,9 +128,11 @@ class LivenessWatch:
     async def run(self) -> None:
         """Check until it is cancelled."""
         while True:
+            if not self._links.submissions and not self._suspected:  # nothing to wait for
+                self._links.has_opened.clear()
+                await self._links.has_opened.wait()
             await asyncio.sleep(CHECK_S)
-            if self._links.submissions or self._suspected:  # nothing to wait for otherwise
-                self.check()
+            self.check()
 
     def check(self) -> None:
         """Ping quiet workers, keep new requests from those that do not answer, and drop those that are lost."""

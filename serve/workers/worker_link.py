@@ -184,6 +184,7 @@ class Links:
         self._retired: set[WorkerLink] = set()
         self.losses: Counter[str] = Counter()  # of members' connections, by role
         self.submissions: dict[str, Submission] = {}  # every sequence that was submitted to workers, by its id there
+        self.has_opened = asyncio.Event()  # a submission, since it was cleared
 
     def get(self, worker_id: str) -> WorkerLink | None:
         """The member's link, connected or not."""
@@ -240,6 +241,7 @@ class Links:
     def open(self, request_id: str) -> "Submission":
         """From now on messages under this id are received; `close` it."""
         submission = self.submissions[request_id] = Submission(request_id, self)
+        self.has_opened.set()
         return submission
 
     def deliver(self, worker_id: str, answer: SequenceAnswer) -> None:

@@ -12,8 +12,10 @@ from kvrelay.serve.workers.liveness import (
     SLOWEST_FACTOR,
     SUSPECTED_S,
     Liveness,
+    LivenessWatch,
     Peer,
 )
+from kvrelay.serve.workers.worker_link import Links
 from kvrelay.types import BOTH, sides
 from tests.serve.conftest import collect, sequence
 
@@ -171,3 +173,32 @@ async def paused(workers):
     for task in pending:
         task.cancel()
     return waits[done.pop()]
+
+
+async def test_the_watch_of_an_idle_ingress_does_not_wake_until_a_sequence_is_submitted(monkeypatch):
+    links, checked, slept = Links(), asyncio.Event(), []
+    watch = LivenessWatch(links, None, lambda: None)
+    monkeypatch.setattr(watch, "check", checked.set)
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        await real_sleep(0)
+
+    monkeypatch.setattr("kvrelay.serve.workers.liveness.asyncio.sleep", sleep)
+    running = asyncio.create_task(watch.run())
+    for _ in range(20):
+        await real_sleep(0)
+    assert not slept and not checked.is_set()
+    submission = links.open("r1")
+    async with asyncio.timeout(5):
+        await checked.wait()
+    assert slept[0] == CHECK_S
+    submission.close("ended")
+    for _ in range(20):
+        await real_sleep(0)
+    slept.clear()
+    for _ in range(20):
+        await real_sleep(0)
+    assert not slept
+    running.cancel()
