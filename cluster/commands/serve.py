@@ -131,7 +131,7 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
         try:
             preparing.fail_early(EARLY_FAILURE_S)
             steps.report("Ray", "starting")
-            session.start_ray()
+            session.start_ray(session.start_registry)
             steps.done("Ray", session.dashboard_url)
             model, _ = preparing.result()
         finally:

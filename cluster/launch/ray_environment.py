@@ -15,7 +15,7 @@ _VARIABLES = {  # those that the user has set stay; bench/serving/footprint.py m
     # otherwise Ray takes a loopback address for a mistake, and all its servers listen on every address of the machine
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # fewer wake-ups of idle processes
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
     "RAY_event_stats": "0",
@@ -121,7 +121,7 @@ def set_ray_environment(port: int, haproxy_ports: tuple[int, int] | None) -> Non
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(first + DIRECT_PORTS, 65535)),
     }
     if haproxy_ports is not None:
-        variables |= SHARED_ADDRESS  # checks wait for the control loop too: at its 1 s a dead HAProxy is away for 8 s
+        variables |= SHARED_ADDRESS  # checks wait for the control loop too: at 1 s a dead HAProxy was away for 8 s
         for server, own in zip(("METRICS", "STATS"), haproxy_ports, strict=True):
             variables[f"RAY_SERVE_HAPROXY_{server}_PORT"] = str(own)
     for name, value in variables.items():

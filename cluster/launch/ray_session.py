@@ -13,7 +13,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -93,25 +95,27 @@ class RaySession:
         self._held.append(held_port(LOOPBACK, 0))
         return int(self._held[-1].getsockname()[1])
 
-    def start_ray(self) -> None:
-        """Start Ray here. Takes seconds. Raises ClusterError."""
+    def start_ray(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Start Ray here. Takes seconds. `meanwhile` is called once Ray starts actors, before its dashboard has
+        started. Raises ClusterError.
+        """
         haproxy_ports = (self._hold_a_port(), self._hold_a_port()) if self._has_shared_address else None
         set_ray_environment(self._settings.serve.port, haproxy_ports)
         self.has_ray = True
         try:
-            context = self._init_ray()
+            url = self._init_ray(meanwhile)
         except Exception as error:  # Ray raises bare exceptions with pages of its logs
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             logger.debug("ray.init failed", exc_info=True)
             raise ClusterError(f"Ray did not start: {lines[-1] if lines else repr(error)}") from error
         self._after_ray_start()
-        for name in ("ray", "ray.serve"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        if not context.dashboard_url:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        if not url:
             raise ClusterError("Ray runs without its dashboard, through which kvrelay deploys")
-        self.dashboard_url = f"http://{context.dashboard_url}"
+        self.dashboard_url = f"http://{url}"
 
-    def _init_ray(self) -> Any:
+    def _init_ray(self, meanwhile: Callable[[], object]) -> str:
+        """Returns the dashboard's address."""
         keep_ray_token_private()
         import ray
 
@@ -128,37 +132,36 @@ class RaySession:
         # otherwise torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         wanted = self._settings.cluster.dashboard_port
-        without_log_monitor()
-        return ray.init(
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace="kvrelay",
-            include_dashboard=True,
-            dashboard_host=LOOPBACK,
-            dashboard_port=wanted if why_not_free(LOOPBACK, wanted) is None else free_port(LOOPBACK),
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(self._folder / RAY_FOLDER),
-        )
+        without_idle_processes()
+        with dashboard_beside() as dashboard_url:
+            ray.init(
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace="kvrelay",
+                include_dashboard=True,
+                dashboard_host=LOOPBACK,
+                dashboard_port=wanted if why_not_free(LOOPBACK, wanted) is None else free_port(LOOPBACK),
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(self._folder / RAY_FOLDER),
+            )
+        meanwhile()
+        return dashboard_url()
 
-    def deploy(self) -> None:
-        """Deploy the application; returns before its replicas run. Raises ClusterError."""
-        from ray import serve
-
+    def start_registry(self) -> None:
+        """Start the application's registry; returns before it runs."""
         from kvrelay.cluster.registry.actor import connect_registry
 
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
+        connect_registry(self._settings.cluster.secret, LOOPBACK, self._settings.serve.api_key)
+
+    def deploy(self) -> None:
+        """Deploy the application, whose registry has started; returns before its replicas run. Raises ClusterError."""
         serve_at = self._settings.serve
         config = serve_config(
             self._settings, http_port=serve_at.port if self._has_shared_address else free_port(serve_at.host)
         )
-        connect_registry(self._settings.cluster.secret, LOOPBACK, self._settings.serve.api_key)
-        serve.start(
-            http_options=config["http_options"],
-            proxy_location=config["proxy_location"],
-            logging_config={"enable_access_log": False},
-        )
-        RayDashboard(self.dashboard_url).deploy(config)
+        # the dashboard's process starts Serve: this one does not import it, which is 1 s and 28 MiB
+        RayDashboard(self.dashboard_url).deploy({**config, "logging_config": {"enable_access_log": False}})
 
     def wait_until_running(self, report: Report) -> None:
         """Wait until every replica runs; report the counts meanwhile. Raises ClusterError."""
@@ -207,12 +210,44 @@ def temporary_folder() -> str:
     return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
 
 
-def without_log_monitor() -> None:
-    """Keep Ray from starting its log monitor, which polls ten times a second for a driver that ignores it."""
+def without_idle_processes() -> None:
+    """Keep Ray from starting what has nothing to do here: its log monitor, which polls ten times a second for a driver
+    that ignores it, and its autoscaler, 50 MiB, which has no node to add or remove.
+    """
     from ray._private.node import Node
 
-    if hasattr(Node, "start_log_monitor"):
-        Node.start_log_monitor = lambda self: None
+    for name in ("start_log_monitor", "start_monitor"):
+        if hasattr(Node, name):
+            setattr(Node, name, lambda self: None)
+
+
+@contextlib.contextmanager
+def dashboard_beside() -> Iterator[Callable[[], str]]:
+    """Have a Ray that starts meanwhile start its dashboard, which takes 2 s, beside everything else and not first.
+    Yields the function that waits for the dashboard and returns its address.
+
+    The thread stays: Ray has the system kill what it starts when the thread that started it ends.
+    """
+    from ray._private.node import Node
+
+    start, started = Node.start_api_server, Future[str]()
+
+    def start_in_thread(node: Any, **options: Any) -> None:
+        def run() -> None:
+            try:
+                start(node, **options)
+                started.set_result(str(node.webui_url or ""))
+            except Exception as error:  # the thread's edge
+                started.set_exception(error)
+            threading.Event().wait()
+
+        threading.Thread(target=run, name="dashboard", daemon=True).start()
+
+    Node.start_api_server = start_in_thread
+    try:
+        yield started.result
+    finally:
+        Node.start_api_server = start
 
 
 def why_not_free(host: str, port: int) -> OSError | None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,7 @@ STARTS = {"blocked-in-c": block_in_c, "alone": block_in_c, "holds-python": hold_
 class StuckRay(RaySession):
     """The real session around a `ray` that is stuck."""
 
-    def start_ray(self) -> None:
+    def start_ray(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         self.has_ray = True
         self._folder = Path(os.environ["TMPDIR"]) / "kvrelay-test"
         supervisor.report(f"folder {self._folder}")

@@ -1,16 +1,29 @@
-"""A port is free again at once when its server has ended, and taken while anybody listens."""
+"""A Ray of our own: its ports, free again at once when a server has ended and taken while one listens, and what starts
+when.
+"""
 
 import contextlib
 import errno
 import socket
 import struct
 import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from ray._private.node import Node
 
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import ray_session
-from kvrelay.cluster.launch.ray_session import RaySession, free_port, held_port, why_not_free
+from kvrelay.cluster.launch.ray_session import (
+    RaySession,
+    dashboard_beside,
+    free_port,
+    held_port,
+    why_not_free,
+    without_idle_processes,
+)
 from kvrelay.config import Settings
 
 pytestmark = pytest.mark.alone
@@ -92,7 +105,7 @@ def test_a_session_holds_the_ports_of_its_ingresses_until_it_stops():
 def test_a_session_holds_the_ports_of_haproxy_which_starts_last(monkeypatch):
     given: list[int] = []
 
-    def start(session: RaySession) -> None:
+    def start(session: RaySession, meanwhile: Callable[[], object]) -> None:
         for port in given:
             with contextlib.closing(socket.socket()) as rude, pytest.raises(OSError):
                 rude.bind(("127.0.0.1", port))
@@ -109,3 +122,66 @@ def test_a_session_holds_the_ports_of_haproxy_which_starts_last(monkeypatch):
     for port in given:
         with contextlib.closing(socket.socket()) as rude:
             rude.bind(("127.0.0.1", port))
+
+
+# ---- Ray's processes
+
+
+@pytest.fixture
+def dashboard(monkeypatch):
+    """A dashboard that answers once `answers` is set; `thread` started it."""
+    found = SimpleNamespace(answers=threading.Event(), thread=None, options=None, error=None)
+
+    def start(node, **options):
+        found.thread, found.options = threading.current_thread(), options
+        assert found.answers.wait(10)
+        if found.error:
+            raise found.error
+        node.webui_url = "127.0.0.1:8265"
+
+    monkeypatch.setattr(Node, "start_api_server", start)
+    found.start = start
+    return found
+
+
+def test_ray_goes_on_while_the_dashboard_starts(dashboard):
+    node = SimpleNamespace(webui_url=None)
+    with dashboard_beside() as address:
+        Node.start_api_server(node, include_dashboard=True, raise_on_failure=True)
+        assert node.webui_url is None
+    dashboard.answers.set()
+    assert address() == "127.0.0.1:8265"
+    assert dashboard.options == {"include_dashboard": True, "raise_on_failure": True}
+    assert Node.start_api_server is dashboard.start
+
+
+def test_the_thread_that_started_the_dashboard_stays_since_the_system_kills_the_dashboard_when_it_ends(dashboard):
+    dashboard.answers.set()
+    with dashboard_beside() as address:
+        Node.start_api_server(SimpleNamespace(webui_url=None))
+    address()
+    dashboard.thread.join(0.2)
+    assert dashboard.thread.is_alive() and dashboard.thread.daemon
+
+
+def test_a_dashboard_that_does_not_start_fails_the_start(dashboard):
+    dashboard.error = RuntimeError("port taken")
+    dashboard.answers.set()
+    with dashboard_beside() as address:
+        Node.start_api_server(SimpleNamespace(webui_url=None))
+    with pytest.raises(RuntimeError, match="port taken"):
+        address()
+
+
+def test_ray_as_it_was_after_a_start_that_failed(dashboard):
+    with pytest.raises(RuntimeError), dashboard_beside():
+        raise RuntimeError
+    assert Node.start_api_server is dashboard.start
+
+
+def test_neither_the_log_monitor_nor_the_autoscaler_starts(monkeypatch):
+    for name in ("start_log_monitor", "start_monitor"):
+        monkeypatch.setattr(Node, name, getattr(Node, name))  # restored afterwards; fails when Ray has renamed it
+    without_idle_processes()
+    bare = object.__new__(Node)
+    assert bare.start_log_monitor() is None and bare.start_monitor() is None
