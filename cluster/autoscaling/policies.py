@@ -25,7 +25,7 @@ from kvrelay.cluster.autoscaling.worker_model import (
     target_of,
 )
 from kvrelay.cluster.profiles.profile import find_profile
-from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
+from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name, worker_name
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
 from kvrelay.router.planning.roles import PlacedWorker, counts_now, role_plan
@@ -278,11 +278,6 @@ def latest(context: Any) -> dict[str, dict[str, float]]:
             if series:
                 found.setdefault(replica.unique_id, {})[name] = float(series[-1].value)
     return found
-
-
-def worker_name(role: str, replica: str) -> str:
-    """A worker's id, derived from its replica's id, which Serve shows."""
-    return f"{role}-{replica}"
 
 
 def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, RetirementCandidate]:

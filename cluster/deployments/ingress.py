@@ -28,6 +28,7 @@ from kvrelay.cluster.autoscaling.room import NOTICE
 from kvrelay.cluster.deployments.http_server import finish_before_stop, listen_with_limits
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
+from kvrelay.cluster.deployments.startup import return_freed_memory
 from kvrelay.cluster.deployments.worker import join_application, log_as_replica, own_replica
 from kvrelay.cluster.registry.actor import follow_members
 from kvrelay.cluster.registry.draining import time_to_stop_s
@@ -144,6 +145,7 @@ class IngressReplica:
         self._access = await asyncio.to_thread(Access, keys.api_key, keys.api_keys_file, joined.secret)
         model_dir = await asyncio.to_thread(model_on_host, self._settings, joined, self._registry, name)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir, self._settings.model.chat_template)
+        return_freed_memory()  # 26 MiB of what the tokenizer's file was parsed into
         self._card = model_card(self._settings, model_dir)
         self._grammars = GrammarGate(model_dir, self._tokenizer.vocab_size, self._tokenizer.eos_ids)
         self._dispatcher = Dispatcher(make_router(self._settings), joined.secret, self._settings, time.monotonic)

@@ -7,7 +7,6 @@ Pure: plain data in, plain data out.
 import copy
 from typing import Any
 
-from kvrelay.cluster.autoscaling.worker_model import interval_of, planner_settings
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.registry.names import APP_NAME
 from kvrelay.config import Settings
@@ -56,6 +55,8 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
 
 def _policy(settings: Settings) -> dict[str, Any]:
     """The application's policy: the planner, for both roles at once."""
+    from kvrelay.cluster.autoscaling.worker_model import planner_settings  # 8 MiB, for those that have a planner
+
     own = planner_settings(settings).model_dump(mode="json", exclude_defaults=True)
     own |= settings.cluster.model_dump(mode="json", include={"drain_timeout_s"}, exclude_defaults=True)
     return {"policy_function": PLANNER_POLICY_PATH, "policy_kwargs": own}
@@ -67,6 +68,8 @@ def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
     The ingress has one too, though its count stays: without it Serve does not collect the reports that the planner
     reads.
     """
+    from kvrelay.cluster.autoscaling.worker_model import interval_of
+
     planner = settings.planner
     low, high = {
         "prefill": (planner.min_prefill, planner.max_prefill),

@@ -16,11 +16,11 @@ from prometheus_client.core import Metric
 
 from kvrelay import tracing
 from kvrelay.cluster.autoscaling.feed import worker_report
-from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share, within_quota
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
+from kvrelay.cluster.deployments.startup import garbage_collection_paused
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.registry.actor import (
     JoinSettings,
@@ -33,9 +33,8 @@ from kvrelay.cluster.registry.actor import (
 from kvrelay.cluster.registry.authorities import hold_authorities
 from kvrelay.cluster.registry.draining import time_to_stop_s
 from kvrelay.cluster.registry.members import Order, WorkerRecord
+from kvrelay.cluster.registry.names import worker_name
 from kvrelay.cluster.registry.versions import Deployed
-from kvrelay.cluster.store.actor import ensure_store, store_nodes
-from kvrelay.cluster.store.remote_store import ClusterStores
 from kvrelay.config import Settings, check_sealed, settings_from
 from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError, WorkerError
@@ -134,26 +133,33 @@ class WorkerReplica:
 
     async def _join_store(self, node_id: str) -> None:
         """Ensure that this machine runs a node of the KV store. Raises StoreError."""
+        from kvrelay.cluster.store.actor import ensure_store
+
         try:
             await asyncio.to_thread(ensure_store, self._settings, own_application(), node_id)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise StoreError(CLUSTER, f"its node on this machine did not start: {error}") from error
 
     def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
+        from kvrelay.cluster.store.actor import store_nodes
+
         assert self._stores is not None
         self._stores.set_nodes(store_nodes(members))
 
     def _make(self, model_dir: Any, joined: JoinSettings, node_id: str, num_workers: int) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
-        from kvrelay.cluster.compiling.kernels import compile_missing
-        from kvrelay.cluster.deployments.service import worker_service
-        from kvrelay.engine.checkpoints.checkpoint import model_name
-        from kvrelay.engine.worker.build import WorkerOptions
+        with garbage_collection_paused():
+            from kvrelay.cluster.compiling.kernels import compile_missing
+            from kvrelay.cluster.deployments.service import worker_service
+            from kvrelay.engine.checkpoints.checkpoint import model_name
+            from kvrelay.engine.worker.build import WorkerOptions
 
         compile_missing(self._settings, Role(self.role), model_dir)
         worker_id = worker_name(self.role, own_replica())
         host = joined.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:
+            from kvrelay.cluster.store.remote_store import ClusterStores
+
             self._stores = ClusterStores(self._settings, joined.secret, worker_id=worker_id, host=host)
         options = WorkerOptions(
             settings=within_quota(self._settings, num_workers),
@@ -320,4 +326,5 @@ def log_as_replica(role: str) -> None:
 
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.store.remote_store import ClusterStores
     from kvrelay.engine.worker.thread import EngineThread

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvrelay.cluster.autoscaling.policies import worker_name
 from kvrelay.cluster.autoscaling.retirement import GRACE_S, candidate_of, victims
 from kvrelay.cluster.deployments.serve_config import scaled
 from kvrelay.cluster.launch.dashboard import RayDashboard
-from kvrelay.cluster.registry.names import APP_NAME
+from kvrelay.cluster.registry.names import APP_NAME, worker_name
 
 REPEAT_S = 2.0  # between two requests to retire, which expire
 POLL_S = 0.25

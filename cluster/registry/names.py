@@ -16,3 +16,8 @@ def store_name(app_name: str, node_id: str) -> str:
 
 def _own(app_name: str) -> str:
     return "" if app_name == APP_NAME else f"-{app_name}"
+
+
+def worker_name(role: str, replica: str) -> str:
+    """A worker's id, derived from its replica's id, which Serve shows."""
+    return f"{role}-{replica}"
