@@ -15,7 +15,7 @@ from ray.util.metrics import Gauge
 
 logger = logging.getLogger(__name__)
 
-EXPORT_S = 2.5  # below Ray's metrics_report_interval_ms (10 s): what is not set in between is not reported, and evicted
+EXPORT_S = 5.0  # below Ray's metrics_report_interval_ms (10 s): what is not set in between is not reported, and evicted
 Collect = Callable[[], Iterable[Metric]]
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
