@@ -10,7 +10,7 @@ namespaces. Last for what was still missing there: rotated authorities, blocks s
 memory that is damaged. For bench: what each policy still serves in time at 1.5 times its capacity, changes of role with
 much to move, one table of what every fault costs, ranges of rounds beside peers, a plain socket loop, a request's whole
 life in the pool, and Ray Serve's rule beside the planner; for cluster: several seeds of a
-simulation, each in its own process.
+simulation, each in its own process, and parts of a local Ray that start beside each other.
 """
 
 from pathlib import Path
@@ -29,8 +29,8 @@ BUDGETS = {  # Python lines
     "prefill": 1_050,
     "decode": 1_300,
     "router": 6_450,
-    "serve": 9_995,
-    "cluster": 21_565,
+    "serve": 10_000,
+    "cluster": 21_570,
     "bench": 12_900,
 }
 
