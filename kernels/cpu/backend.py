@@ -137,6 +137,9 @@ class CpuBackend(TorchCpuBackend):
         except BackendUnavailable as error:
             return error.why
         wrong = first_wrong_kernel(self)
+        if wrong in ("linear", "attention") and native.has_tiles:
+            native.without_tiles()
+            wrong = first_wrong_kernel(self)
         if wrong == "linear" and native.has_dot:
             native.has_dot = False
             wrong = first_wrong_kernel(self)
@@ -172,7 +175,8 @@ class CpuBackend(TorchCpuBackend):
         kernels = f"torch ({self._why_not})" if native is None else f"native, panels of {native.panel_width}"
         linears = {f"linear_{str(dtype).removeprefix('torch.')}": name for dtype, (name, _) in self._packers.items()}
         slow = {} if native else {"warning": _SLOW % self._why_not}
-        dot = {} if native is None else {"bf16_dot": "yes" if native.has_dot else "no"}
+        has = {} if native is None else {"bf16_dot": native.has_dot, "amx": native.has_tiles}
+        dot = {name: "yes" if value else "no" for name, value in has.items()}
         return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears, **slow}
 
     def _for(self, dtype: torch.dtype) -> NativeKernels | None:

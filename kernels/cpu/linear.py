@@ -1,8 +1,9 @@
 """Selects the fastest linear kernel on this processor; the torch candidates.
 
 Candidates: the compiled panels, oneDNN with a packed weight (private torch operators, feature-tested), and F.linear.
-float32 always takes the compiled panels where they exist, because they are batch-invariant. For bfloat16 a short
-measurement decides, once per machine and thread count, so that all workers agree.
+float32 always takes the compiled panels where they exist, because they are batch-invariant; so does bfloat16 where they
+use AMX tiles, as oneDNN would. For other bfloat16 a short measurement decides, once per machine and thread count, so
+that all workers agree.
 """
 
 import ctypes
@@ -161,7 +162,7 @@ def _remember(path: Path, winner: str) -> None:
 def choose_linear(native: NativeKernels | None, dtype: torch.dtype, num_threads: int, key: str) -> tuple[str, Pack]:
     """The name and packer for weights of `dtype`. `key` identifies processor and build in the cached choice."""
     candidates = _candidates(native, dtype)
-    if dtype == torch.float32 and "native" in candidates:
+    if "native" in candidates and (dtype == torch.float32 or (native is not None and native.has_tiles)):
         return "native", candidates["native"]
     path = cache_dir() / "native" / f"linear-{key}-{str(dtype).removeprefix('torch.')}-{num_threads}.txt"
     winner = path.read_text(errors="replace") if path.is_file() else ""

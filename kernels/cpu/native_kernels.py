@@ -25,7 +25,7 @@ from kvrelay.native.build import NativeLibrary
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
 PART_TOKENS = 512  # PART of cascade.h
 WORTH = 256  # fewest tokens of KV saved in a step, summed over rows: bench/results/2026-11-22-scheduling.md
-KIND_F32, KIND_BF16, KIND_DOT = 0, 1, 2
+KIND_F32, KIND_BF16, KIND_DOT, KIND_AMX = 0, 1, 2, 3
 _FOLDER = Path(__file__).parent / "native"
 LIBRARY = NativeLibrary("kernels", sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h")))
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -34,6 +34,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_pool_destroy": ([_P], None),
     "kr_panel_width": ([], _L),
     "kr_has_dot": ([], _I),
+    "kr_use_tiles": ([_I], _I),
     "kr_pack": ([_P, _I, _P, _P, _L, _L], None),
     "kr_linear": ([_P, _I, _P, _L, _P, _P, _P, _L, _L, _L], None),
     "kr_quantized_bytes": ([_I, _L, _L, _L], _L),
@@ -143,12 +144,18 @@ class NativeKernels:
         weakref.finalize(self, self.lib.kr_pool_destroy, self.pool)
         self.num_threads, self.worth, self.spared_tokens = num_threads, WORTH, 0
         self.panel_width: int = self.lib.kr_panel_width()
-        self.has_dot = bool(self.lib.kr_has_dot())
+        self.has_dot, self.has_tiles = bool(self.lib.kr_has_dot()), bool(self.lib.kr_use_tiles(True))
+
+    def without_tiles(self) -> None:
+        """Use no AMX tiles in this process any more."""
+        self.has_tiles = bool(self.lib.kr_use_tiles(False))
 
     def linear_kind(self, dtype: torch.dtype, in_features: int) -> int:
-        """The packing for a weight: bf16 dot products if the processor has them."""
+        """The packing for a weight: bf16 tiles or dot products if the processor has them."""
         if dtype == torch.float32:
             return KIND_F32
+        if self.has_tiles and in_features % 32 == 0:
+            return KIND_AMX
         return KIND_DOT if self.has_dot and in_features % 2 == 0 else KIND_BF16
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, weights: PackedWeights = PRIVATE) -> "NativeLinear":

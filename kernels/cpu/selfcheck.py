@@ -30,10 +30,10 @@ class _Numbers:
 
 
 def _linear(backend: Any, numbers: _Numbers) -> Results:
-    weight, bias = numbers(150, 70) / 8, numbers(150)
     native = backend.compiled_kernels  # never one of torch's linear kernels
-    packed = (native or backend).pack_linear(weight, bias)
-    yield from (packed(numbers(rows, 70)) for rows in (1, 2, 3, 4, 5, 6, 13))
+    for inputs in (70, 96):  # AMX tiles take multiples of 32
+        packed = (native or backend).pack_linear(numbers(150, inputs) / 8, numbers(150))
+        yield from (packed(numbers(rows, inputs)) for rows in (1, 2, 3, 4, 5, 6, 13, 21, 70))
 
 
 def _quantized(backend: Any, numbers: _Numbers) -> Results:

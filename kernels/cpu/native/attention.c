@@ -7,7 +7,7 @@
  * decode equals prefill, chunked equals whole, alone equals batched, split over threads equals not, bit for bit.
  *
  * bf16 queries over a bf16 cache take products of bf16 pairs where the processor has them (attention_dot.h), decode and
- * chunks alike; all else is computed in float32 (attention_tile.h).
+ * chunks alike, by AMX tiles where it has those (attention_amx.h); all else is computed in float32 (attention_tile.h).
  *
  * Where decode rows share blocks (cascade.h), a unit of them goes through the tiles that they share together, and each
  * then continues alone from its sums there: the same products in the same order as alone, with KV read once.
@@ -17,6 +17,7 @@
  */
 #pragma GCC optimize("no-tree-vectorize") /* its vectors are written out; gcc's own of the tails take 4 s more to compile */
 #include <string.h>
+#include "attention_amx.h"
 #include "attention_dot.h"
 #include "attention_tile.h"
 #include "pool.h"
@@ -36,6 +37,12 @@ static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long 
 #endif
         gather(s, base, n);
     if (left > 0 && rows <= ROWS_BOUND) touch(s, next, left < TILE ? left : TILE);
+#if HAS_TILES
+    if (s->j->amx) {
+        fill_values(s, n);
+        attend_amx(s, row, rows, base);
+    } else
+#endif
 #if HAS_DOT
     if (s->j->dot) attend_dots(s, row, rows, base);
     else
@@ -316,7 +323,8 @@ void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, c
                        .heads = heads, .kv_heads = kv_heads, .dim = dim, .padded = (dim + NC - 1) / NC * NC,
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
                        .window = window, .scale = scale, .softcap = softcap, .wide = wide,
-                       .kv_kind = kv_kind, .dot = HAS_DOT && !wide && kv_kind == KV_BF16, .num_parts = num_parts,
+                       .kv_kind = kv_kind, .dot = HAS_DOT && !wide && kv_kind == KV_BF16,
+                       .amx = uses_tiles() && !wide && kv_kind == KV_BF16, .num_parts = num_parts,
                        .block_bytes = block_bytes,
                        .shared = cascade_at(schedule)};
     j.tile_tokens = kr_attention_tile_tokens(j.group);

@@ -23,7 +23,7 @@ typedef struct {
     long num_parts; /* of a block: 2, keys and values, or 1, entries that are both (latent attention) */
     long block_bytes; /* from one block to the next: other layers lie between */
     float scale, softcap;
-    int wide, kv_kind, dot; /* dot: products of bf16 pairs, see attention_dot.h */
+    int wide, kv_kind, dot, amx; /* dot: products of bf16 pairs, see attention_dot.h; amx: the same by tiles */
     cascade shared;    /* what decode rows read together */
     float *slots;      /* [members][kv_heads][slot_floats]: sums of the tiles that were read for several rows at once */
     long slot_floats;

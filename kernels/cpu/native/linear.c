@@ -8,15 +8,16 @@
  *   BF16 NR/2 words of 32 bits: element i of vector pair j holds outputs of vectors 2j (low half) and 2j+1
  *        (high half), so that a shift and a mask widen them without a shuffle.
  *   DOT  (AVX512-BF16, K even) per pair of k, NR words: output n's weights at k (low) and k+1 (high).
+ *   AMX  (K a multiple of 32) as DOT; the products are linear_amx.h's.
  */
 #include <string.h>
 #include "experts.h"
-#include "linear_cut.h"
-#include "linear_store.h"
+#include "linear_amx.h"
 
 #define F32 0
 #define BF16 1
 #define DOT 2
+#define AMX 3
 /* Bytes of each panel that are prefetched before their use where rows are few: of several panels side by side, and of one. */
 #define AHEAD_WIDE 1024
 #define AHEAD 2048
@@ -115,6 +116,13 @@ static void multiply_by_blocks(const linear_job *whole, const linear_part *part)
 
 static void multiply(const linear_job *j, const linear_part *part)
 {
+#if HAS_TILES
+    if (j->kind == AMX) {
+        const amx_job tiles = {j->x, j->ldx, j->y, j->w, j->bias, j->N, j->K};
+        amx_multiply(&tiles, part);
+        return;
+    }
+#endif
     const long tiles = part_tiles(part), rows = part->end - part->begin, np = tiles == 1 ? side_by_side(rows) : 1;
     const linear_tile *narrow = narrow_tiles(j->kind);
     long panel = part->first;
@@ -167,7 +175,7 @@ void kr_linear(pool *p, int kind, const void *x, long ldx, void *y, const void *
     if (M < 1 || N < 1 || K < 1) return;
     linear_job j = {.kind = kind, .x = x, .ldx = ldx, .y = y, .w = w, .bias = bias, .N = N, .K = K,
                     .panel_bytes = K * NR * (kind == F32 ? 4 : 2), .end = K,
-                    .cut = cut_linear(p, M, N, K < INPUTS ? K : INPUTS)};
+                    .cut = kind == AMX ? cut_tiles(p, M, N, K) : cut_linear(p, M, N, K < INPUTS ? K : INPUTS)};
     prepare(p, &j, M);
     pool_run(p, linear_task, &j, cut_tasks(&j.cut));
 }

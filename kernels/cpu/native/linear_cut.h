@@ -35,6 +35,17 @@ static inline linear_cut cut_linear(const pool *p, long M, long N, long K)
     return c;
 }
 
+/* For AMX tiles: 32 rows by 32 outputs. A block's rows fit half of a 2 MiB second-level cache. */
+static inline linear_cut cut_tiles(const pool *p, long M, long N, long K)
+{
+    linear_cut c = {.rows = M, .panels = (N + NR - 1) / NR, .rows_per_block = (512 << 10) / (K * 2) / 32 * 32};
+    const long tasks = pool_threads(p) == 1 ? 1 : TASKS_PER_THREAD * pool_threads(p);
+    c.rows_per_block = c.rows_per_block < 64 ? 64 : c.rows_per_block > 512 ? 512 : c.rows_per_block;
+    c.share = (c.panels + tasks - 1) / tasks;
+    c.shares = (c.panels + c.share - 1) / c.share;
+    return c;
+}
+
 static inline long cut_tasks(const linear_cut *c)
 {
     return c->shares * ((c->rows + c->rows_per_block - 1) / c->rows_per_block);

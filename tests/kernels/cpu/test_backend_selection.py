@@ -82,6 +82,17 @@ def test_a_wrong_compiled_kernel_is_found(compiled, monkeypatch):
     assert first_wrong_kernel(compiled) == "activation"
 
 
+def test_without_amx_tiles_the_compiled_kernels_are_right_too(compiled):
+    native = compiled.compiled_kernels
+    had_tiles = native.has_tiles
+    native.without_tiles()
+    try:
+        assert first_wrong_kernel(compiled) is None and compiled.describe()["amx"] == "no"
+    finally:
+        native.has_tiles = bool(native.lib.kr_use_tiles(had_tiles))
+    assert native.has_tiles == had_tiles
+
+
 def test_a_wrong_compiled_kernel_is_not_used(compiled, monkeypatch):
     monkeypatch.setattr("kvrelay.kernels.cpu.backend.first_wrong_kernel", lambda backend: "attention")
     assert "wrong results" in CpuBackend(1).describe()["kernels"]

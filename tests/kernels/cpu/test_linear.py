@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvrelay.kernels.cpu.linear import OneDnnLinear, choose_linear
-from kvrelay.kernels.cpu.native_kernels import KIND_BF16, NativeLinear
+from kvrelay.kernels.cpu.native_kernels import KIND_BF16, KIND_DOT, NativeLinear
 
 BF16 = torch.bfloat16
-ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 61, 200)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 32, 33, 61, 200)
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -33,12 +33,14 @@ def test_linear_equals_the_matrix_product(cpu, dtype, out_features, in_features)
             torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("in_features", [300, 320])  # AMX tiles take multiples of 32
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2_threads, dtype):
-    weight = random(150, 300, dtype=dtype)
+def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2_threads, dtype, in_features):
+    weight = random(150, in_features, dtype=dtype)
     for backend in (compiled, compiled_2_threads):
-        linear = NativeLinear(backend.compiled_kernels, weight, None, backend.compiled_kernels.linear_kind(dtype, 300))
-        x = random(200, 300, dtype=dtype)
+        kind = backend.compiled_kernels.linear_kind(dtype, in_features)
+        linear = NativeLinear(backend.compiled_kernels, weight, None, kind)
+        x = random(200, in_features, dtype=dtype)
         alone = torch.cat([linear(x[i : i + 1]) for i in range(200)])
         for rows in ROWS:
             assert torch.equal(linear(x[:rows]), alone[:rows])
@@ -50,6 +52,7 @@ def test_totals_over_blocks_of_inputs_are_the_same_bits_as_in_one_go(compiled, d
     """One row goes in one go, several tiles of rows go block by block from 1537 inputs on."""
     native = compiled.compiled_kernels
     kinds = {native.linear_kind(dtype, in_features)} | ({KIND_BF16} if dtype == BF16 else set())
+    kinds |= {KIND_DOT} if dtype == BF16 and native.has_dot and in_features % 2 == 0 else set()
     weight, x = random(70, in_features, dtype=dtype), random(45, in_features, dtype=dtype)
     for kind in kinds:
         linear = NativeLinear(native, weight, random(70), kind)
@@ -66,9 +69,12 @@ def test_rows_may_be_strided_and_zero_rows_are_fine(cpu):
     assert linear(x[:0, :24]).shape == (0, 40)
 
 
-def test_the_plain_bf16_packing_is_right_even_where_dot_products_are_used(compiled):
+@pytest.mark.parametrize("kind", [KIND_BF16, KIND_DOT])
+def test_the_simpler_bf16_kernels_are_right_even_where_others_are_used(compiled, kind):
+    if kind == KIND_DOT and not compiled.compiled_kernels.has_dot:
+        pytest.skip("this processor has no products of bf16 pairs")
     weight, x = random(50, 64, dtype=BF16) / 8, random(9, 64, dtype=BF16)
-    linear = NativeLinear(compiled.compiled_kernels, weight, None, KIND_BF16)
+    linear = NativeLinear(compiled.compiled_kernels, weight, None, kind)
     torch.testing.assert_close(linear(x).float(), x.float() @ weight.float().T, atol=2e-2, rtol=2e-2)
 
 
@@ -86,6 +92,13 @@ def test_onednns_packing_where_it_exists(torch_only):
         pytest.skip(f"torch's private oneDNN operators: {error}")
     expected = random(5, 24, seed=2) @ random(40, 24).T + random(40, seed=1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bf16_takes_the_compiled_kernels_without_measuring_where_they_use_tiles(compiled, monkeypatch):
+    native = compiled.compiled_kernels
+    monkeypatch.setattr("kvrelay.kernels.cpu.linear._measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(native, "has_tiles", True)
+    assert choose_linear(native, BF16, 1, "another key")[0] == "native"
 
 
 def test_the_choice_is_measured_once_and_remembered(tmp_path, monkeypatch):
