@@ -2,6 +2,7 @@
  *
  * A tile of B is 16 outputs at 16 pairs of k, read where the panels lie. Every output is one chain of tile products over
  * k = 0, 32, ... in float32, whatever the rows beside it: a row's result depends on no other, as in linear_tile.h.
+ * Prefetches and blocks of inputs gained nothing (bench/results/2026-11-27-cpu-batch.md).
  */
 #ifndef KVRELAY_LINEAR_AMX_H
 #define KVRELAY_LINEAR_AMX_H
@@ -22,13 +23,6 @@ typedef struct {
     long N, K;
 } amx_job;
 
-/* The first `lines` lines of each of 16 pairs of k. */
-static inline void fetch(const char *w, int lines)
-{
-    for (int i = 0; i < TILE_ROWS; i++)
-        for (int line = 0; line < lines; line++) __builtin_prefetch(w + i * NR * 4 + line * 64);
-}
-
 /* Up to 16 rows times one panel. */
 static inline void amx_narrow(const amx_job *j, long row, int rows, long panel)
 {
@@ -37,7 +31,6 @@ static inline void amx_narrow(const amx_job *j, long row, int rows, long panel)
     float out[TILE_ROWS * NR];
     zero_sums();
     for (long k = 0; k < j->K; k += 32, w += STEP) {
-        fetch(w + STEP, NV);
         _tile_loadd(4, x + k, j->ldx * 2);
         MULTIPLY_FOUR(w, NR * 4);
     }
@@ -46,15 +39,14 @@ static inline void amx_narrow(const amx_job *j, long row, int rows, long panel)
     store_tile(j->y, j->N, j->bias, 0, row, panel * NR, rows, NR, out);
 }
 
-/* 16 rows and up to 16 more times one half of a panel. is_first: of the rows that this panel meets. */
-static inline void amx_wide(const amx_job *j, long row, int rows, long panel, int half, int is_first)
+/* 16 rows and up to 16 more times one half of a panel. */
+static inline void amx_wide(const amx_job *j, long row, int rows, long panel, int half)
 {
     const bf16 *x = j->x + row * j->ldx, *below = x + TILE_ROWS * j->ldx;
     const char *w = j->w + panel * (j->K / 32) * STEP + half * 128;
     float out[2 * TILE_ROWS * 32];
     zero_sums();
     for (long k = 0; k < j->K; k += 32, w += STEP) {
-        if (is_first) fetch(w + STEP, half ? 2 : NV);
         _tile_loadd(4, x + k, j->ldx * 2);
         _tile_loadd(6, w, NR * 4);
         _tile_dpbf16ps(0, 4, 6);
@@ -76,12 +68,12 @@ static void amx_multiply(const amx_job *j, const linear_part *part)
         configure_tiles(TILE_ROWS, TILE_ROWS);
         for (long panel = part->first; panel < part->last; panel++)
             for (int half = 0; half < 2; half++)
-                for (long row = part->begin; row < even; row += 32) amx_wide(j, row, 32, panel, half, row == part->begin);
+                for (long row = part->begin; row < even; row += 32) amx_wide(j, row, 32, panel, half);
     }
     if (rest > TILE_ROWS) {
         configure_tiles(TILE_ROWS, rest - TILE_ROWS);
         for (long panel = part->first; panel < part->last; panel++)
-            for (int half = 0; half < 2; half++) amx_wide(j, even, rest, panel, half, rows < 32);
+            for (int half = 0; half < 2; half++) amx_wide(j, even, rest, panel, half);
     } else if (rest) {
         configure_tiles(rest, 0);
         for (long panel = part->first; panel < part->last; panel++) amx_narrow(j, even, rest, panel);
