@@ -145,8 +145,18 @@ class PackedWeights(Protocol):
         """The next weight, uint8 [num_bytes], and its facts. `fill` packs it, where it is not there already."""
 
 
-ModelForward = Callable[[Tensor, AttentionBatch, Any], Tensor]
-"""(token ids, batch, attention plan) -> hidden states."""
+OnLayer = Callable[[int], None]
+"""Called with a layer's number when its cache writes and compute have been issued."""
+
+
+class ModelForward(Protocol):
+    """(token ids, batch, attention plan) -> hidden states."""
+
+    def __call__(
+        self, token_ids: Tensor, batch: AttentionBatch, plan: Any, on_layer: OnLayer | None = None, /
+    ) -> Tensor: ...
+
+
 AttentionVariant = tuple[float, int | None, float | None]
 """Scale, window, softcap."""
 
@@ -179,6 +189,9 @@ class GraphSpec:
 class StepGraphs(Protocol):
     """Captured steps of one model."""
 
+    @property
+    def has_captures(self) -> bool: ...
+
     def fits(self, batch: AttentionBatch) -> bool:
         """Whether this batch can be run so."""
 
@@ -190,10 +203,17 @@ class StepGraphs(Protocol):
 
 
 class DecodeGraphs(StepGraphs, Protocol):
-    """Captured decode steps."""
+    """Captured decode steps, or steps of any kind.
 
-    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
-        """Hidden states of a batch that fits; captures at the first batch of its size. The next run overwrites them."""
+    with_layers: whether `run` calls `on_layer`.
+    """
+
+    with_layers: bool
+
+    def run(
+        self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward, on_layer: OnLayer | None = None
+    ) -> Tensor:
+        """Hidden states of a batch that fits; captures what is not captured yet. The next run overwrites them."""
 
     def logits_of(self, hidden: Tensor) -> Tensor | None:
         """Logits of all rows of the last run's result, where the capture has computed them."""
@@ -206,11 +226,7 @@ class PieceGraphs(StepGraphs, Protocol):
         """Try attention kernels out for these variants."""
 
     def run(
-        self,
-        token_ids: Tensor,
-        batch: AttentionBatch,
-        forward: ModelForward,
-        on_layer: Callable[[int], None] | None = None,
+        self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward, on_layer: OnLayer | None = None
     ) -> Tensor: ...
 
 

@@ -69,7 +69,7 @@ def compare(context: Context, engine: Engine, batch: int, length: int) -> None:
         worst_relative_error=max(errors),
         plain_ms=1e3 * plain.step_s,
         graphs_ms=1e3 * graphed.step_s,
-        ok=within and bool(graphs._graphs) and (context.is_cuda or same == _STEPS),
+        ok=within and graphs.has_captures and (context.is_cuda or same == _STEPS),
     )
 
 

@@ -22,7 +22,7 @@ from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.blocks import SequenceBlocks
 from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
-from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec, PendingTokens, TokenFeed
+from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec, OnLayer, PendingTokens, TokenFeed
 from kvrelay.kernels.common.sampling_search import to_device
 from kvrelay.kvcache.memory.storage import KV_DTYPES
 from kvrelay.types import KvLayout
@@ -263,8 +263,8 @@ class Runner:
     def run(
         self,
         plan: StepPlan,
-        on_layer: Callable[[int], None] | None = None,
-        before_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
+        before_layer: OnLayer | None = None,
         feed: TokenFeed | None = None,
     ) -> Tensor:
         """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. feed: tokens not known here.
@@ -281,15 +281,16 @@ class Runner:
             self._graphs.reset()
             if self._pieces is not None:
                 self._pieces.reset()
-        if self._graphs is not None and on_layer is None and self._graphs.fits(batch):
-            return self._graphs.run(token_ids, batch, self._forward)
+        graphs = self._graphs
+        if graphs is not None and (on_layer is None or graphs.with_layers) and graphs.fits(batch):
+            return graphs.run(token_ids, batch, self._forward, on_layer)
         if self._pieces is not None and self._pieces.fits(batch):
             return self._pieces.run(token_ids, batch, self._forward, on_layer)
         attention_plan = self._backend.plan(batch, self._model.attention_shape)
-        return self._model.forward(token_ids.to(self._backend.device), batch, attention_plan, self._kv_layers, on_layer)
+        return self._forward(token_ids.to(self._backend.device), batch, attention_plan, on_layer)
 
-    def _forward(self, token_ids: Tensor, batch: AttentionBatch, attention_plan: Any) -> Tensor:
-        return self._model.forward(token_ids, batch, attention_plan, self._kv_layers, None)
+    def _forward(self, token_ids: Tensor, batch: AttentionBatch, plan: Any, on_layer: OnLayer | None = None) -> Tensor:
+        return self._model.forward(token_ids, batch, plan, self._kv_layers, on_layer)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
@@ -300,9 +301,7 @@ class Runner:
         return self._model.logits(hidden[to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)])
 
 
-def _then(
-    on_layer: Callable[[int], None] | None, before_layer: Callable[[int], None], num_layers: int
-) -> Callable[[int], None]:
+def _then(on_layer: OnLayer | None, before_layer: OnLayer, num_layers: int) -> OnLayer:
     """Both, at the seam between two layers."""
 
     def at_seam(layer: int) -> None:

@@ -160,7 +160,8 @@ class CpuBackend(TorchCpuBackend):
         native = self._attention_for(spec.shape)
         if native is None or spec.shape.latent_dim is not None:
             return None
-        return RecordedSteps(native, spec.shape, max_blocks=spec.max_blocks, head=spec.head)
+        sizes = {name: getattr(spec, name) for name in ("max_blocks", "max_running", "max_tokens")}
+        return RecordedSteps(native, spec.shape, **sizes, head=spec.head)
 
     @property
     def cascade_saved_tokens(self) -> int:

@@ -1,11 +1,11 @@
-"""Decode steps of the compiled CPU kernels, recorded once per batch size and replayed with new metadata.
+"""Steps of the compiled CPU kernels, recorded once and replayed with new metadata for any number of tokens.
 
-Also steps of one sequence with a few tokens: drafts, or the end of a prompt.
-
-A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of the step.
-Like a CUDA graph, a recording keeps the calls with their addresses and runs them all in one call
-(kernels/cpu/native/replay.c). Only compiled kernels can be recorded: a model that also computes in torch, or a machine
-where another linear kernel is faster, runs every step without a recording.
+A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of a decode
+step and a tenth of a step of prompts. Like a CUDA graph, a recording keeps the calls with their addresses and runs them
+in one call (kernels/cpu/native/replay.c), or layer by layer where the caller is to hear of each. The buffers have room
+for the largest step, and nothing in the calls but a few words depends on the step: the number of its rows, and what
+attention has to know of its sequences. Only compiled kernels can be recorded: a model that also computes in torch, or a
+machine where another linear kernel is faster, runs every step without a recording.
 """
 
 import ctypes
@@ -14,7 +14,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,25 +23,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, ModelForward
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, ModelForward, OnLayer
 from kvrelay.kernels.cpu.native_kernels import SIGNATURES, NativeKernels, NativePlan, Schedule
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 64  # sequences; the interpreter's share of larger steps is small
-MOST_TOKENS = 33  # of a single sequence
-MOST_HEADED = 8  # sequences whose logits are part of the recording; each size has its own memory for them
+MOST_HEADED = 8  # decoding sequences whose logits are recorded, too
 Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] float32
 
-# As enumerated in replay.c.
-_KERNELS = (
-    "kr_embed", "kr_linear", "kr_rms_norm", "kr_rope", "kr_gate", "kr_attention", "kr_quant_linear", "kr_widen",
-    "kr_choose", "kr_experts", "kr_norm_rope_store",
-)  # fmt: skip
-_ATTENTION = _KERNELS.index("kr_attention")
+# As enumerated in replay.c; at which of a call's words its number of rows stands (0: nowhere).
+_KERNELS = {
+    "kr_embed": 5, "kr_linear": 8, "kr_rms_norm": 8, "kr_rope": 7, "kr_gate": 6, "kr_attention": 0,
+    "kr_quant_linear": 9, "kr_widen": 4, "kr_choose": 6, "kr_experts": 15, "kr_norm_rope_store": 14,
+}  # fmt: skip
+_NUMBER = {name: number for number, name in enumerate(_KERNELS)}
 _ALIGNMENT = 64  # bytes
 _CALL_WORDS = 27  # a call: its kernel, then up to 26 arguments of 8 bytes
-_MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
+_NUM_TILES, _MAX_QUERY, _MAX_CONTEXT = 11, 18, 19  # words of a call of kr_attention
 
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -52,24 +51,28 @@ crashes later.
 
 
 class _Buffers:
-    """Memory for the tensors of a recording: reused once nothing views it, never freed."""
+    """Memory for the tensors of a recording of `rows` rows, each with room for `most` rows: reused once nothing views
+    it, never freed.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int, most: int) -> None:
+        self._rows, self._most = rows, most
         self._owned: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = int(np.prod(shape)) * dtype.itemsize
+        room = num_bytes * self._most // self._rows
         free = self._free.setdefault(num_bytes, [])
         if not free:
-            memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+            memory = np.empty(room + _ALIGNMENT, dtype=np.uint8)
             start = -memory.ctypes.data % _ALIGNMENT
             self._owned.append(memory)
-            free.append(memory[start : start + num_bytes])
+            free.append(memory[start : start + room])
         memory = free.pop()
         view = memory[:]  # the tensor's storage holds it, through any view of the tensor
         weakref.finalize(view, free.append, memory)
-        return torch.from_numpy(view).view(dtype).view(tuple(shape))
+        return torch.from_numpy(view)[:num_bytes].view(dtype).view(tuple(shape))
 
     def spoil(self) -> None:
         """Fill everything with NaN."""
@@ -83,16 +86,27 @@ class _Tape:
     def __init__(self, lib: Any) -> None:
         self._lib = lib
         self.calls: list[np.ndarray] = []
+        self.layer_ends: list[int] = []  # number of calls until each layer is done
         self.foreign: str | None = None  # something that ran and is not on the tape
+        self.is_paused = False
+
+    def end_layer(self, layer: int, on_layer: OnLayer | None) -> None:
+        """A layer is done; what `on_layer` does about it is no part of the recording."""
+        self.layer_ends.append(len(self.calls))
+        if on_layer is not None:
+            self.is_paused = True
+            on_layer(layer)
+            self.is_paused = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._lib, name)
         if name not in _KERNELS:
-            self.foreign = name
+            self.foreign = self.foreign if self.is_paused else name
             return function  # type: ignore[no-any-return]
 
         def run(*arguments: Any) -> None:
-            self.calls.append(_encode(name, arguments))
+            if not self.is_paused:
+                self.calls.append(_encode(name, arguments))
             function(*arguments)
 
         return run
@@ -100,7 +114,7 @@ class _Tape:
 
 def _encode(name: str, arguments: Sequence[Any]) -> np.ndarray:
     words = np.zeros(_CALL_WORDS, dtype=np.int64)
-    words[0] = _KERNELS.index(name)
+    words[0] = _NUMBER[name]
     for index, (kind, value) in enumerate(zip(SIGNATURES[name][0], arguments, strict=True), start=1):
         if kind is ctypes.c_float:
             words[index : index + 1].view(np.float64)[0] = value
@@ -122,7 +136,7 @@ class _Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
+        if not func.is_view and not self._tape.is_paused:
             self._tape.foreign = str(func)
         return func(*args, **(kwargs or {}))
 
@@ -141,153 +155,204 @@ def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
 
 
 @dataclass(slots=True)
-class _Graph:
-    """One batch size: its calls, their inputs and outputs."""
+class _Recording:
+    """Calls for any number of rows.
+
+    num_rows: with which they were recorded, and later those of the last replay. layer_ends: see _Tape. results: with
+    memory for the most rows behind them.
+    """
 
     calls: np.ndarray  # [calls, _CALL_WORDS] int64
-    attention: np.ndarray  # indices of the attention calls
-    token_ids: Tensor
-    batch: AttentionBatch
-    plan: NativePlan
-    hidden: Tensor
-    logits: Tensor | None  # of all rows, if they are part of the recording
+    num_rows: int
+    layer_ends: list[int]
+    results: list[Tensor]
     buffers: _Buffers
-    metadata: tuple[np.ndarray, ...] = ()  # views of token_ids and of the batch's tensors, in the order of `_metadata`
+    attention: np.ndarray = field(init=False)  # numbers of the attention calls
+    _row_words: np.ndarray = field(init=False)  # where in all of `calls` a number of rows stands
+    _per_row: np.ndarray = field(init=False)  # what stands there for each row
 
-    def refill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
-        """Write this step's metadata into the buffers that the calls read."""
-        if not self.metadata:
-            self.metadata = _metadata(self.token_ids, self.batch)
-        ids, contexts, slots, positions, tables = self.metadata  # numpy: each of these takes torch microseconds
-        new_ids, new_contexts, new_slots, new_positions, new_tables = _metadata(token_ids, batch)
-        ids[:], contexts[:], slots[:], positions[:] = new_ids, new_contexts, new_slots, new_positions
-        tables[:, : new_tables.shape[1]] = new_tables
-        self.calls[self.attention, _MAX_CONTEXT_WORD] = batch.max_context_len
+    def __post_init__(self) -> None:
+        kernels = self.calls[:, 0]
+        self.attention = np.flatnonzero(kernels == _NUMBER["kr_attention"])
+        words = np.array(list(_KERNELS.values()))[kernels]
+        self._row_words = (np.arange(len(kernels)) * _CALL_WORDS + words)[words > 0]
+        self._per_row, rest = np.divmod(self.calls.reshape(-1)[self._row_words], self.num_rows)
+        assert not rest.any(), "a call's rows are no multiple of the step's"
 
-    def replay(self, lib: Any) -> None:
-        lib.kr_replay(self.calls.ctypes.data, len(self.calls))
+    def replay(self, lib: Any, num_rows: int, on_layer: OnLayer | None = None) -> list[Tensor]:
+        """The results [num_rows, ...]; the next replay overwrites them."""
+        if num_rows != self.num_rows:
+            self.calls.reshape(-1)[self._row_words] = self._per_row * num_rows
+            self.num_rows = num_rows
+        done, (address, stride) = 0, (self.calls.ctypes.data, self.calls.strides[0])
+        if on_layer is not None:
+            for layer, end in enumerate(self.layer_ends):
+                lib.kr_replay(address + done * stride, end - done)
+                on_layer(layer)
+                done = end
+        lib.kr_replay(address + done * stride, len(self.calls) - done)
+        return [result.as_strided((num_rows, *result.shape[1:]), result.stride()) for result in self.results]
 
 
-def _metadata(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...]:
-    """The inputs that change from step to step, as numpy views."""
-    tensors = (token_ids, batch.context_lens, batch.slot_mapping, batch.positions, batch.block_tables)
-    return tuple(tensor.numpy() for tensor in tensors)
+def _numbers_of(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...]:
+    """The tensors that change from step to step, as numpy views: a write of a few numbers takes torch microseconds."""
+    flat = token_ids, batch.slot_mapping, batch.positions, batch.query_starts, batch.context_lens
+    return tuple(tensor.numpy() for tensor in (*flat, batch.block_tables))
+
+
+class _StepInputs:
+    """What recorded calls read, in memory that never moves: a step's tokens and metadata."""
+
+    def __init__(
+        self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int, max_running: int, max_tokens: int
+    ) -> None:
+        self._kernels, self._shape = kernels, shape
+        self._tile_tokens = kernels.lib.kr_attention_tile_tokens(shape.num_heads // shape.num_kv_heads)
+        words, numbers = partial(torch.zeros, dtype=torch.int32), partial(torch.zeros, dtype=torch.int64)
+        self._token_ids = numbers(max_tokens)
+        batch = AttentionBatch(
+            query_starts=words(max_running + 1),
+            context_lens=words(max_running),
+            block_tables=words(max_running, max_blocks),
+            slot_mapping=numbers(max_tokens),
+            positions=numbers(max_tokens),
+            num_decode=0,
+            max_query_len=0,
+            max_context_len=0,
+        )
+        tiles = words(max_tokens // self._tile_tokens + max_running, 2)
+        schedule = Schedule(kernels.lib, max_running, max_blocks * shape.block_size)
+        self._plan = NativePlan(batch, shape, tiles, 0, schedule)
+        self._views = _numbers_of(self._token_ids, batch)
+
+    def fill(self, token_ids: Tensor, batch: AttentionBatch) -> dict[int, int]:
+        """Take a step; returns what attention calls have to know of it, by word."""
+        *flat, tables = self._views
+        *new, new_tables = _numbers_of(token_ids, batch)
+        for own, numbers in zip(flat, new, strict=True):
+            own[: len(numbers)] = numbers
+        tables[: new_tables.shape[0], : new_tables.shape[1]] = new_tables
+        own_batch, plan, lib = self._plan.batch, self._plan, self._kernels.lib
+        facts = {name: getattr(batch, name) for name in ("num_decode", "max_query_len", "max_context_len")}
+        own_batch = replace(own_batch, **facts)
+        self._kernels.share(plan.schedule, own_batch, self._shape)
+        at = own_batch.query_starts.data_ptr(), len(new_tables), self._tile_tokens, plan.tiles.data_ptr()
+        self._plan = replace(plan, batch=own_batch, num_tiles=lib.kr_attention_tiles(*at))
+        words = _NUM_TILES, _MAX_QUERY, _MAX_CONTEXT
+        return dict(zip(words, (self._plan.num_tiles, batch.max_query_len, batch.max_context_len), strict=True))
+
+    def views(self, num_tokens: int, num_sequences: int) -> tuple[Tensor, AttentionBatch, NativePlan]:
+        """The step's token ids, metadata and attention, without the room behind them."""
+        whole = self._plan.batch
+        batch = replace(
+            whole,
+            query_starts=whole.query_starts[: num_sequences + 1],
+            context_lens=whole.context_lens[:num_sequences],
+            block_tables=whole.block_tables[:num_sequences],
+            slot_mapping=whole.slot_mapping[:num_tokens],
+            positions=whole.positions[:num_tokens],
+        )
+        return self._token_ids[:num_tokens], batch, replace(self._plan, batch=batch)
 
 
 class RecordedSteps:
-    """Recordings of one model's decode step. Call it from the engine thread only.
+    """Recordings of one model's steps. Call it from the engine thread only.
 
     Args:
         kernels: the compiled kernels that the forward calls.
         shape: of the model's attention layers.
-        max_blocks: most blocks of a sequence.
-        head: the model's; in steps of few decoding sequences the recording computes the logits, too.
+        max_blocks, max_running, max_tokens: of a sequence, of a step's sequences, and of a step's tokens.
+        head: the model's; where few sequences decode, their logits are recorded, too.
     """
 
+    with_layers = True
+
     def __init__(
-        self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int, head: Head | None = None
+        self,
+        kernels: NativeKernels,
+        shape: AttentionShape,
+        *,
+        max_blocks: int,
+        max_running: int,
+        max_tokens: int,
+        head: Head | None = None,
     ) -> None:
-        self._kernels, self._shape, self._max_blocks, self._head = kernels, shape, max_blocks, head
-        self._last: _Graph | None = None  # its buffers hold the last step's results
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by (sequences, tokens)
+        self._kernels, self._head, self._most = kernels, head, (max_tokens, max_running)
+        self._inputs = _StepInputs(
+            kernels, shape, max_blocks=max_blocks, max_running=max_running, max_tokens=max_tokens
+        )
+        self._step: _Recording | None = None
+        self._logits: _Recording | None = None
+        self._last: tuple[Tensor, Tensor] | None = None  # the last run's hidden states and their logits
         self.why_not: str | None = None  # why nothing is recorded
-        # shared by all sizes, since one replays at a time; refilled for every step
-        self._schedule = Schedule(kernels.lib, LARGEST, max_blocks * shape.block_size)
 
     @property
-    def sizes(self) -> list[int]:
-        """Tokens of the steps recorded so far."""
-        return sorted(tokens for _, tokens in self._graphs)
+    def has_captures(self) -> bool:
+        return self._step is not None
 
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether the batch is all decode or one sequence alone, not too large, and the model can be recorded."""
-        if self.why_not is not None:
-            return False
-        size = batch.context_lens.shape[0]
-        if size == 1:
-            return batch.max_query_len <= MOST_TOKENS
-        return batch.num_decode == size <= LARGEST and batch.max_query_len == 1
+        """Whether the batch is not too large, and the model can be recorded."""
+        max_tokens, max_running = self._most
+        size = len(batch.positions), len(batch.context_lens)
+        return self.why_not is None and size[0] <= max_tokens and size[1] <= max_running
 
     def reset(self) -> None:
         """Drop all recordings, after something that they read has moved."""
-        self._graphs.clear()
-        self._last = None
+        self._step = self._logits = self._last = None
 
     def warm_up(self, forward: ModelForward) -> None:
-        """Nothing: a step is recorded at once when it comes first."""
+        """Nothing: the first step is recorded at once."""
 
     def logits_of(self, hidden: Tensor) -> Tensor | None:
-        """Logits of all rows of the last run's result, if the recording computes them. The next run overwrites them."""
-        last = self._last
-        return last.logits if last is not None and last.hidden is hidden else None
+        """Logits of all rows of the last run's result, if they were recorded. The next run overwrites them."""
+        return self._last[1] if self._last is not None and self._last[0] is hidden else None
 
-    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
-        """Hidden states [T, hidden] of a batch that fits; records at the first batch of its size.
+    def run(
+        self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward, on_layer: OnLayer | None = None
+    ) -> Tensor:
+        """Hidden states [T, hidden] of a batch that fits; the first one is recorded.
 
-        token_ids: [T] int64. The result is overwritten by the next run.
+        token_ids: [T] int64. on_layer: see DecoderModel.forward. The next run overwrites the result.
         """
-        size = batch.context_lens.shape[0], token_ids.shape[0]
-        graph = self._graphs.get(size)
-        if graph is not None:
-            graph.refill(token_ids, batch)
-            self._kernels.share(
-                self._schedule, replace(graph.batch, max_context_len=batch.max_context_len), self._shape
-            )
-            graph.replay(self._kernels.lib)
-            self._last = graph
-            return graph.hidden
-        graph = self._record(token_ids, batch, forward)
-        if self.why_not is None:
-            self._graphs[size] = graph
-        else:
-            logger.info("decode steps are not recorded: %s", self.why_not)
-        return graph.hidden
+        words, self._last = self._inputs.fill(token_ids, batch), None
+        if self._step is None:
+            return self._record(len(token_ids), len(batch.context_lens), forward, on_layer)
+        for word, value in words.items():
+            self._step.calls[self._step.attention, word] = value
+        hidden = self._step.replay(self._kernels.lib, len(token_ids), on_layer)[0]
+        if batch.num_decode == len(batch.context_lens) == len(token_ids) <= MOST_HEADED and self._head is not None:
+            if self._logits is None:
+                self._record_head(hidden)
+            else:
+                self._last = hidden, self._logits.replay(self._kernels.lib, len(token_ids))[0]
+        return hidden
 
-    def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> _Graph:
+    def _record(self, num_tokens: int, num_sequences: int, forward: ModelForward, on_layer: OnLayer | None) -> Tensor:
         """Run and record the step, then replay it over overwritten buffers: the result must be the same."""
-        tables = torch.zeros(batch.context_lens.shape[0], self._max_blocks, dtype=torch.int32)
-        tables[:, : batch.block_tables.shape[1]] = batch.block_tables
-        own = AttentionBatch(
-            query_starts=batch.query_starts.to(torch.int32, copy=True),
-            context_lens=batch.context_lens.to(torch.int32, copy=True),
-            block_tables=tables,
-            slot_mapping=batch.slot_mapping.clone(),
-            positions=batch.positions.clone(),
-            num_decode=batch.num_decode,
-            max_query_len=batch.max_query_len,
-            max_context_len=batch.max_context_len,
-        )
-        plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()
-        assert plan.batch.context_lens is own.context_lens and plan.batch.block_tables is own.block_tables
+        token_ids, batch, plan = self._inputs.views(num_tokens, num_sequences)
+        buffers = _Buffers(num_tokens, self._most[0])
         with _recording(self._kernels, buffers) as tape:
-            hidden = forward(ids, own, plan)
+            hidden = forward(token_ids, batch, plan, lambda layer: tape.end_layer(layer, on_layer))
         self.why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
-        logits = self._recorded_head(hidden, buffers, tape) if self.why_not is None and _decodes_few(batch) else None
-        calls = np.stack(tape.calls) if tape.calls else np.zeros((0, _CALL_WORDS), dtype=np.int64)
-        graph = _Graph(calls, np.flatnonzero(calls[:, 0] == _ATTENTION), ids, own, plan, hidden, logits, buffers)
         if self.why_not is None:
-            results = [tensor for tensor in (hidden, logits) if tensor is not None]
-            first = [tensor.clone() for tensor in results]
+            self._step = _Recording(np.stack(tape.calls), num_tokens, tape.layer_ends, [hidden], buffers)
+            first = hidden.clone()
             buffers.spoil()
-            graph.replay(self._kernels.lib)
-            if not all(map(torch.equal, first, results)):
-                self.why_not = "the replay's result differs"
-                hidden.copy_(first[0])
-                graph.logits = None
-        return graph
+            self._step.replay(self._kernels.lib, num_tokens)
+            if not torch.equal(first, hidden):
+                self.why_not, self._step, hidden = "the replay's result differs", None, first
+        if self.why_not is not None:
+            logger.info("steps are not recorded: %s", self.why_not)
+        return hidden
 
-    def _recorded_head(self, hidden: Tensor, buffers: _Buffers, tape: _Tape) -> Tensor | None:
-        """The logits, their calls appended to the tape; None if anything but compiled kernels computes them."""
-        if self._head is None:
-            return None
-        with _recording(self._kernels, buffers) as own:
+    def _record_head(self, hidden: Tensor) -> None:
+        """Record the head, unless anything but compiled kernels computes it."""
+        assert self._head is not None
+        buffers = _Buffers(len(hidden), MOST_HEADED)
+        with _recording(self._kernels, buffers) as tape:
             logits = self._head(hidden)
-        if own.foreign is not None:
+        if tape.foreign is not None:
             self._head = None
-            return None
-        tape.calls += own.calls
-        return logits
-
-
-def _decodes_few(batch: AttentionBatch) -> bool:
-    return batch.num_decode == batch.context_lens.shape[0] <= MOST_HEADED
+            return
+        self._logits = _Recording(np.stack(tape.calls), len(hidden), [], [logits], buffers)
+        self._last = hidden, logits

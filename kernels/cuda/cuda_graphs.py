@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant, ModelForward
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, AttentionVariant, ModelForward, OnLayer
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES, WORTH, find_groups
 from kvrelay.kernels.cuda.paged_attention import CudaPlan
@@ -94,6 +94,10 @@ class Captures:
         """Whether FlashInfer supports this shape and reads the cache itself."""
         return has_attention(self._shape) and not is_unpacked(self._shape)
 
+    @property
+    def has_captures(self) -> bool:
+        return bool(self._graphs)
+
     def reset(self) -> None:
         """Drop all graphs, after something that they read has moved."""
         self._graphs.clear()
@@ -153,6 +157,7 @@ class CudaGraphs(Captures):
     """
 
     _what = "decode steps"
+    with_layers = False
 
     def __init__(
         self,
@@ -185,7 +190,9 @@ class CudaGraphs(Captures):
         worth = max(WORTH, -(-EAGER_WORTH_BYTES // token_bytes))
         return bool(find_groups(batch.context_lens.numpy(), batch.block_tables.numpy(), shape.block_size, worth))
 
-    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
+    def run(
+        self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward, on_layer: OnLayer | None = None
+    ) -> Tensor:
         """Hidden states [S, hidden] of a batch that fits; captures at the first batch of its size.
 
         token_ids: [S] int64 on the device. The result is overwritten by the next run.

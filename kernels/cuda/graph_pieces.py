@@ -8,7 +8,7 @@ and `attention` the backend, while it has a `Recorder`, ends one graph and begin
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvrelay.kernels.backend import (
     DecodeGraphs,
     GraphSpec,
     ModelForward,
+    OnLayer,
     PieceGraphs,
 )
 from kvrelay.kernels.cuda.backend import Call, CudaBackend, Recorder
@@ -70,11 +71,7 @@ class StepPieces(Captures):
                 self._backend.paged.prefill_kernels.try_out(self._shape, variant)
 
     def run(
-        self,
-        token_ids: Tensor,
-        batch: AttentionBatch,
-        forward: ModelForward,
-        on_layer: Callable[[int], None] | None = None,
+        self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward, on_layer: OnLayer | None = None
     ) -> Tensor:
         """Hidden states [T, hidden] of a batch that fits; captures at the first batch of its size.
 

@@ -124,7 +124,7 @@ def test_decode_steps_are_recorded_with_quantised_products(make, backend, dtype)
         pytest.skip("no compiled kernels here")
     engine = make(dtype=dtype)
     streams = run(engine, PROMPTS)
-    assert engine.runner._graphs.why_not is None and len(PROMPTS) in engine.runner._graphs.sizes
+    assert engine.runner._graphs.why_not is None and engine.runner._graphs.has_captures
     plain = make(dtype=dtype)
     plain.runner._graphs = None
     assert run(plain, PROMPTS) == streams

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.engine.execution.runner import Runner
 from kvrelay.engine.step.build import load_engine
 from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.step.warm_up import PROMPT_TOKENS, warm_up
@@ -24,15 +25,13 @@ def test_the_first_steps_run_every_kind_of_step_and_leave_nothing_in_the_workers
     backend = CpuBackend(1)
     config = EngineConfig(token_budget=token_budget, max_running=4, kv_memory_bytes=4 << 20)
     engine = load_engine(tiny_checkpoint(family, tmp_path), backend, torch.float32, config)
-    before, forward, batches = engine.reports.load(), type(engine.model).forward, []
-    monkeypatch.setattr(
-        type(engine.model),
-        "forward",
-        lambda self, ids, batch, *rest: (
-            batches.append((len(ids), batch.num_decode)),
-            forward(self, ids, batch, *rest),
-        )[1],
-    )
+    before, run, batches = engine.reports.load(), Runner.run, []
+
+    def noted(self, plan, *rest):
+        batches.append((plan.num_tokens, plan.num_single))
+        return run(self, plan, *rest)
+
+    monkeypatch.setattr(Runner, "run", noted)
     warm_up(engine.model, backend, engine.config)
     prompts, decoding = (max(size for size, row in batches if bool(row) is one) for one in (False, True))
     assert prompts == min(token_budget, PROMPT_TOKENS) and decoding == 3

@@ -1,4 +1,4 @@
-"""Recorded decode steps give what the calls one by one give, bit for bit, for every family."""
+"""Recorded steps give what the calls one by one give, bit for bit, for every family and any number of tokens."""
 
 import gc
 import threading
@@ -14,10 +14,11 @@ from kvrelay.engine.step.config import EngineConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.recorded_steps import LARGEST, MOST_HEADED, RecordedSteps, _Buffers
+from kvrelay.kernels.cpu.recorded_steps import MOST_HEADED, RecordedSteps, _Buffers
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 80, 12
+MAX_RUNNING, MAX_TOKENS = 10, 64
 
 
 def decode_batch(contexts, generator):
@@ -42,18 +43,19 @@ def decode_batch(contexts, generator):
     )
 
 
-def alone(context, tokens, generator):
-    """One sequence that computes the last `tokens` of its context at once."""
-    batch = decode_batch([context], generator)
-    positions = torch.arange(context - tokens, context)
-    blocks = batch.block_tables[0, positions // BLOCK_SIZE].long()
+def mixed(parts, generator):
+    """Sequences of (context, tokens to compute at its end), those of one token first."""
+    decode = decode_batch([context for context, _ in parts], generator)
+    tokens = torch.tensor([count for _, count in parts])
+    positions = torch.cat([torch.arange(context - count, context) for context, count in parts])
+    owner = torch.repeat_interleave(torch.arange(len(parts)), tokens)
     return replace(
-        batch,
-        query_starts=torch.tensor([0, tokens], dtype=torch.int32),
+        decode,
+        query_starts=torch.cat((torch.zeros(1), tokens.cumsum(0))).to(torch.int32),
         positions=positions,
-        num_decode=int(tokens == 1),
-        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-        max_query_len=tokens,
+        num_decode=int((tokens == 1).sum()),
+        slot_mapping=decode.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        max_query_len=int(tokens.max()),
     )
 
 
@@ -66,10 +68,11 @@ class Decoder:
         self.generator = torch.Generator().manual_seed(3)
         sizes = (self.model.spec.num_layers, NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype)
-        self.graphs = RecordedSteps(backend.compiled_kernels, shape, max_blocks=max_blocks, head=self.model.logits)
+        sizes = {"max_blocks": max_blocks, "max_running": MAX_RUNNING, "max_tokens": MAX_TOKENS}
+        self.graphs = RecordedSteps(backend.compiled_kernels, shape, **sizes, head=self.model.logits)
 
-    def forward(self, token_ids, batch, plan):
-        return self.model.forward(token_ids, batch, plan, list(self.kv))
+    def forward(self, token_ids, batch, plan, on_layer=None):
+        return self.model.forward(token_ids, batch, plan, list(self.kv), on_layer)
 
     def plain(self, token_ids, batch):
         """Every row by itself."""
@@ -87,13 +90,13 @@ class Decoder:
         batch.block_tables[1:2, :shared] = batch.block_tables[:1, :shared]
         return self.both_of(batch)
 
-    def both_of(self, batch):
+    def both_of(self, batch, on_layer=None):
         token_ids = torch.randint(3, self.model.spec.vocab_size, (len(batch.positions),), generator=self.generator)
         before = self.kv.clone()
         plain = self.plain(token_ids, batch).clone(), self.kv.clone()
         self.kv.copy_(before)
         assert self.graphs.fits(batch)
-        return plain, (self.graphs.run(token_ids, batch, self.forward), self.kv)
+        return plain, (self.graphs.run(token_ids, batch, self.forward, on_layer), self.kv)
 
 
 @pytest.fixture(params=["compiled", "compiled_2_threads"])
@@ -113,32 +116,66 @@ def test_a_replayed_step_equals_the_step(backend, family, dtype, tmp_path):
         (hidden, cache), (replayed, its_cache) = decoder.both(contexts)
         assert torch.equal(hidden, replayed)
         assert torch.equal(cache, its_cache)
-    assert decoder.graphs.sizes == [1, 3] and decoder.graphs.why_not is None
+    assert decoder.graphs.has_captures and decoder.graphs.why_not is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_sequence_alone_that_computes_some_tokens_is_replayed_too(backend, family, tmp_path):
-    decoder = Decoder(backend, tiny_checkpoint(family, tmp_path), torch.float32)
-    for context, tokens in ((20, 5), (9, 5), (48, 5), (12, 1), (40, 33), (48, 33), (7, 2)):
-        batch = alone(context, tokens, decoder.generator)
-        (hidden, cache), (replayed, its_cache) = decoder.both_of(batch)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_steps_of_prompts_are_replayed_too(backend, family, dtype, tmp_path):
+    """One recording serves any number of tokens and of sequences, whichever step came first."""
+    decoder = Decoder(backend, tiny_checkpoint(family, tmp_path), dtype)
+    backend.pack_linear(torch.randn(8, 8).to(dtype))
+    if backend.describe()[f"linear_{str(dtype).removeprefix('torch.')}"] != "native":
+        pytest.skip("another linear kernel is faster here: nothing is recorded")
+    for parts in (
+        ((9, 5),),
+        ((48, 48),),
+        ((5, 1), (20, 1), (48, 40)),
+        ((12, 1),),
+        ((48, 30), (40, 34)),
+        ((7, 1), (8, 2), (9, 3), (12, 12)),
+        ((1, 1),) * MAX_RUNNING,
+    ):
+        (hidden, cache), (replayed, its_cache) = decoder.both_of(mixed(parts, decoder.generator))
         assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)
-    assert decoder.graphs.sizes == [1, 2, 5, 33] and decoder.graphs.why_not is None
-    assert not decoder.graphs.fits(alone(48, 34, decoder.generator))
+    assert decoder.graphs.why_not is None
+
+
+def test_each_layer_is_heard_of_when_its_keys_and_values_are_stored(compiled, tmp_path):
+    """While the step is recorded, too; and what is done about it is not."""
+    decoder = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32)
+    heard = []
+
+    def on_layer(layer):
+        torch.ones(3) * 2.0
+        compiled.rms_norm(torch.ones(1, 8), torch.ones(8), 1e-5)
+        heard.append((layer, decoder.kv.clone()))
+
+    for parts in (((20, 9),), ((8, 1), (48, 33))):
+        heard.clear()
+        batch, before = mixed(parts, decoder.generator), decoder.kv.clone()
+        (hidden, cache), (replayed, _) = decoder.both_of(batch, on_layer)
+        assert torch.equal(hidden, replayed) and decoder.graphs.has_captures
+        assert [layer for layer, _ in heard] == list(range(decoder.model.spec.num_layers))
+        for layer, seen in heard:
+            assert torch.equal(seen[: layer + 1], cache[: layer + 1])
+            assert torch.equal(seen[layer + 1 :], before[layer + 1 :])
 
 
 def test_few_sequences_logits_belong_to_the_recording(backend, tmp_path):
     decoder = Decoder(backend, tiny_checkpoint("llama", tmp_path), torch.float32)
     few, many = [5, 9, 1], [3] * (MOST_HEADED + 1)
-    for contexts in (few, [7, 2, 20], many, many):
+    for contexts in (few, [7, 2, 20], many, [4], few, [1] * MOST_HEADED):
+        is_first = not decoder.graphs.has_captures
         (hidden, _), (replayed, _) = decoder.both(contexts)
         known = decoder.graphs.logits_of(replayed)
-        if len(contexts) == len(few):
-            expected = known is None if contexts is few else torch.equal(known, decoder.model.logits(hidden))
-            assert expected, "the recorded step computes them itself, replayed steps return them"
-        else:
+        if is_first or contexts is many:
             assert known is None
+        else:
+            assert torch.equal(known, decoder.model.logits(hidden))
         assert decoder.graphs.logits_of(hidden) is None, "of another tensor than the last run's"
+    (_, _), (replayed, _) = decoder.both_of(mixed(((20, 5),), decoder.generator))
+    assert decoder.graphs.logits_of(replayed) is None, "no sequence decodes"
     decoder.graphs.reset()
     assert decoder.graphs.logits_of(replayed) is None
 
@@ -149,7 +186,7 @@ def test_a_head_that_torch_computes_leaves_the_step_recorded(backend, tmp_path):
     for _ in range(2):
         (hidden, _), (replayed, _) = decoder.both([5, 9])
         assert torch.equal(hidden, replayed) and decoder.graphs.logits_of(replayed) is None
-    assert decoder.graphs.sizes == [2] and decoder.graphs.why_not is None
+    assert decoder.graphs.has_captures and decoder.graphs.why_not is None
 
 
 def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
@@ -176,7 +213,7 @@ def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
     finally:
         native.worth = worth
     assert spared == [0, 128, 64, 64, 0, 0, 128, 128, 0]
-    assert decoder.graphs.sizes == [2, 3] and decoder.graphs.why_not is None
+    assert decoder.graphs.has_captures and decoder.graphs.why_not is None
 
 
 def test_a_wrong_address_in_a_recording_is_noticed(compiled, tmp_path, monkeypatch):
@@ -201,7 +238,7 @@ def test_what_torch_computes_is_never_recorded(compiled, tmp_path):
     decoder.forward = lambda *step: plain(*step) * 2.0
     (hidden, _), (first, _) = decoder.both([6])
     assert torch.equal(hidden, first)
-    assert "aten.mul" in decoder.graphs.why_not and decoder.graphs.sizes == []
+    assert "aten.mul" in decoder.graphs.why_not and not decoder.graphs.has_captures
     assert not decoder.graphs.fits(decode_batch([6], decoder.generator))
 
 
@@ -212,12 +249,12 @@ def test_two_engines_of_one_process_do_not_record_at_the_same_time(compiled, tmp
     entered, may_go, order = threading.Event(), threading.Event(), []
 
     def forward_of(decoder, name):
-        def forward(token_ids, batch, plan):
+        def forward(token_ids, batch, plan, on_layer=None):
             order.append(f"{name} begins")
             if name == "first":
                 entered.set()
                 may_go.wait(20)
-            hidden = decoder.forward(token_ids, batch, plan)
+            hidden = decoder.forward(token_ids, batch, plan, on_layer)
             order.append(f"{name} ends")
             return hidden
 
@@ -237,20 +274,20 @@ def test_two_engines_of_one_process_do_not_record_at_the_same_time(compiled, tmp
     for thread in threads:
         thread.join(20)
     assert order == ["first begins", "first ends", "second begins", "second ends"]
-    assert first.graphs.sizes == second.graphs.sizes == [2]
+    assert first.graphs.has_captures and second.graphs.has_captures
 
 
-def test_only_decode_steps_of_a_moderate_size_fit(compiled, tmp_path):
+def test_steps_that_are_larger_than_the_engine_said_do_not_fit(compiled, tmp_path):
     graphs = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32).graphs
     generator = torch.Generator().manual_seed(0)
-    assert not graphs.fits(decode_batch([1] * (LARGEST + 1), generator))
-    batch = decode_batch([5, 5], generator)
-    prompt = AttentionBatch(**{field: getattr(batch, field) for field in batch.__slots__} | {"num_decode": 1})
-    assert graphs.fits(batch) and not graphs.fits(prompt)
+    assert graphs.fits(decode_batch([1] * MAX_RUNNING, generator))
+    assert not graphs.fits(decode_batch([1] * (MAX_RUNNING + 1), generator))
+    assert graphs.fits(mixed(((48, 48), (20, MAX_TOKENS - 48)), generator))
+    assert not graphs.fits(mixed(((48, 48), (20, MAX_TOKENS - 47)), generator))
 
 
 def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():
-    buffers = _Buffers()
+    buffers = _Buffers(4, 8)
     first = buffers.empty((4, 6), torch.float32)
     part = first[1:, :2]
     address = first.data_ptr()
@@ -287,5 +324,5 @@ def test_an_engine_keeps_its_tokens_when_the_rotary_tables_grow(compiled, tmp_pa
             tokens += [token for output in engine.step().outputs for token in output.token_ids]
         outputs.append(tokens)
         if with_graphs:
-            assert engine.runner._graphs.sizes == [1] and engine.model.num_positions >= 64
+            assert engine.runner._graphs.has_captures and engine.model.num_positions >= 64
     assert outputs[0] == outputs[1] and len(outputs[0]) == 60
