@@ -41,17 +41,17 @@ static inline void zero_sums(void)
         _tile_stored(second, (out) + 16, row_bytes); \
     } while (0)
 
-/* Sums += block 4 times four tiles of 16 columns, side by side from `b` on. */
-#define MULTIPLY_FOUR(b, row_bytes)                \
-    do {                                           \
-        _tile_loadd(5, b, row_bytes);              \
-        _tile_dpbf16ps(0, 4, 5);                   \
-        _tile_loadd(6, (const char *)(b) + 64, row_bytes);  \
-        _tile_dpbf16ps(1, 4, 6);                   \
-        _tile_loadd(7, (const char *)(b) + 128, row_bytes); \
-        _tile_dpbf16ps(2, 4, 7);                   \
-        _tile_loadd(5, (const char *)(b) + 192, row_bytes); \
-        _tile_dpbf16ps(3, 4, 5);                   \
+/* Sums += block 4 times four tiles of 16 columns. */
+#define MULTIPLY_FOUR(a, b, c, d, row_bytes) \
+    do {                                     \
+        _tile_loadd(5, a, row_bytes);        \
+        _tile_dpbf16ps(0, 4, 5);             \
+        _tile_loadd(6, b, row_bytes);        \
+        _tile_dpbf16ps(1, 4, 6);             \
+        _tile_loadd(7, c, row_bytes);        \
+        _tile_dpbf16ps(2, 4, 7);             \
+        _tile_loadd(5, d, row_bytes);        \
+        _tile_dpbf16ps(3, 4, 5);             \
     } while (0)
 #else
 #define HAS_TILES 0

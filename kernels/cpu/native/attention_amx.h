@@ -26,7 +26,8 @@ INLINE void amx_scores(const tile_state *s, long row, float *scores)
     zero_sums();
     for (long d = 0; d < padded; d += 32) {
         _tile_loadd(4, q + d, padded * 2);
-        MULTIPLY_FOUR((const uint32_t *)s->keys + d / 2 * TILE, TILE * 4);
+        const uint32_t *keys = (const uint32_t *)s->keys + d / 2 * TILE;
+        MULTIPLY_FOUR(keys, keys + 16, keys + 32, keys + 48, TILE * 4);
     }
     STORE_PAIR(0, 1, scores, TILE * 4);
     STORE_PAIR(2, 3, scores + 32, TILE * 4);

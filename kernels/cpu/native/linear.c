@@ -3,12 +3,12 @@
  * Every output is one chain of fused multiply-adds over k = 0, 1, ... in float32, for every M, tile and
  * thread count: a row's result never depends on the rows beside it (kind DOT: over k in pairs).
  *
- * Panel layouts, all [N / NR][K][...]:
+ * Panel layouts, all but AMX [N / NR][K][...]:
  *   F32  NR floats.
  *   BF16 NR/2 words of 32 bits: element i of vector pair j holds outputs of vectors 2j (low half) and 2j+1
  *        (high half), so that a shift and a mask widen them without a shuffle.
  *   DOT  (AVX512-BF16, K even) per pair of k, NR words: output n's weights at k (low) and k+1 (high).
- *   AMX  (K a multiple of 32) as DOT; the products are linear_amx.h's.
+ *   AMX  (K a multiple of 32) [N / 32][K / 32][2] tiles of 16 outputs, each as DOT; the products are linear_amx.h's.
  */
 #include <string.h>
 #include "experts.h"
@@ -210,6 +210,13 @@ typedef struct {
     long N, K;
 } pack_job;
 
+/* The pair of weights of output n that holds input k. */
+static long pair_at(const pack_job *j, long n, long k)
+{
+    if (j->kind == DOT) return (n / NR * (j->K / 2) + k / 2) * NR + n % NR;
+    return ((n / 32 * (j->K / 32) + k / 32) * 2 + n % 32 / 16) * 256 + k % 32 / 2 * 16 + n % 16;
+}
+
 static void pack_task(void *arg, long panel)
 {
     const pack_job *j = arg;
@@ -222,7 +229,7 @@ static void pack_task(void *arg, long panel)
             if (j->kind == F32) ((float *)j->target)[(panel * j->K + k) * NR + i] = at < 0 ? 0.0f : full[at];
             else if (j->kind == BF16)
                 ((bf16 *)j->target)[(panel * j->K + k) * NR + (v / 2 * VL + element) * 2 + v % 2] = at < 0 ? 0 : half[at];
-            else ((bf16 *)j->target)[(panel * j->K / 2 + k / 2) * NR * 2 + i * 2 + k % 2] = at < 0 ? 0 : half[at];
+            else ((bf16 *)j->target)[pair_at(j, n, k) * 2 + k % 2] = at < 0 ? 0 : half[at];
         }
     }
 }

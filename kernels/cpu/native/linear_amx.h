@@ -1,8 +1,9 @@
-/* Products of bf16 by AMX tiles, for the panels of kind DOT and K a multiple of 32.
+/* Products of bf16 by AMX tiles, for K a multiple of 32.
  *
- * A tile of B is 16 outputs at 16 pairs of k, read where the panels lie. Every output is one chain of tile products over
- * k = 0, 32, ... in float32, whatever the rows beside it: a row's result depends on no other, as in linear_tile.h.
- * Prefetches and blocks of inputs gained nothing (bench/results/2026-11-27-cpu-batch.md).
+ * A tile of B is 16 outputs at 16 pairs of k, 1 KiB in one piece; a strip of 32 outputs lies in one piece, too, so that it
+ * stays in the first-level cache while rows pass by, which are loaded with a hint to leave it there. Every output is one
+ * chain of tile products over k = 0, 32, ... in float32, whatever the rows beside it: a row's result depends on no other,
+ * as in linear_tile.h. Prefetches and blocks of inputs gained nothing (bench/results/2026-11-27-cpu-batch.md).
  */
 #ifndef KVRELAY_LINEAR_AMX_H
 #define KVRELAY_LINEAR_AMX_H
@@ -12,7 +13,8 @@
 #include "linear_store.h"
 
 #if HAS_TILES
-#define STEP (NR * 64) /* bytes of a panel for 32 inputs */
+#define TILE_BYTES 1024
+#define STEP (2 * TILE_BYTES) /* of a strip for 32 inputs */
 
 typedef struct {
     const bf16 *x;
@@ -23,42 +25,44 @@ typedef struct {
     long N, K;
 } amx_job;
 
+static inline const char *strip_at(const amx_job *j, long strip) { return j->w + strip * (j->K / 32) * STEP; }
+
 /* Up to 16 rows times one panel. */
 static inline void amx_narrow(const amx_job *j, long row, int rows, long panel)
 {
     const bf16 *x = j->x + row * j->ldx;
-    const char *w = j->w + panel * (j->K / 32) * STEP;
+    const char *w = strip_at(j, 2 * panel), *next = strip_at(j, 2 * panel + 1);
     float out[TILE_ROWS * NR];
     zero_sums();
-    for (long k = 0; k < j->K; k += 32, w += STEP) {
+    for (long k = 0; k < j->K; k += 32, w += STEP, next += STEP) {
         _tile_loadd(4, x + k, j->ldx * 2);
-        MULTIPLY_FOUR(w, NR * 4);
+        MULTIPLY_FOUR(w, w + TILE_BYTES, next, next + TILE_BYTES, 64);
     }
     STORE_PAIR(0, 1, out, NR * 4);
     STORE_PAIR(2, 3, out + 32, NR * 4);
     store_tile(j->y, j->N, j->bias, 0, row, panel * NR, rows, NR, out);
 }
 
-/* 16 rows and up to 16 more times one half of a panel. */
-static inline void amx_wide(const amx_job *j, long row, int rows, long panel, int half)
+/* 16 rows and up to 16 more times one strip. */
+static inline void amx_wide(const amx_job *j, long row, int rows, long strip)
 {
     const bf16 *x = j->x + row * j->ldx, *below = x + TILE_ROWS * j->ldx;
-    const char *w = j->w + panel * (j->K / 32) * STEP + half * 128;
+    const char *w = strip_at(j, strip);
     float out[2 * TILE_ROWS * 32];
     zero_sums();
     for (long k = 0; k < j->K; k += 32, w += STEP) {
-        _tile_loadd(4, x + k, j->ldx * 2);
-        _tile_loadd(6, w, NR * 4);
+        _tile_stream_loadd(4, x + k, j->ldx * 2);
+        _tile_loadd(6, w, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 64, NR * 4);
+        _tile_loadd(7, w + TILE_BYTES, 64);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, below + k, j->ldx * 2);
+        _tile_stream_loadd(5, below + k, j->ldx * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
     STORE_PAIR(0, 1, out, 128);
     STORE_PAIR(2, 3, out + TILE_ROWS * 32, 128);
-    store_tile(j->y, j->N, j->bias, 0, row, panel * NR + half * 32, rows, 32, out);
+    store_tile(j->y, j->N, j->bias, 0, row, strip * 32, rows, 32, out);
 }
 
 static void amx_multiply(const amx_job *j, const linear_part *part)
@@ -66,14 +70,12 @@ static void amx_multiply(const amx_job *j, const linear_part *part)
     const long rows = part->end - part->begin, rest = rows % 32, even = part->end - rest;
     if (rows >= 32) {
         configure_tiles(TILE_ROWS, TILE_ROWS);
-        for (long panel = part->first; panel < part->last; panel++)
-            for (int half = 0; half < 2; half++)
-                for (long row = part->begin; row < even; row += 32) amx_wide(j, row, 32, panel, half);
+        for (long strip = 2 * part->first; strip < 2 * part->last; strip++)
+            for (long row = part->begin; row < even; row += 32) amx_wide(j, row, 32, strip);
     }
     if (rest > TILE_ROWS) {
         configure_tiles(TILE_ROWS, rest - TILE_ROWS);
-        for (long panel = part->first; panel < part->last; panel++)
-            for (int half = 0; half < 2; half++) amx_wide(j, even, rest, panel, half);
+        for (long strip = 2 * part->first; strip < 2 * part->last; strip++) amx_wide(j, even, rest, strip);
     } else if (rest) {
         configure_tiles(rest, 0);
         for (long panel = part->first; panel < part->last; panel++) amx_narrow(j, even, rest, panel);
@@ -82,5 +84,6 @@ static void amx_multiply(const amx_job *j, const linear_part *part)
 }
 
 #undef STEP
+#undef TILE_BYTES
 #endif
 #endif
