@@ -37,7 +37,7 @@ _KERNELS = {
     "kr_quant_linear": 9, "kr_widen": 4, "kr_choose": 6, "kr_experts": 15, "kr_norm_rope_store": 14,
 }  # fmt: skip
 _NUMBER = {name: number for number, name in enumerate(_KERNELS)}
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT, _HUGE_PAGE, _PIECE = 64, 2 << 20, 16 << 20  # bytes
 _CALL_WORDS = 27  # a call: its kernel, then up to 26 arguments of 8 bytes
 _NUM_TILES, _MAX_QUERY, _MAX_CONTEXT = 11, 18, 19  # words of a call of kr_attention
 
@@ -52,32 +52,36 @@ crashes later.
 
 class _Buffers:
     """Memory for the tensors of a recording of `rows` rows, each with room for `most` rows: reused once nothing views
-    it, never freed.
+    it, never freed. It lies in pieces so large that numpy asks for huge pages.
     """
 
     def __init__(self, rows: int, most: int) -> None:
         self._rows, self._most = rows, most
-        self._owned: list[np.ndarray] = []
+        self._pieces: list[np.ndarray] = []
+        self._used = 0  # of the last piece
         self._free: dict[int, list[np.ndarray]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = int(np.prod(shape)) * dtype.itemsize
-        room = num_bytes * self._most // self._rows
         free = self._free.setdefault(num_bytes, [])
-        if not free:
-            memory = np.empty(room + _ALIGNMENT, dtype=np.uint8)
-            start = -memory.ctypes.data % _ALIGNMENT
-            self._owned.append(memory)
-            free.append(memory[start : start + room])
-        memory = free.pop()
+        memory = free.pop() if free else self._take(num_bytes * self._most // self._rows)
         view = memory[:]  # the tensor's storage holds it, through any view of the tensor
         weakref.finalize(view, free.append, memory)
         return torch.from_numpy(view)[:num_bytes].view(dtype).view(tuple(shape))
 
+    def _take(self, num_bytes: int) -> np.ndarray:
+        room = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if not self._pieces or self._used + room > len(self._pieces[-1]):
+            piece = np.empty(max(room, _PIECE) + _HUGE_PAGE, dtype=np.uint8)
+            self._pieces.append(piece[-piece.ctypes.data % _HUGE_PAGE :])
+            self._used = 0
+        begin, self._used = self._used, self._used + room
+        return self._pieces[-1][begin : begin + num_bytes]
+
     def spoil(self) -> None:
         """Fill everything with NaN."""
-        for memory in self._owned:
-            memory.fill(0xFF)
+        for piece in self._pieces:
+            piece[: self._used if piece is self._pieces[-1] else None] = 0xFF
 
 
 class _Tape:
