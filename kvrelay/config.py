@@ -46,11 +46,6 @@ class Settings(Section):
             if len(set(dtypes.values())) > 1 and not self.transfer.convert_dtype:
                 found = " and ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
                 raise ValueError(f"{found}: set them alike, or transfer.convert_dtype to true")
-        if self.planner.mode == "auto" and not self.cluster.prefill:
-            raise ValueError(
-                "planner.mode is auto, which plans prefill and decode workers together, and cluster.prefill is 0: set "
-                "planner.mode: off, or cluster.prefill to 1 or more"
-            )
         return self
 
     @property

@@ -1,6 +1,6 @@
 """Autoscaling live: a prefill-heavy load, a decode-heavy one and next to none, on a cluster of our own.
 
-    python -m bench.planner.live [--hold-s 10] [--load-s 60] [--switch-roles]
+    python -m bench.planner.live [--hold-s 10] [--load-s 60] [--switch-roles | --aggregated]
 
 Starts `kvrelay serve` with planner.mode=auto, at most two workers of a role, and a tiny checkpoint with random weights.
 The planner goes by a profile of a worker far slower than it (`SLOW`), so that two cores carry every load and the counts
@@ -8,7 +8,8 @@ depend on the load alone. Each phase lasts at least --load-s, and until its coun
 and highest target and running workers in each phase, how often the targets changed, when the phase's counts ran, the
 requests and the failed ones; and, where a worker came, TTFT and TPOT p99 of the requests before it and of those in the
 SETTLED_S after. With --switch-roles workers change their roles before processes start, and are counted by
-their roles instead of by Serve's deployments. Exits with 1 when a request failed or lacks a token, a phase did not
+their roles instead of by Serve's deployments. With --aggregated each worker does both (`cluster.prefill: 0`), and there
+are two phases: much, and little. Exits with 1 when a request failed or lacks a token, a phase did not
 reach its counts, a count changed more often than from one to the other, or it left its bounds.
 """
 
@@ -76,6 +77,7 @@ PHASES = (
     Phase("decode-heavy", 4.0, 16, 150, (1, MOST)),
     Phase("next to none", 1.0, 16, 8, (1, 1)),
 )
+BOTH_PHASES = (Phase("much", 6.0, 600, 2, (0, MOST)), Phase("little", 3.0, 16, 8, (0, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,20 @@ class Run:
         """What does not hold; empty: all of it does."""
         failed = self.failed
         found = [f"{len(failed)} requests failed: {self.load.first_failure or failed[0]}"] if failed else []
-        before = (1, 1)
+        before = self.samples[0].target if self.samples else ()
         for index, (_, phase) in enumerate(self.begins):
             seen = self.of_phase(index)
             if not seen or (seen[-1].target, seen[-1].running) != (phase.wanted, phase.wanted):
                 found.append(f"{phase.name}: not at {phase.wanted}: {seen[-1:]}")
             for number, role in enumerate(ROLES):
-                most = abs(phase.wanted[number] - before[number])
+                most = abs(phase.wanted[number] - before[number]) if before else 0
                 if (changes := self.changes(index, number)) > most:
                     found.append(f"{phase.name}: {role} changed {changes} times, not {most}")
             before = phase.wanted
+        least = min(count for _, phase in self.begins for count in phase.wanted)
         counts = {count for sample in self.samples for count in (*sample.target, *sample.running)}
-        if not counts <= set(range(1, MOST + 1)):
-            found.append(f"counts from {min(counts)} to {max(counts)}, not from 1 to {MOST}")
+        if not counts <= set(range(least, MOST + 1)):
+            found.append(f"counts from {min(counts)} to {max(counts)}, not from {least} to {MOST}")
         return found
 
 
@@ -154,10 +157,10 @@ def planner_flags(hold_s: float, profile: Path, *, switch_roles: bool) -> list[s
 
 def counts(dashboard: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(targets, running replicas) of Serve, in the order of ROLES. Raises ClusterError."""
-    deployments = RayDashboard(dashboard).application()["deployments"]
-    states = {name: [replica["state"] for replica in deployments[name]["replicas"]] for name in ROLES}
-    targets = tuple(int(deployments[name]["target_num_replicas"]) for name in ROLES)
-    return targets, tuple(states[name].count("RUNNING") for name in ROLES)
+    none: dict[str, Any] = {"replicas": [], "target_num_replicas": 0}
+    found = [RayDashboard(dashboard).application()["deployments"].get(name, none) for name in ROLES]
+    running = (sum(replica["state"] == "RUNNING" for replica in one["replicas"]) for one in found)
+    return tuple(int(one["target_num_replicas"]) for one in found), tuple(running)
 
 
 def roles(url: str, names: set[str]) -> tuple[int, ...]:
@@ -235,7 +238,9 @@ def rows(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def autoscaled(folder: Path, *, hold_s: float, least_s: float, switch_roles: bool = False) -> Run:
+def autoscaled(
+    folder: Path, *, hold_s: float, least_s: float, switch_roles: bool = False, aggregated: bool = False
+) -> Run:
     """All phases on a cluster of its own, whose files lie in `folder`. Raises RuntimeError: it did not start."""
     profile = folder / "slow.json"
     profile.write_text(json.dumps(SLOW))
@@ -246,22 +251,26 @@ def autoscaled(folder: Path, *, hold_s: float, least_s: float, switch_roles: boo
         "--served-name",
         "model",
         *planner_flags(hold_s, profile, switch_roles=switch_roles),
+        *(("--prefill", "0") if aggregated else ()),
     ]
+    phases = BOTH_PHASES if aggregated else PHASES
     with running_serve(folder, *flags, environment={"TMPDIR": str(folder)}) as served:
         target = LoadTarget(served.url, "model")
-        return asyncio.run(drive(target, served.dashboard, PHASES, least_s, by_role=switch_roles))
+        return asyncio.run(drive(target, served.dashboard, phases, least_s, by_role=switch_roles))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hold-s", type=float, default=10.0, help="planner.scale_down_delay_s")
     parser.add_argument("--load-s", type=float, default=60.0, help="a phase lasts at least so long")
-    parser.add_argument("--switch-roles", action="store_true", help="planner.switch_roles")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--switch-roles", action="store_true", help="planner.switch_roles")
+    group.add_argument("--aggregated", action="store_true", help="workers that do both")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as name:
-        settings = {"hold_s": options.hold_s, "least_s": options.load_s, "switch_roles": options.switch_roles}
-        run = autoscaled(Path(name), **settings)
+        kind = {"switch_roles": options.switch_roles, "aggregated": options.aggregated}
+        run = autoscaled(Path(name), hold_s=options.hold_s, least_s=options.load_s, **kind)
     show("workers by load", rows(run), options.json)
     print(f"{len(run.load.records)} requests, {len(run.failed)} failed")
     if run.names:

@@ -13,6 +13,8 @@ reactive     Ray Serve's rule of ongoing requests for each role: its defaults, a
              best on that day, of nine
 static       searched for anew on each day (bench/planner/search.py): what it knows of it beforehand, the planner does
              not
+aggregated   the planner, the rule (its default target, and the best of three) and the best static count of workers that
+             all do both (`cluster.prefill: 0`), up to twice `--most`
 
 A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes
 and bursts last as long as they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made
@@ -28,12 +30,14 @@ from typing import Any
 from bench.figures import show
 from bench.planner.reactive import QueueTargets
 from bench.planner.runs import KINDS, Day, Outcome, Runs, Setting
-from bench.planner.search import best_of, static_splits
+from bench.planner.search import best_of, static_counts, static_splits
 from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan import planned
 from kvrelay.router.planning.types import CountLimits, PlanningTarget, WorkerCounts
 
 PREFILLS, DECODES = (1.0, 2.0, 4.0), (8.0, 16.0, 32.0)  # ongoing requests: targets that are tried
+BOTH = (4.0, 6.0, 8.0)  # and of workers that do both
+SPLIT, AGGREGATED = WorkerCounts(1, 1), WorkerCounts(0, 2)  # at the start
 
 
 def guess_of(day: Day) -> WorkerCounts:
@@ -48,18 +52,27 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
     """By way: what was chosen, and what came of it."""
     most, found = day.setting.most, {}
     if "planner" in ways:
-        found["planner"] = "", day.planner("planner", 1)
+        found["planner"] = "", day.planner("planner", 1, SPLIT)
     if "second" in ways:
-        found["planner, second day"] = "", day.planner("planner, second day", 2, period_s=day.setting.day_s)
+        found["planner, second day"] = "", day.planner("planner, second day", 2, SPLIT, period_s=day.setting.day_s)
     if "reactive" in ways:
-        found["reactive, defaults"] = "", day.reactive(QueueTargets())
-        tuned = {targets: day.reactive(targets) for targets in starmap(QueueTargets, product(PREFILLS, DECODES))}
+        found["reactive, defaults"] = "", day.reactive(QueueTargets(), SPLIT)
+        tuned = {targets: day.reactive(targets, SPLIT) for targets in starmap(QueueTargets, product(PREFILLS, DECODES))}
         best = best_of(tuned)
         found["reactive, tuned"] = str(best), tuned[best]
     if "static" in ways:
         tried = static_splits(day.static, guess_of(day), most)
         counts = best_of(tried)
         found["static"] = f"{counts.prefill} + {counts.decode}", tried[counts]
+    if "aggregated" in ways:
+        found["aggregated, planner"] = "", day.planner("aggregated, planner", 1, AGGREGATED)
+        found["aggregated, reactive, defaults"] = "", day.reactive(QueueTargets(), AGGREGATED)
+        tuned = {targets: day.reactive(targets, AGGREGATED) for targets in (QueueTargets(decode=one) for one in BOTH)}
+        best = best_of(tuned)
+        found["aggregated, reactive, tuned"] = f"{best.decode:g} ongoing", tuned[best]
+        tried = static_counts(day.static, guess_of(day).total, 2 * most)
+        counts = best_of(tried)
+        found["aggregated, static"] = f"{counts.decode}", tried[counts]
     return found
 
 
@@ -113,8 +126,9 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=10.0, help="times the profile's steps")
     parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
     parser.add_argument("--drain", type=float, default=300.0)
+    parser.add_argument("--hold", type=float, default=300.0, help="planner.scale_down_delay_s")
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
-    parser.add_argument("--ways", default="planner,static", help="also: second, reactive")
+    parser.add_argument("--ways", default="planner,static", help="also: second, reactive, aggregated")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     runs, rows, summary = Runs(given.out), [], []
@@ -122,7 +136,16 @@ def main() -> None:
         days = []
         for seed in range(given.seeds):
             setting = Setting(
-                load, seed, given.profile, given.slow, given.hours, given.start, given.drain, given.most, given.traces
+                load,
+                seed,
+                given.profile,
+                given.slow,
+                given.hours,
+                given.start,
+                given.drain,
+                given.most,
+                given.traces,
+                given.hold,
             )
             found = figures_of(Day(setting, runs), given.ways.split(","))
             rows += [row_of(load, seed, way, chosen, one, found) for way, (chosen, one) in found.items()]

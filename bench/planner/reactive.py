@@ -1,4 +1,5 @@
-"""A plain reactive autoscaler in the simulator, as users of Ray Serve configure it: each role by its ongoing requests.
+"""A plain reactive autoscaler in the simulator, as users of Ray Serve configure it: each deployment by its ongoing
+requests.
 
 The rule is that of Ray Serve 2.60's default policy (`autoscaling_config`): as many replicas as the mean of the ongoing
 requests over `look_back_period_s` takes at `target_ongoing_requests` each, once it has been more for `upscale_delay_s`,
@@ -60,7 +61,8 @@ class ReactiveAutoscaler:
 
     def __init__(self, fleet: SimulatedFleet, targets: QueueTargets, most: int) -> None:
         self._fleet, self._targets, self._most = fleet, targets, most
-        self._counts = {role: DelayedCount(len(fleet.serving(role))) for role in Role}
+        there = {role: len(fleet.serving(role)) for role in Role}
+        self._counts = {role: DelayedCount(count) for role, count in there.items() if count}
         self._ongoing = {role: deque[float](maxlen=round(LOOK_BACK_S / REPORT_S)) for role in Role}
 
     def plan(self) -> None:
@@ -71,7 +73,8 @@ class ReactiveAutoscaler:
                 worker_report(one.reports.last_load, one.info, str(one.role)) for one in self._fleet.serving(role)
             )
             seen = self._ongoing[role]
-            waiting = sum(one.router.num_deferred for one in self._fleet.ingresses) if role is Role.PREFILL else 0
+            is_first = role is next(iter(self._counts))  # where requests wait to be placed
+            waiting = sum(one.router.num_deferred for one in self._fleet.ingresses) if is_first else 0
             seen.append(waiting + sum(values[RUNNING] + values[QUEUED] for values in reports))
             wanted = math.ceil(sum(seen) / len(seen) / getattr(own, str(role)))
             wanted = min(max(wanted, 1), self._most)

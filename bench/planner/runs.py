@@ -60,6 +60,7 @@ class Setting:
     drain_s: float
     most: int  # workers of a role
     traces: Path | None
+    hold_s: float = 300.0  # planner.scale_down_delay_s
 
     @property
     def kind(self) -> Kind:
@@ -68,6 +69,10 @@ class Setting:
     @property
     def day_s(self) -> float:
         return self.hours * 3600
+
+    def most_of(self, first: WorkerCounts) -> int:
+        """Decode workers at most: aggregated ones may be as many as both roles together."""
+        return self.most if first.prefill else 2 * self.most
 
     @property
     def num_windows(self) -> int:
@@ -264,20 +269,23 @@ class Day:
 
     # ---- ways to choose counts
 
-    def planner(self, name: str, num_days: int, *, period_s: float = 0.0) -> Outcome:
-        """period_s: of the pattern that the planner may learn, since a bench's day may be short; 0: none."""
+    def planner(self, name: str, num_days: int, first: WorkerCounts, *, period_s: float = 0.0) -> Outcome:
+        """first: workers at the start. period_s: of the pattern that the planner may learn, since a bench's day may be
+        short; 0: none.
+        """
         own, kind = self.setting, self.setting.kind
         settings = {
-            "mode": "auto", "max_prefill": own.most, "max_decode": own.most,
-            "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
+            "mode": "auto", "max_prefill": own.most, "max_decode": own.most_of(first),
+            "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s, "scale_down_delay_s": own.hold_s,
         }  # fmt: skip
-        scenario = self.scenario(WorkerCounts(1, 1), settings={"planner": settings})
-        with mock.patch.object(operations, "rules_of", lambda own: replace(rules_of(own), period_s=period_s)):
+        scenario = self.scenario(first, settings={"planner": settings})
+        with mock.patch.object(operations, "rules_of", lambda *given: replace(rules_of(*given), period_s=period_s)):
             return self.run(name, scenario, num_days)
 
-    def reactive(self, targets: QueueTargets) -> Outcome:
-        simulation = partial(ReactiveSimulation, targets=targets, most=self.setting.most)
-        return self.run(f"reactive {targets}", self.scenario(WorkerCounts(1, 1)), simulation=simulation)
+    def reactive(self, targets: QueueTargets, first: WorkerCounts) -> Outcome:
+        simulation = partial(ReactiveSimulation, targets=targets, most=self.setting.most_of(first))
+        name = f"reactive {targets}" if first.prefill else f"reactive aggregated {targets.decode:g} ongoing"
+        return self.run(name, self.scenario(first), simulation=simulation)
 
     def static(self, counts: WorkerCounts) -> Outcome:
         return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))

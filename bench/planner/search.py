@@ -20,6 +20,16 @@ Static = Callable[[WorkerCounts], Outcome]
 _Choice = TypeVar("_Choice")
 
 
+def static_counts(run: Static, guess: int, most: int) -> dict[WorkerCounts, Outcome]:
+    """The same for aggregated workers: fewer than the guess while 90 % are kept, more while they are not."""
+    tried: dict[WorkerCounts, Outcome] = {}
+    counts = WorkerCounts(0, min(guess, most))
+    while counts not in tried and 1 <= counts.decode <= most:
+        tried[counts] = run(counts)
+        counts = WorkerCounts(0, counts.decode + (-1 if tried[counts].kept_share >= KEPT else 1))
+    return tried
+
+
 def better(one: Outcome, other: Outcome, least: float = KEPT) -> bool:
     """The better of two: one that keeps that share, then more goodput per worker-hour; of two that do not, the one that
     keeps more.

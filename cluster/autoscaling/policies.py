@@ -1,19 +1,22 @@
-"""Ray Serve's autoscaling policy: both roles by the planner (`autoscaling_policy` in configs/autoscaling.yaml).
+"""Ray Serve's autoscaling policy: both roles by the planner (`autoscaling_policy` in configs/autoscaling.yaml), or the
+one count of workers that do both.
 
 Replicas report what it needs through Serve's `record_autoscaling_stats`. Serve makes one instance, in its controller,
-and calls it for both roles at every tick. The registry's actor keeps its state across restarts of the controller: saved
-at every observation, with Serve's times, seconds since the epoch.
+and calls it for all deployments at every tick. The registry's actor keeps its state across restarts of the controller:
+saved at every observation, with Serve's times, seconds since the epoch.
 """
 
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.room import NOTICE, RETRY_S, Room
+from kvrelay.cluster.autoscaling.start_times import StartTimes
 from kvrelay.cluster.autoscaling.worker_model import (
     LearnedModel,
     PlannerMemory,
@@ -39,6 +42,15 @@ NAME = "planner"  # its key in the registry
 LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
 DRAIN_S: float = ClusterSettings.model_fields["drain_timeout_s"].default
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
+NO_PREFILL: Any = SimpleNamespace(  # Serve's context of a deployment that aggregated workers go without
+    deployment_name=PREFILL,
+    deployment_id=PREFILL,
+    raw_metrics={},
+    running_replicas=(),
+    current_num_replicas=0,
+    target_num_replicas=0,
+    capacity_adjusted_max_replicas=0,
+)
 
 
 class PlannerPolicy:
@@ -47,8 +59,8 @@ class PlannerPolicy:
 
     The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the
     incoming load, refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s, and of the
-    cluster's room. It has 15 attributes, because Serve allows one object for feed, learned speeds, retirements, room,
-    planner and saved state.
+    cluster's room. It has 16 attributes, because Serve allows one object for feed, learned speeds and start times,
+    retirements, room, planner and saved state.
     """
 
     def __init__(self, drain_timeout_s: float = DRAIN_S, **settings: Any) -> None:
@@ -64,6 +76,7 @@ class PlannerPolicy:
         self._retiring = {str(role): Retiring(drain_timeout_s) for role in Role}
         self._ordered: dict[str, Role] = {}  # the role that each worker is to take
         self._rooms = {str(role): Room() for role in Role}
+        self._starts = StartTimes()
         self.store = RegistryStateStore()
         self._loading_s: float | None = None  # when loading the saved state began
         self.is_loaded = False
@@ -80,6 +93,10 @@ class PlannerPolicy:
             contexts: a ray.serve AutoscalingContext for each deployment that has an autoscaling_config.
         """
         by_name = {context.deployment_name: context for context in contexts.values()}
+        if DECODE in by_name and PREFILL not in by_name:
+            if (are_aggregated := _are_aggregated(by_name[DECODE])) is None:
+                return {}, {}
+            by_name |= {PREFILL: NO_PREFILL} if are_aggregated else {}
         if missing := [name for name in (PREFILL, DECODE) if name not in by_name]:
             self._warn_of(missing, by_name)
             return {}, {}
@@ -91,6 +108,8 @@ class PlannerPolicy:
             self._observed_s = now_s
             self._observe(by_name, now_s)
         before, running = self.retiring, {role: _candidates(by_name, role) for role in Role}
+        names = [name for found in running.values() for name in found]
+        self._starts.observe(sum(by_name[role].target_num_replicas for role in Role), names, now_s)
         deployed, workers = self._placed(by_name, running)
         wanted = self.planner.counts if self.planner is not None else counts_now(deployed, workers)
         may_switch = self._settings.switch_roles
@@ -101,6 +120,7 @@ class PlannerPolicy:
                 plan.replicas[role], running[role], now_s, plan.leaving & running[role].keys()
             )
             for role in Role
+            if by_name[role] is not NO_PREFILL
         }
         if (names := self.retiring) != before:
             logger.info("kvrelay planner: retiring workers: %s", ", ".join(names) or "none")
@@ -116,7 +136,7 @@ class PlannerPolicy:
             self._has_warned = True
             logger.warning(
                 "kvrelay planner: plans nothing, counts stay: the Serve file has no autoscaling_config of %s; add it, "
-                "or remove autoscaling_policy (an application without prefill workers cannot be planned)",
+                "or remove autoscaling_policy",
                 " and ".join(missing),
             )
 
@@ -179,7 +199,7 @@ class PlannerPolicy:
         if (memory := decoded(found or b"")) is not None:
             self._feed = replace(memory.feed, target=self._feed.target)
             self._learned, self.resumed, self._ordered = memory.learned, memory.planner, memory.ordered
-            self._rooms = memory.rooms or self._rooms
+            self._rooms, self._starts = memory.rooms or self._rooms, memory.starts
             drain_s = self._retiring[DECODE].drain_s
             self._retiring |= {role: replace(state, drain_s=drain_s) for role, state in memory.retiring.items()}
             logger.info("kvrelay planner: resumes from its saved state")
@@ -187,8 +207,8 @@ class PlannerPolicy:
 
     def _save(self) -> None:
         planner = self.planner.state if self.planner is not None else self.resumed
-        memory = PlannerMemory(planner, self._feed, self._learned, self._retiring, self._ordered, self._rooms)
-        self.store.save(encoded(memory))
+        known = (self._feed, self._learned, self._retiring, self._ordered, self._rooms, self._starts)
+        self.store.save(encoded(PlannerMemory(planner, *known)))
 
     def _observe(self, by_name: Mapping[str, Any], now_s: float) -> None:
         self._note_room(by_name, now_s)
@@ -213,13 +233,13 @@ class PlannerPolicy:
             logger.info("kvrelay planner: %s", "; ".join(self._plan.reasons))
 
     def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any]) -> Planner:
-        """The planner; a new one, with the state of the last, when the bounds have changed."""
-        limits = self._limits(by_name)
-        if self.planner is None or self.planner.limits != limits:
+        """The planner; a new one, with the state of the last, when the bounds or the time of a start have changed."""
+        limits, rules = self._limits(by_name), rules_of(self._settings, self._starts.mean_s)
+        if self.planner is None or (self.planner.limits, self.planner.rules) != (limits, rules):
             learned = self.planner.state if self.planner is not None else self.resumed
             running = {role: _candidates(by_name, role) for role in Role}
             counts = self.planner.counts if self.planner is not None else counts_now(*self._placed(by_name, running))
-            self.planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts, learned)
+            self.planner = Planner(model, target_of(self._settings), limits, rules, counts, learned)
         self.planner.model = model
         return self.planner
 
@@ -229,7 +249,11 @@ class PlannerPolicy:
         return CountLimits(*bounds[0], *bounds[1], total)
 
     def _bounds(self, context: Any) -> tuple[int, int]:
-        """A role's fewest and most workers: Serve's bounds, never 0, and no more than the cluster has room for."""
+        """A role's fewest and most workers: Serve's bounds, never 0 where there is the role, and no more than the
+        cluster has room for.
+        """
+        if context is NO_PREFILL:
+            return 0, 0
         low = max(context.capacity_adjusted_min_replicas, 1)
         room = self._rooms[context.deployment_name].most
         high = context.capacity_adjusted_max_replicas
@@ -268,6 +292,12 @@ class PlannerPolicy:
     def _change_roles(self, roles: Mapping[str, Role]) -> None:
         if (found := registry(self.store.app_name)) is not None:
             found.change_roles.remote(dict(roles), self._retiring[DECODE].drain_s)
+
+
+def _are_aggregated(context: Any) -> bool | None:
+    """Whether the deployment's workers have both roles; None: none has reported yet, or they are changing."""
+    roles = {values.get(feed.ROLES, 0.0) for values in latest(context).values()} - {0.0}
+    return roles == {sum(feed.ROLE_BITS.values())} if roles else None
 
 
 def latest(context: Any) -> dict[str, dict[str, float]]:

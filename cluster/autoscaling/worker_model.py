@@ -4,13 +4,13 @@ and what all of it has learned, as bytes.
 Pure.
 
 Learned without a profile: the time of a prompt token, and a decode step's time as a constant plus a share for each
-sequence. Until batches of different sizes have been seen, a sequence is assumed to cost a step at least what a token
-costs a prompt.
+sequence, to which a chunk in the same step adds its tokens' time. Until batches of different sizes have been seen, a
+sequence is assumed to cost a step at least what a token costs a prompt.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -25,6 +25,7 @@ from kvrelay.cluster.autoscaling.feed import (
 )
 from kvrelay.cluster.autoscaling.retirement import Retiring
 from kvrelay.cluster.autoscaling.room import Room
+from kvrelay.cluster.autoscaling.start_times import StartTimes
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.router.planning.planner import PlannerRules, PlannerState
@@ -56,8 +57,10 @@ def target_of(settings: PlannerSettings) -> PlanningTarget:
     return PlanningTarget(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, ATTAINMENT)
 
 
-def rules_of(settings: PlannerSettings) -> PlannerRules:
-    return PlannerRules(hold_s=settings.scale_down_delay_s, switch_roles=settings.switch_roles)
+def rules_of(settings: PlannerSettings, start_s: float | None = None) -> PlannerRules:
+    """start_s: how long a worker's start takes; None: not known."""
+    rules = PlannerRules(hold_s=settings.scale_down_delay_s, switch_roles=settings.switch_roles)
+    return rules if start_s is None else replace(rules, horizon_s=start_s)
 
 
 def interval_of(settings: PlannerSettings) -> float:
@@ -111,7 +114,7 @@ class LearnedModel:
         fixed_s, sequence_s = self.step.coefficients(self._prior(), now_s)
         return WorkerModel(
             prefill=SpeedCurve(0.0, 0.0, self.token_s, 0.0, 0.0),
-            decode=SpeedCurve(fixed_s, 0.0, sequence_s, 0.0, 0.0),
+            decode=SpeedCurve(fixed_s, 0.0, self.token_s, 0.0, 0.0, sequence_s - self.token_s),
             pool_tokens=round(min(values[POOL_TOKENS] for values in known)),
             token_budget=_BUDGET,
             max_running=round(min(values.get(MAX_RUNNING, 1.0) for values in known)),
@@ -133,6 +136,7 @@ class PlannerMemory:
     retiring: dict[str, Retiring]  # by role
     ordered: dict[str, Role]  # the role that each worker was ordered to take
     rooms: dict[str, Room] = field(default_factory=dict)  # by role
+    starts: StartTimes = field(default_factory=StartTimes)
     version: int = VERSION
 
 

@@ -107,9 +107,9 @@ def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bo
     if policy.get("policy_function") == PLANNER_POLICY_PATH:  # Serve would find out when its controller first plans
         planner_settings_from(policy.get("policy_kwargs") or {})
         asked = {one["name"] for one in listed if one.get("autoscaling_config") or one.get("num_replicas") == "auto"}
-        if missing := ", ".join(name for name in ROLES if name not in asked):  # it would plan nothing
-            hint = "" if settings.cluster.prefill else "; cluster.prefill cannot be 0 with it"
-            raise ConfigError(f"autoscaling_policy: the planner needs an autoscaling_config of {missing}{hint}")
+        needed = [name for name in ROLES if name != "prefill" or settings.cluster.prefill]
+        if missing := ", ".join(name for name in needed if name not in asked):  # it would plan nothing
+            raise ConfigError(f"autoscaling_policy: the planner needs an autoscaling_config of {missing}")
     for key, source in (("model.source", settings.model.source), ("engine.draft_model", settings.engine.draft_model)):
         if source is not None and (why := source_problem(source)):
             raise ConfigError(f"{key}: {why}")

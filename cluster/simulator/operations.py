@@ -9,7 +9,6 @@ that change their role take its requests at once and finish what they have, like
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
@@ -165,11 +164,10 @@ class Autoscaler:
     def __init__(self, fleet: SimulatedFleet) -> None:
         own, scenario = planner_settings(fleet.world.settings), fleet.scenario
         self._fleet, self._model = fleet, model_of(fleet.world.profile)
-        limits = CountLimits(
-            own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20
-        )
+        prefills = (own.min_prefill, own.max_prefill) if scenario.prefill else (0, 0)
+        limits = CountLimits(*prefills, own.min_decode, own.max_decode, own.max_workers or 1 << 20)
         counts = WorkerCounts(scenario.prefill, scenario.decode)
-        rules = replace(rules_of(own), horizon_s=scenario.start_s)
+        rules = rules_of(own, scenario.start_s)
         self._planner = Planner(self._model, target_of(own), limits, rules, counts)
         self._feed = Feed(target_of(own))
         self._plan: ScalingPlan | None = None

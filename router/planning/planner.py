@@ -29,7 +29,7 @@ RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before
 class PlannerRules:
     """Parameters of the planner. Seconds."""
 
-    horizon_s: float = 60.0  # until a worker started now serves
+    horizon_s: float = 60.0  # until a worker started now serves; until starts have been seen, this
     hold_s: float = 300.0  # fewer workers must have sufficed for so long
     margin: float = 0.15  # share of extra load that fewer workers must still serve; no setting: the delay is the knob
     catch_up_s: float = 30.0  # in which overdue prompts are to be computed
@@ -81,7 +81,8 @@ class Planner:
             self.state = PlannerState(demand, dampers, dict.fromkeys(start, 0.0), dict.fromkeys(start, 1.0))
         else:
             resumed = {role: damper.resumed(learned.dampers[role]) for role, damper in dampers.items()}
-            self.state = replace(learned, dampers=resumed)
+            demand = replace(learned.demand, horizon_s=rules.horizon_s, period_s=rules.period_s)
+            self.state = replace(learned, demand=demand, dampers=resumed)
 
     @property
     def counts(self) -> WorkerCounts:
@@ -143,11 +144,12 @@ class Planner:
         if seen.is_changing or seen.first_tokens < FEWEST_SEEN:
             return wanted
         for role, kept in (("prefill", seen.ttft_kept), ("decode", seen.tpot_kept)):
-            need, old = getattr(wanted[0], role), self.state.strain[role]
+            counted = "decode" if self.limits.is_aggregated else role
+            need, old = getattr(wanted[0], counted), self.state.strain[role]
             if kept is None:
                 continue
             if kept < self.target.share:
-                if need is not None and need <= getattr(self.counts, role):
+                if need is not None and need <= getattr(self.counts, counted):
                     self.state.strain[role] = min(old * STRAIN_STEP, MOST_STRAIN)
                     wanted = self._needs(load, waiting), self._needs(least, 0.0)
             elif old > 1.0:
@@ -209,7 +211,7 @@ class Planner:
                 )
         if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
             reasons.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
-        for role in ("prefill", "decode"):
+        for role in ("decode",) if self.limits.is_aggregated else ("prefill", "decode"):
             given = sum(taken.values()) - taken.get(role, 0)
             reasons.append(self._reason(role, getattr(before, role), getattr(need, role), getattr(low, role), given))
         if self.counts.total >= self.limits.total and need.counts(self.limits).total > self.limits.total:

@@ -106,7 +106,12 @@ class Needs:
 def needs(
     prompts: Workload, sequences: Workload, model: WorkerModel, target: PlanningTarget, limits: CountLimits
 ) -> Needs:
-    """Least counts: for prefill of the load `prompts`, for decode of `sequences`, whose rates may differ."""
+    """Least counts: for prefill of the load `prompts`, for decode of `sequences`, whose rates may differ. Of aggregated
+    workers, which do both, for the higher rate.
+    """
+    if limits.is_aggregated:
+        both = max(prompts, sequences, key=lambda load: load.rate)
+        return Needs(0, needed_aggregated(both, model, target, limits.max_decode))
 
     def needed(crowded: WorkerModel) -> Needs:
         return Needs(
@@ -149,8 +154,8 @@ def within_total(
     counts: WorkerCounts, load: Workload, model: WorkerModel, target: PlanningTarget, limits: CountLimits
 ) -> WorkerCounts:
     """The counts if they fit `limits.total`, else the split of that total that carries most."""
-    if counts.total <= limits.total:
-        return counts
+    if counts.total <= limits.total or limits.is_aggregated:
+        return limits.clipped(counts, within_total=True)
     best, _, _ = best_split(load, model.crowded(limits.total), target, limits.total)
     lows = WorkerCounts(limits.min_prefill, limits.min_decode)
     prefill = min(max(best.prefill, lows.prefill), counts.prefill, limits.total - lows.decode)

@@ -124,7 +124,7 @@ class PlanningTarget:
 
 
 class WorkerCounts(NamedTuple):
-    """Workers of each role."""
+    """Workers of each role; aggregated ones count as decode workers."""
 
     prefill: int
     decode: int
@@ -136,7 +136,9 @@ class WorkerCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CountLimits:
-    """Bounds of the counts, inclusive. `total`: of both roles together."""
+    """Bounds of the counts, inclusive. `total`: of both roles together. max_prefill 0: decode workers compute the
+    prompts, too (aggregated).
+    """
 
     min_prefill: int = 1
     max_prefill: int = 64
@@ -145,13 +147,18 @@ class CountLimits:
     total: int = 128
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_prefill <= self.max_prefill or not 0 < self.min_decode <= self.max_decode:
+        low = 0 if self.is_aggregated else 1
+        if not low <= self.min_prefill <= self.max_prefill or not 0 < self.min_decode <= self.max_decode:
             raise ConfigError(
                 f"planner: counts from {self.min_prefill} to {self.max_prefill} prefill and "
                 f"{self.min_decode} to {self.max_decode} decode workers"
             )
         if self.min_prefill + self.min_decode > self.total:
             raise ConfigError(f"planner: max_workers {self.total} is below min_prefill + min_decode")
+
+    @property
+    def is_aggregated(self) -> bool:
+        return self.max_prefill == 0
 
     def clipped(self, counts: WorkerCounts, *, within_total: bool = False) -> WorkerCounts:
         """The nearest counts within the bounds; where both together exceed `total`, prefill is reduced first."""

@@ -10,7 +10,7 @@ from bench.planner.loads import made_days
 from bench.planner.planner import summary_of
 from bench.planner.reactive import DelayedCount, QueueTargets
 from bench.planner.runs import Outcome
-from bench.planner.search import KEPT, best_of, better, static_splits
+from bench.planner.search import KEPT, best_of, better, static_counts, static_splits
 from kvrelay.router.planning.types import WorkerCounts
 
 pytestmark = pytest.mark.alone
@@ -53,6 +53,17 @@ def test_the_search_finds_the_best_of_all_static_splits(guess: WorkerCounts, nee
     assert found == run(counts) and found.kept_share >= KEPT
     assert found.per_hour == best
     assert len(ran) == len(set(ran)) <= 30  # of 144
+
+
+@pytest.mark.parametrize("guess", [1, 7, 40])
+@pytest.mark.parametrize("needed", [1, 7, 24])
+def test_the_search_finds_the_fewest_aggregated_workers_that_keep_enough(guess: int, needed: int):
+    def run(counts: WorkerCounts) -> Outcome:
+        assert counts.prefill == 0
+        return outcome([kept_by(counts.decode, needed)] * len(CAME), [100] * len(CAME), float(counts.decode))
+
+    fewest = next(count for count in range(1, 25) if run(WorkerCounts(0, count)).kept_share >= KEPT)
+    assert best_of(static_counts(run, guess, 24)) == WorkerCounts(0, fewest)
 
 
 def test_who_keeps_too_little_is_never_better_however_cheap():

@@ -9,8 +9,9 @@ for `kvrelay chaos`, which took what benches had for damaging clusters, and then
 namespaces. Last for what was still missing there: rotated authorities, blocks sealed at rest, store quotas, and shared
 memory that is damaged. For bench: what each policy still serves in time at 1.5 times its capacity, changes of role with
 much to move, one table of what every fault costs, ranges of rounds beside peers, a plain socket loop, a request's whole
-life in the pool, and Ray Serve's rule beside the planner; for cluster: several seeds of a
-simulation, each in its own process, and parts of a local Ray that start beside each other.
+life in the pool, and Ray Serve's rule beside the planner; for cluster: several seeds of a simulation, each in its own
+process, and parts of a local Ray that start beside each other. For router, cluster and bench: the planner of workers
+that do both, how long starts took, and static and reactive counts of such workers.
 """
 
 from pathlib import Path
@@ -28,10 +29,10 @@ BUDGETS = {  # Python lines
     "kvtransfer": 5_900,
     "prefill": 1_050,
     "decode": 1_300,
-    "router": 6_450,
+    "router": 6_470,
     "serve": 10_000,
-    "cluster": 21_570,
-    "bench": 12_900,
+    "cluster": 21_640,
+    "bench": 12_955,
 }
 
 

@@ -23,3 +23,10 @@ def test_a_prefill_heavy_and_then_a_decode_heavy_load_move_the_right_counts_up_a
     assert up_and_down == [[1, 1, 0], [0, 1, 1]], rows(run)
     if switch_roles:  # the second decode worker was a prefill worker: no fourth process
         assert len(run.names) == 3, run.names
+
+
+def test_workers_that_do_both_are_one_count_that_moves_up_and_down_again():
+    with tempfile.TemporaryDirectory(prefix="kva", dir="/tmp") as folder:
+        run = autoscaled(Path(folder), hold_s=10.0, least_s=0.0, aggregated=True)
+    assert run.problems() == [], rows(run)
+    assert [[run.changes(index, role) for index in range(2)] for role in range(len(ROLES))] == [[0, 0], [1, 1]]

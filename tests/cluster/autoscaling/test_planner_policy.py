@@ -16,6 +16,7 @@ from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.policies import LOAD_TIMEOUT_S, PlannerPolicy, worker_name
 from kvrelay.cluster.autoscaling.retirement import GRACE_S, RetirementCandidate, Retiring, victims
 from kvrelay.cluster.autoscaling.room import RETRY_S, WAIT_S, Room
+from kvrelay.cluster.autoscaling.start_times import GAIN, StartTimes
 from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, planner_settings
 from kvrelay.cluster.deployments.app import replica_arguments
 from kvrelay.cluster.deployments.serve_config import PLANNER_POLICY_PATH, scaled, serve_config
@@ -27,10 +28,11 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, WorkerModel, Workload
+from kvrelay.router.planning.planner import PlannerRules
+from kvrelay.router.planning.types import PlanningTarget, SpeedCurve, StepWork, WorkerModel, Workload
 from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.settings.cluster import PlannerSettings
-from kvrelay.types import Fingerprint
+from kvrelay.types import Fingerprint, Role
 from tests.router.index.index_cases import kv_events, kv_snapshot
 
 pytestmark = pytest.mark.pure
@@ -207,6 +209,8 @@ def test_a_model_is_learnt_from_reports():
     assert model is not None and (model.pool_tokens, model.max_running) == (5000, 32)
     assert model.prefill.prefill_s(1000) == pytest.approx(0.5)
     assert model.decode.decode_step_s(40, 0) == pytest.approx(0.06, rel=0.05)
+    beside = model.decode.step_s(StepWork(prompt_tokens=500, sequences=40))  # a chunk lengthens the step by its tokens
+    assert beside == pytest.approx(model.decode.decode_step_s(40, 0) + model.prefill.prefill_s(500))
 
 
 def test_one_batch_seen_says_no_more_of_larger_ones_than_what_a_token_costs():
@@ -469,6 +473,8 @@ class World:
         self.fresh, self.fewest = 100, 1
         self.places: dict[str, int] = {}  # of a role, where the cluster has not enough for all
         self.targets: dict[str, int] = {}
+        if not counts.get("prefill", 1):
+            del self.workers["prefill"]
 
     def take(self, policy: PlannerPolicy) -> None:
         """Serve's controller has begun anew, with this policy."""
@@ -478,6 +484,7 @@ class World:
 
     def report(self, name: str) -> dict[str, float]:
         return {
+            feed.ROLES: sum(feed.ROLE_BITS[role] for role in Role if name in self.workers.get(role, [name])),
             feed.PREFILL_SPEED: 1000.0,
             feed.STEP_S: 0.09,
             feed.RUNNING: 4.0,
@@ -524,6 +531,51 @@ def test_the_policy_plans_both_roles_from_what_replicas_report():
     assert after == few and [len(names) for names in world.workers.values()] == [1, 1]
 
 
+def test_aggregated_workers_are_one_count_that_goes_up_and_down_again():
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0, tpot_s=0.3), prefill=0)
+    few = [world.tick(1.0) for _ in range(5)][-1]
+    many = [world.tick(30.0) for _ in range(3)][-1]
+    assert few == {"decode": 1} and 3 < many["decode"] <= 6
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0, tpot_s=0.3))  # the controller has restarted
+    assert world.tick(30.0) == many
+    assert [world.tick(1.0) for _ in range(40)][-1] == few and len(world.workers["decode"]) == 1
+
+
+def test_a_start_takes_what_starts_took():
+    it = StartTimes()
+    it.observe(1, ["a"], 0.0)
+    assert it.mean_s is None  # it ran before anything was seen
+    it.observe(3, ["a"], 10.0)
+    it.observe(4, ["a"], 20.0)
+    it.observe(4, ["a", "b"], 100.0)
+    assert it.mean_s == 90.0
+    it.observe(4, ["a", "b", "c"], 130.0)
+    assert it.mean_s == pytest.approx(90.0 + GAIN * 30.0)
+    it.observe(3, ["a", "b", "c"], 140.0)  # the fourth is no longer wanted
+    it.observe(4, ["a", "b", "c"], 200.0)
+    it.observe(4, ["a", "b", "c", "e"], 299.0)
+    assert it.mean_s == pytest.approx(99.0)
+    it.observe(4, ["a", "b", "c"], 300.0)  # one has crashed, another comes in its place
+    it.observe(4, ["a", "b", "c", "f"], 399.0)
+    assert it.mean_s == pytest.approx(99.0)
+
+
+def test_the_planner_looks_as_far_ahead_as_starts_take_and_a_restarted_one_still_does():
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
+    world.tick(1.0)
+    world.tick(1.0)
+    assert world.policy.planner is not None and world.policy.planner.rules.horizon_s == PlannerRules().horizon_s
+    level = world.policy.planner.state.demand.trend.level
+    world.policy._starts.mean_s = 240.0
+    world.tick(1.0)
+    planner = world.policy.planner
+    assert planner.rules.horizon_s == planner.state.demand.horizon_s == 240.0
+    assert planner.state.demand.trend.level == pytest.approx(level)  # nothing else is forgotten
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
+    world.tick(1.0)
+    assert world.policy.planner is not None and world.policy.planner.state.demand.horizon_s == 240.0
+
+
 def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
     world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
     world.workers["prefill"] = ["zz", "aa", "mm"]  # 'aa' has the fewest cached blocks
@@ -545,14 +597,14 @@ def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not
     assert blind.tick(5.0) == blind.tick(5.0) == {"prefill": 2, "decode": 3}
 
 
-def test_a_file_without_prefill_that_reached_serve_unchecked_plans_nothing_and_one_line_says_why(
-    caplog: pytest.LogCaptureFixture,
-):
-    """`serve deploy` of a file with cluster.prefill: 0, which `kvrelay deploy` refuses."""
+def test_a_file_that_leaves_out_prefills_bounds_plans_nothing_and_one_line_says_why(caplog: pytest.LogCaptureFixture):
+    """`serve deploy` of a file without an autoscaling_config of prefill, which `kvrelay deploy` refuses."""
     policy = PlannerPolicy()
     with caplog.at_level("WARNING", "ray.serve"):
         assert policy({}) == ({}, {}) and not caplog.messages  # the application has not been deployed yet
         contexts = {name: Context(name, 1, {}) for name in ("ingress", "decode")}
+        assert policy(contexts) == ({}, {}) and not caplog.messages  # perhaps its workers do both
+        contexts["decode"] = Context("decode", 1, {"d": {feed.ROLES: feed.ROLE_BITS[Role.DECODE]}})
         assert [policy(contexts) for _ in range(3)] == [({}, {})] * 3
     (line,) = caplog.messages
     assert line.startswith("kvrelay planner: plans nothing") and "no autoscaling_config of prefill;" in line
@@ -776,10 +828,12 @@ def test_without_a_planner_nothing_is_scaled_by_load():
     assert all("autoscaling_config" not in entry for entry in app["deployments"])
 
 
-def test_a_planner_without_prefill_workers_is_refused_and_without_a_plan_they_may_be_none():
-    with pytest.raises(ConfigError, match=r"planner\.mode is auto.* cluster\.prefill is 0: set planner\.mode: off"):
-        settings_from({"planner": {"mode": "auto"}, "cluster": {"prefill": 0}})
-    assert settings_from({"cluster": {"prefill": 0}}).cluster.prefill == 0
+def test_a_planner_without_prefill_workers_has_bounds_of_decode_alone():
+    settings = settings_from({"planner": {"mode": "auto", "max_decode": 7}, "cluster": {"prefill": 0, "decode": 2}})
+    (app,) = serve_config(settings, http_port=1)["applications"]
+    bounds = {entry["name"]: entry["autoscaling_config"] for entry in app["deployments"]}
+    assert bounds.keys() == {"ingress", "decode"} and bounds["decode"]["max_replicas"] == 7
+    assert app["autoscaling_policy"]["policy_function"] == PLANNER_POLICY_PATH
 
 
 def test_scaling_by_hand_ends_planning_for_both_roles():

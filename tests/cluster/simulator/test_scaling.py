@@ -77,6 +77,19 @@ def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it(monkeypa
     everything_is_given_back(sim)
 
 
+def test_the_planner_adds_aggregated_workers_for_a_rush_and_gives_them_up_after_it(monkeypatch):
+    monkeypatch.setattr(worker_model, "INTERVAL_S", 2.0)
+    quiet = [entry(0.5 * index, 600, 60) for index in range(40)]
+    rush = [entry(20.0 + 0.02 * index, 600, 60) for index in range(700)]
+    after = [entry(35.0 + 0.5 * index, 600, 60) for index in range(160)]
+    settings = planned() | {"router": SETTINGS["router"] | {"max_queue_s": 120}}
+    sim = simulate(quiet + rush + after, prefill=0, decode=1, settings=settings, start_s=1.0)
+    assert not counts(sim, "prefill") and not sim.fleet.num_switches
+    assert 3 <= max(counts(sim, "decode")) <= 6 and counts(sim, "decode")[-1] == 1
+    assert sum(sim.tally.outcomes.values()) == 900 and sim.tally.outcomes["done"] >= 860
+    everything_is_given_back(sim)
+
+
 @pytest.mark.parametrize(("rate", "needed"), [(6.0, 1), (8.0, 2)])
 def test_long_prompts_of_short_answers_need_more_decode_workers_where_the_planner_says_so(rate, needed):
     """A decode worker holds a place for each prompt while that is computed, 1.2 s of these, and has eight."""

@@ -689,6 +689,53 @@ def test_too_many_at_the_start_are_cut_to_the_total():
     assert Planner(MODEL, TARGET, CountLimits(total=5), RULES, WorkerCounts(9, 9)).counts.total <= 5
 
 
+# ---- workers that do both
+
+
+BOTH = {"min_prefill": 0, "max_prefill": 0}
+
+
+def aggregated(**limits: int) -> Planner:
+    return Planner(MODEL, TARGET, CountLimits(**BOTH, **limits), RULES, WorkerCounts(0, 1))
+
+
+def test_aggregated_workers_are_one_count_that_carries_prompts_and_outputs():
+    limits = CountLimits(**BOTH)
+    for rate in (0.1, 2.0, 8.0):
+        load = LOAD.at(rate)
+        found = split.needs(load, load.at(rate / 2), MODEL, TARGET, limits)
+        assert found == split.Needs(0, split.needed_aggregated(load, MODEL, TARGET, limits.max_decode))
+    assert found.decode is not None and found.decode > 2
+    assert split.needs(LOAD.at(900.0), LOAD, MODEL, TARGET, limits).counts(limits) == WorkerCounts(0, 64)
+
+
+def test_the_count_of_aggregated_workers_follows_the_load_within_the_total_and_turns_no_more_than_the_bound():
+    it, course = aggregated(total=9), []
+    for number, rate in enumerate([2.0] * 20 + [30.0] * 9 + [2.0] * 60 + [12.0] * 9 + [0.5] * 60):
+        course.append(it.observe(seen(number, rate)).counts)
+    counts = [one.decode for one in course]
+    assert {one.prefill for one in course} == {0} and max(counts) == 9 and counts[-1] == 1
+    assert 1 < counts[19] < 9 and counts[88] == counts[19] < counts[97]
+    at = [index * LOOK_S for index in turns(counts)]
+    assert 2 <= most_in_a_span(at, 600.0) <= most_turns(600.0, RULES.hold_s)
+
+
+@pytest.mark.parametrize("missed", ["ttft_kept", "tpot_kept"])
+def test_a_target_that_aggregated_workers_miss_is_planned_for_once_there_are_enough_by_the_model(missed):
+    it, fine = aggregated(), aggregated()
+    kept = {"ttft_kept": 1.0, "tpot_kept": 1.0, "first_tokens": 50}
+    for number in range(3):  # too few are there: no reason to doubt the model
+        it.observe(seen(number, 12.0, **{**kept, missed: 0.5}, is_changing=True))
+        fine.observe(seen(number, 12.0, **kept))
+    assert it.counts == fine.counts and set(it.state.strain.values()) == {1.0}
+    for number in range(3, 30):
+        plan = it.observe(seen(number, 12.0, **{**kept, missed: 0.5}))
+        fine.observe(seen(number, 12.0, **kept))
+    assert it.counts.decode > fine.counts.decode
+    assert any("although the model has enough workers" in reason for reason in plan.reasons)
+    assert not any(reason.startswith("prefill") for reason in plan.reasons)
+
+
 # ---- roles that change
 
 
