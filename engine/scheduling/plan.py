@@ -4,6 +4,7 @@ A step is filled up to the token budget: sequences that decode first, then promp
 and new ones.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -18,6 +19,12 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 
 ITL_SHARE = 0.8
 """The part of the wanted inter-token latency that a step with prompts may take."""
+CALM_SHARE = 0.33
+"""The same while the prompts here will meet their TTFT targets easily."""
+CALM, URGENT = 0.4, 0.8
+"""Shares of the tightest TTFT target that computing all prompts here takes: up to the first they meet theirs easily,
+from the second on steps may take `ITL_SHARE`.
+"""
 MIN_PREFILL_CUT = 8
 """Prompts get at least this part of a step's token budget, whatever inter-token latency is wanted."""
 
@@ -93,7 +100,7 @@ class StepPlanner:
         self._admission.return_ready()
         prompts = self._schedule_decodes(running, draft)
         if prompts or self._queues.waiting:
-            draft.budget = min(draft.budget, self._itl_capped_tokens(num_others + len(draft.singles)))
+            draft.budget = min(draft.budget, self._itl_capped_tokens(num_others + len(draft.singles), prompts))
         self._schedule_prompts(prompts, draft)
         if not draft.preempted:
             self._swap_in(draft)
@@ -130,13 +137,26 @@ class StepPlanner:
         draft.budget = budget
         return others
 
-    def _itl_capped_tokens(self, num_decoding: int) -> int:
-        """Prompt tokens of a step after which sequences that decode still meet their wanted inter-token latency."""
+    def _itl_capped_tokens(self, num_decoding: int, prompts: list[Sequence]) -> int:
+        """Prompt tokens of a step after which sequences that decode still meet their wanted inter-token latency, or are
+        well below it, while prompts have time enough.
+        """
         speed, budget = self._speeds.compute_tokens_per_s, self._token_budget
         target_s = min((seq.request.tpot_target_s or math.inf for seq in self._queues.running), default=math.inf)
         if not num_decoding or target_s == math.inf or not speed:
             return budget
-        return max(int(ITL_SHARE * target_s * speed) - num_decoding, budget // MIN_PREFILL_CUT)
+        urgency = min(max((self._ttft_share(prompts, speed) - CALM) / (URGENT - CALM), 0.0), 1.0)
+        share = CALM_SHARE + (ITL_SHARE - CALM_SHARE) * urgency
+        return max(int(share * target_s * speed) - num_decoding, budget // MIN_PREFILL_CUT)
+
+    def _ttft_share(self, prompts: list[Sequence], speed: float) -> float:
+        """What computing all prompts here takes, as a share of the tightest TTFT target; overdue ones are left out."""
+        tokens, target_s = 0, math.inf
+        for seq in itertools.chain(prompts, self._queues.waiting):
+            if not seq.overdue_tokens:
+                tokens += seq.num_uncomputed
+                target_s = min(target_s, seq.request.ttft_target_s or 0.0)
+        return tokens / (speed * target_s) if target_s else math.inf
 
     def _schedule_prompts(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Schedule the rest of prompts that have begun, in the order in which they were queued; a few may pass them."""

@@ -426,15 +426,15 @@ def test_a_report_has_what_stands_behind_what_comes():
     assert load_report(1, run.sched, StepTiming(), {}).overdue_tokens == 90
 
 
-def with_decoding(*tpot_target_s: float | None, speed=1000.0) -> Run:
-    """A worker of `speed` tokens/s on which sequences decode, and a long prompt comes."""
+def with_decoding(*tpot_target_s: float | None, speed=1000.0, ttft_target_s=None) -> Run:
+    """A worker of `speed` tokens/s on which sequences decode, and a prompt of 900 tokens comes."""
     run = Run(blocks=400, budget=512, running=16)
     run.speeds.compute_tokens_per_s = speed
     for wanted in tpot_target_s:
         seq = run.reserve(tokens=3, max_tokens=64, tpot_target_s=wanted)
         run.sched.grant_reservations()
         run.sched.activate(seq.request_id, [99])
-    run.add(tokens=900)
+    run.add(tokens=900, ttft_target_s=ttft_target_s)
     return run
 
 
@@ -453,3 +453,23 @@ def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_ti
     plan = with_decoding(*tpot_target_s, speed=speed).step()
     assert plan.work[-1].num_tokens == chunk and len(plan.work) == len(tpot_target_s) + 1
     assert plan.num_tokens == chunk + len(tpot_target_s)
+
+
+@pytest.mark.parametrize(
+    ("ttft_target_s", "chunk"),
+    [
+        (9.0, 164),  # a tenth of its time: 0.33 of 0.5 s, less the one that decodes
+        (1.5, 281),  # 0.6 of its time: half way
+        (1.0, 399),  # 0.9 of its time: 0.8 of 0.5 s
+        (None, 399),
+    ],
+)
+def test_prompts_take_more_of_a_step_the_less_time_they_have(ttft_target_s, chunk):
+    run = with_decoding(0.5, ttft_target_s=ttft_target_s)
+    assert run.step().work[-1].num_tokens == chunk
+
+
+def test_overdue_prompts_do_not_make_steps_longer():
+    run = with_decoding(0.5, ttft_target_s=1.0)
+    run.step()  # it is found to be overdue
+    assert run.step().work[-1].num_tokens == 164
