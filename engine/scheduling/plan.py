@@ -21,7 +21,7 @@ ITL_SHARE = 0.8
 """The part of the wanted inter-token latency that a step with prompts may take."""
 CALM_SHARE = 0.33
 """The same while the prompts here will meet their TTFT targets easily."""
-CALM, URGENT = 0.4, 0.8
+CALM, URGENT = 0.3, 0.6
 """Shares of the tightest TTFT target that computing all prompts here takes: up to the first they meet theirs easily,
 from the second on steps may take `ITL_SHARE`.
 """

@@ -459,7 +459,7 @@ def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_ti
     ("ttft_target_s", "chunk"),
     [
         (9.0, 164),  # a tenth of its time: 0.33 of 0.5 s, less the one that decodes
-        (1.5, 281),  # 0.6 of its time: half way
+        (2.0, 281),  # 0.45 of its time: half way
         (1.0, 399),  # 0.9 of its time: 0.8 of 0.5 s
         (None, 399),
     ],
