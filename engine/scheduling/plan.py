@@ -150,12 +150,11 @@ class StepPlanner:
         return max(int(share * target_s * speed) - num_decoding, budget // MIN_PREFILL_CUT)
 
     def _ttft_share(self, prompts: list[Sequence], speed: float) -> float:
-        """What computing all prompts here takes, as a share of the tightest TTFT target; overdue ones are left out."""
+        """What computing all prompts here takes, as a share of the tightest TTFT target."""
         tokens, target_s = 0, math.inf
         for seq in itertools.chain(prompts, self._queues.waiting):
-            if not seq.overdue_tokens:
-                tokens += seq.num_uncomputed
-                target_s = min(target_s, seq.request.ttft_target_s or 0.0)
+            tokens += seq.num_uncomputed
+            target_s = min(target_s, seq.request.ttft_target_s or 0.0)
         return tokens / (speed * target_s) if target_s else math.inf
 
     def _schedule_prompts(self, prompts: list[Sequence], draft: _Draft) -> None:

@@ -467,9 +467,3 @@ def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_ti
 def test_prompts_take_more_of_a_step_the_less_time_they_have(ttft_target_s, chunk):
     run = with_decoding(0.5, ttft_target_s=ttft_target_s)
     assert run.step().work[-1].num_tokens == chunk
-
-
-def test_overdue_prompts_do_not_make_steps_longer():
-    run = with_decoding(0.5, ttft_target_s=1.0)
-    run.step()  # it is found to be overdue
-    assert run.step().work[-1].num_tokens == 164
