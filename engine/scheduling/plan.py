@@ -4,7 +4,6 @@ A step is filled up to the token budget: sequences that decode first, then promp
 and new ones.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -25,6 +24,8 @@ CALM, URGENT = 0.3, 0.6
 """Shares of the tightest TTFT target that computing all prompts here takes: up to the first they meet theirs easily,
 from the second on steps may take `ITL_SHARE`.
 """
+CROWD = 4
+"""Prompts wait for no calm where fewer sequences than so many times them would gain by it."""
 MIN_PREFILL_CUT = 8
 """Prompts get at least this part of a step's token budget, whatever inter-token latency is wanted."""
 
@@ -66,6 +67,12 @@ class _Draft:
         take = min(seq.num_uncomputed, self.budget)
         (self.singles if take == 1 else self.chunks).append(Scheduled(seq, seq.num_computed, take))
         self.budget -= take
+
+
+def _ttft_share(queued: list[Sequence], speed: float) -> float:
+    """What computing these prompts takes, as a share of the tightest TTFT target."""
+    target_s = min((seq.request.ttft_target_s or 0.0 for seq in queued), default=math.inf)
+    return sum(seq.num_uncomputed for seq in queued) / (speed * target_s) if target_s else math.inf
 
 
 class StepPlanner:
@@ -139,23 +146,17 @@ class StepPlanner:
 
     def _itl_capped_tokens(self, num_decoding: int, prompts: list[Sequence]) -> int:
         """Prompt tokens of a step after which sequences that decode still meet their wanted inter-token latency, or are
-        well below it, while prompts have time enough.
+        well below it, while prompts are few and have time enough.
         """
         speed, budget = self._speeds.compute_tokens_per_s, self._token_budget
         target_s = min((seq.request.tpot_target_s or math.inf for seq in self._queues.running), default=math.inf)
         if not num_decoding or target_s == math.inf or not speed:
             return budget
-        urgency = min(max((self._ttft_share(prompts, speed) - CALM) / (URGENT - CALM), 0.0), 1.0)
+        queued, urgency = [*prompts, *self._queues.waiting], 1.0
+        if CROWD * len(queued) <= num_decoding:
+            urgency = min(max((_ttft_share(queued, speed) - CALM) / (URGENT - CALM), 0.0), 1.0)
         share = CALM_SHARE + (ITL_SHARE - CALM_SHARE) * urgency
         return max(int(share * target_s * speed) - num_decoding, budget // MIN_PREFILL_CUT)
-
-    def _ttft_share(self, prompts: list[Sequence], speed: float) -> float:
-        """What computing all prompts here takes, as a share of the tightest TTFT target."""
-        tokens, target_s = 0, math.inf
-        for seq in itertools.chain(prompts, self._queues.waiting):
-            tokens += seq.num_uncomputed
-            target_s = min(target_s, seq.request.ttft_target_s or 0.0)
-        return tokens / (speed * target_s) if target_s else math.inf
 
     def _schedule_prompts(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Schedule the rest of prompts that have begun, in the order in which they were queued; a few may pass them."""
