@@ -456,14 +456,15 @@ def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_ti
 
 
 @pytest.mark.parametrize(
-    ("ttft_target_s", "chunk"),
+    ("num_decoding", "ttft_target_s", "chunk"),
     [
-        (9.0, 164),  # a tenth of its time: 0.33 of 0.5 s, less the one that decodes
-        (2.0, 281),  # 0.45 of its time: half way
-        (1.0, 399),  # 0.9 of its time: 0.8 of 0.5 s
-        (None, 399),
+        (4, 9.0, 161),  # a tenth of its time: 0.33 of 0.5 s, less those that decode
+        (4, 2.0, 278),  # 0.45 of its time: half way
+        (4, 1.0, 396),  # 0.9 of its time: 0.8 of 0.5 s
+        (4, None, 396),
+        (3, 9.0, 397),  # too few would gain by it
     ],
 )
-def test_prompts_take_more_of_a_step_the_less_time_they_have(ttft_target_s, chunk):
-    run = with_decoding(0.5, ttft_target_s=ttft_target_s)
+def test_prompts_take_more_of_a_step_the_less_time_they_have_and_the_more_they_are(num_decoding, ttft_target_s, chunk):
+    run = with_decoding(*[0.5] * num_decoding, ttft_target_s=ttft_target_s)
     assert run.step().work[-1].num_tokens == chunk
