@@ -30,7 +30,7 @@ from kvrelay.cluster.autoscaling.worker_model import (
 from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name, worker_name
 from kvrelay.config import planner_settings_from
-from kvrelay.router.planning.planner import Planner, PlannerState, ScalingPlan
+from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
 from kvrelay.router.planning.roles import PlacedWorker, counts_now, role_plan
 from kvrelay.router.planning.types import CountLimits, WorkerCounts, WorkerModel
 from kvrelay.settings.cluster import ClusterSettings
@@ -234,7 +234,9 @@ class PlannerPolicy:
 
     def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any]) -> Planner:
         """The planner; a new one, with the state of the last, when the bounds or the time of a start have changed."""
-        limits, rules = self._limits(by_name), rules_of(self._settings, self._starts.mean_s)
+        # quicker starts: a need still has to last until what the other role can spare shows
+        start_s = max(self._starts.mean_s or 0.0, PlannerRules().horizon_s)
+        limits, rules = self._limits(by_name), rules_of(self._settings, start_s)
         if self.planner is None or (self.planner.limits, self.planner.rules) != (limits, rules):
             learned = self.planner.state if self.planner is not None else self.resumed
             running = {role: _candidates(by_name, role) for role in Role}

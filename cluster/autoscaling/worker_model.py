@@ -10,7 +10,7 @@ sequence is assumed to cost a step at least what a token costs a prompt.
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -57,10 +57,9 @@ def target_of(settings: PlannerSettings) -> PlanningTarget:
     return PlanningTarget(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, ATTAINMENT)
 
 
-def rules_of(settings: PlannerSettings, start_s: float | None = None) -> PlannerRules:
-    """start_s: how long a worker's start takes; None: not known."""
-    rules = PlannerRules(hold_s=settings.scale_down_delay_s, switch_roles=settings.switch_roles)
-    return rules if start_s is None else replace(rules, horizon_s=start_s)
+def rules_of(settings: PlannerSettings, start_s: float) -> PlannerRules:
+    """start_s: how long a worker's start takes."""
+    return PlannerRules(horizon_s=start_s, hold_s=settings.scale_down_delay_s, switch_roles=settings.switch_roles)
 
 
 def interval_of(settings: PlannerSettings) -> float:

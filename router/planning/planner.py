@@ -29,7 +29,7 @@ RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before
 class PlannerRules:
     """Parameters of the planner. Seconds."""
 
-    horizon_s: float = 60.0  # until a worker started now serves; until starts have been seen, this
+    horizon_s: float = 60.0  # until a worker started now serves
     hold_s: float = 300.0  # fewer workers must have sufficed for so long
     margin: float = 0.15  # share of extra load that fewer workers must still serve; no setting: the delay is the knob
     catch_up_s: float = 30.0  # in which overdue prompts are to be computed
