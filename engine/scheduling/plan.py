@@ -148,13 +148,13 @@ class StepPlanner:
         """Prompt tokens of a step after which sequences that decode still meet their wanted inter-token latency, or are
         well below it, while prompts are few and have time enough.
         """
-        speed, budget = self._speeds.compute_tokens_per_s, self._token_budget
+        speed, budget, urgency = self._speeds.compute_tokens_per_s, self._token_budget, 1.0
         target_s = min((seq.request.tpot_target_s or math.inf for seq in self._queues.running), default=math.inf)
         if not num_decoding or target_s == math.inf or not speed:
             return budget
-        queued, urgency = [*prompts, *self._queues.waiting], 1.0
-        if CROWD * len(queued) <= num_decoding:
-            urgency = min(max((_ttft_share(queued, speed) - CALM) / (URGENT - CALM), 0.0), 1.0)
+        if CROWD * (len(prompts) + len(self._queues.waiting)) <= num_decoding:
+            ttft_share = _ttft_share([*prompts, *self._queues.waiting], speed)
+            urgency = min(max((ttft_share - CALM) / (URGENT - CALM), 0.0), 1.0)
         share = CALM_SHARE + (ITL_SHARE - CALM_SHARE) * urgency
         return max(int(share * target_s * speed) - num_decoding, budget // MIN_PREFILL_CUT)
 

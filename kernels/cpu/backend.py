@@ -160,8 +160,10 @@ class CpuBackend(TorchCpuBackend):
         native = self._attention_for(spec.shape)
         if native is None or spec.shape.latent_dim is not None:
             return None
-        sizes = {name: getattr(spec, name) for name in ("max_blocks", "max_running", "max_tokens")}
-        return RecordedSteps(native, spec.shape, **sizes, head=spec.head)
+        blocks, running, tokens = spec.max_blocks, spec.max_running, spec.max_tokens
+        return RecordedSteps(
+            native, spec.shape, max_blocks=blocks, max_running=running, max_tokens=tokens, head=spec.head
+        )
 
     @property
     def cascade_saved_tokens(self) -> int:

@@ -162,14 +162,14 @@ def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
 class _Recording:
     """Calls for any number of rows.
 
-    num_rows: with which they were recorded, and later those of the last replay. layer_ends: see _Tape. results: with
-    memory for the most rows behind them.
+    num_rows: with which they were recorded, and later those of the last replay. layer_ends: see _Tape. result: with
+    memory for the most rows behind it.
     """
 
     calls: np.ndarray  # [calls, _CALL_WORDS] int64
     num_rows: int
     layer_ends: list[int]
-    results: list[Tensor]
+    result: Tensor
     buffers: _Buffers
     attention: np.ndarray = field(init=False)  # numbers of the attention calls
     _row_words: np.ndarray = field(init=False)  # where in all of `calls` a number of rows stands
@@ -183,8 +183,8 @@ class _Recording:
         self._per_row, rest = np.divmod(self.calls.reshape(-1)[self._row_words], self.num_rows)
         assert not rest.any(), "a call's rows are no multiple of the step's"
 
-    def replay(self, lib: Any, num_rows: int, on_layer: OnLayer | None = None) -> list[Tensor]:
-        """The results [num_rows, ...]; the next replay overwrites them."""
+    def replay(self, lib: Any, num_rows: int, on_layer: OnLayer | None = None) -> Tensor:
+        """The result [num_rows, ...]; the next replay overwrites it."""
         if num_rows != self.num_rows:
             self.calls.reshape(-1)[self._row_words] = self._per_row * num_rows
             self.num_rows = num_rows
@@ -195,7 +195,7 @@ class _Recording:
                 on_layer(layer)
                 done = end
         lib.kr_replay(address + done * stride, len(self.calls) - done)
-        return [result.as_strided((num_rows, *result.shape[1:]), result.stride()) for result in self.results]
+        return self.result.as_strided((num_rows, *self.result.shape[1:]), self.result.stride())
 
 
 def _numbers_of(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...]:
@@ -319,44 +319,45 @@ class RecordedSteps:
         token_ids: [T] int64. on_layer: see DecoderModel.forward. The next run overwrites the result.
         """
         words, self._last = self._inputs.fill(token_ids, batch), None
+        num_tokens, num_sequences = len(token_ids), len(batch.context_lens)
         if self._step is None:
-            return self._record(len(token_ids), len(batch.context_lens), forward, on_layer)
+            own = self._inputs.views(num_tokens, num_sequences)
+            hidden, self._step, self.why_not = self._record(
+                num_tokens, self._most[0], lambda tape: forward(*own, lambda layer: tape.end_layer(layer, on_layer))
+            )
+            if self.why_not is not None:
+                logger.info("steps are not recorded: %s", self.why_not)
+            return hidden
         for word, value in words.items():
             self._step.calls[self._step.attention, word] = value
-        hidden = self._step.replay(self._kernels.lib, len(token_ids), on_layer)[0]
-        if batch.num_decode == len(batch.context_lens) == len(token_ids) <= MOST_HEADED and self._head is not None:
-            if self._logits is None:
-                self._record_head(hidden)
-            else:
-                self._last = hidden, self._logits.replay(self._kernels.lib, len(token_ids))[0]
+        hidden = self._step.replay(self._kernels.lib, num_tokens, on_layer)
+        if batch.num_decode == num_sequences == num_tokens <= MOST_HEADED and self._head is not None:
+            self._last = self._with_logits(hidden, self._head)
         return hidden
 
-    def _record(self, num_tokens: int, num_sequences: int, forward: ModelForward, on_layer: OnLayer | None) -> Tensor:
-        """Run and record the step, then replay it over overwritten buffers: the result must be the same."""
-        token_ids, batch, plan = self._inputs.views(num_tokens, num_sequences)
-        buffers = _Buffers(num_tokens, self._most[0])
-        with _recording(self._kernels, buffers) as tape:
-            hidden = forward(token_ids, batch, plan, lambda layer: tape.end_layer(layer, on_layer))
-        self.why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
-        if self.why_not is None:
-            self._step = _Recording(np.stack(tape.calls), num_tokens, tape.layer_ends, [hidden], buffers)
-            first = hidden.clone()
-            buffers.spoil()
-            self._step.replay(self._kernels.lib, num_tokens)
-            if not torch.equal(first, hidden):
-                self.why_not, self._step, hidden = "the replay's result differs", None, first
-        if self.why_not is not None:
-            logger.info("steps are not recorded: %s", self.why_not)
-        return hidden
-
-    def _record_head(self, hidden: Tensor) -> None:
-        """Record the head, unless anything but compiled kernels computes it."""
-        assert self._head is not None
-        buffers = _Buffers(len(hidden), MOST_HEADED)
-        with _recording(self._kernels, buffers) as tape:
-            logits = self._head(hidden)
-        if tape.foreign is not None:
+    def _with_logits(self, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor] | None:
+        if self._logits is not None:
+            return hidden, self._logits.replay(self._kernels.lib, len(hidden))
+        logits, self._logits, why_not = self._record(len(hidden), MOST_HEADED, lambda _: head(hidden))
+        if why_not is not None:
             self._head = None
-            return
-        self._logits = _Recording(np.stack(tape.calls), len(hidden), [], [logits], buffers)
-        self._last = hidden, logits
+            return None
+        return hidden, logits
+
+    def _record(
+        self, rows: int, most: int, compute: Callable[[_Tape], Tensor]
+    ) -> tuple[Tensor, _Recording | None, str | None]:
+        """Run and record a computation of so many rows, with room for `most`, then replay it over overwritten buffers:
+        the result must be the same. Returns the result, and the recording or why there is none.
+        """
+        buffers = _Buffers(rows, most)
+        with _recording(self._kernels, buffers) as tape:
+            result = compute(tape)
+        if tape.foreign is not None:
+            return result, None, f"{tape.foreign} is no compiled kernel"
+        recording, first = _Recording(np.stack(tape.calls), rows, tape.layer_ends, result, buffers), result.clone()
+        buffers.spoil()
+        recording.replay(self._kernels.lib, rows)
+        if not torch.equal(first, result):
+            return first, None, "the replay's result differs"
+        return result, recording, None

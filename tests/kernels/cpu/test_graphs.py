@@ -232,6 +232,25 @@ def test_a_wrong_address_in_a_recording_is_noticed(compiled, tmp_path, monkeypat
     assert torch.equal(hidden, first)
 
 
+def test_a_call_that_is_missing_from_the_heads_recording_is_noticed(compiled, tmp_path, monkeypatch):
+    import kvrelay.kernels.cpu.recorded_steps as cpu_graphs
+
+    decoder = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.bfloat16)
+    decoder.both([6])
+    if not decoder.graphs.has_captures:
+        pytest.skip("another linear kernel is faster here: nothing is recorded")
+
+    class Forgetful(cpu_graphs._Tape):
+        def __getattr__(self, name):
+            run = super().__getattr__(name)
+            return self._lib.kr_linear if name == "kr_linear" else run
+
+    monkeypatch.setattr(cpu_graphs, "_Tape", Forgetful)
+    for _ in range(2):
+        (hidden, _), (replayed, _) = decoder.both([6])
+        assert torch.equal(hidden, replayed) and decoder.graphs.logits_of(replayed) is None
+
+
 def test_what_torch_computes_is_never_recorded(compiled, tmp_path):
     decoder = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32)
     plain = decoder.forward
