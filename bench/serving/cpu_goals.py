@@ -1,7 +1,7 @@
 """From arrival times to figures, from figures to ratios, from both to Markdown. Pure."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ class Cell:
 
     `whole_rate`, by which peers are compared, is all output tokens over the time from the first request sent to the
     last token. `decode_rate` counts the tokens between the last request's first token and the first request's last one:
-    all decode, none prefills. `prefill_rate` is the prompt's length over the time to its first token.
+    all decode, none prefills. `prefill_rate` is the prompt's length over the time to its first token. `turn`: (round,
+    repeat); cells of one turn and shape were measured right after each other.
     """
 
     peer: str
@@ -25,6 +26,7 @@ class Cell:
     prefill_rate: float | None = None
     ttft_s: float | None = None
     is_cut: bool = False
+    turn: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,25 @@ def _summary(group: Sequence[Cell]) -> Summary:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of medians; None: not measured. `is_none`: the rounds' ranges overlap, so no difference was shown."""
+    """None: not measured. `is_none`: no difference was shown.
+
+    Of medians over all rounds: their ranges overlap. Of turns: `spread` is over the rounds' medians, and holds 1.
+    """
 
     value: float | None
     is_none: bool = False
+    spread: Spread | None = None
+
+
+def _pairs(shapes: Iterable[tuple[str, int]], weights: Mapping[str, str]) -> Iterator[tuple[str, Key, Key]]:
+    """What is compared: each kvrelay in `weights` (peer -> "16 bits", "int8" or "int4") with each peer of the same
+    weights.
+    """
+    for kind, size in sorted(set(shapes)):
+        for ours, held in weights.items():
+            for peer in weights if ours.startswith("kvrelay") else ():
+                if weights[peer] == held and not peer.startswith("kvrelay"):
+                    yield f"{_name(kind, size)}: {ours} over {peer}", (ours, kind, size), (peer, kind, size)
 
 
 def _over(ours: Summary | None, theirs: Summary | None) -> Ratio:
@@ -129,16 +146,28 @@ def _over(ours: Summary | None, theirs: Summary | None) -> Ratio:
 
 
 def ratios(found: Mapping[Key, Summary], weights: Mapping[str, str]) -> dict[str, Ratio]:
-    """Of every shape in `found`: each kvrelay in `weights` (peer -> "16 bits", "int8" or "int4") over each peer of the
-    same weights.
+    """Of every shape in `found`, of medians."""
+    pairs = _pairs(((kind, size) for _, kind, size in found), weights)
+    return {name: _over(found.get(ours), found.get(theirs)) for name, ours, theirs in pairs}
+
+
+def ratios_of_turns(cells: Iterable[Cell], weights: Mapping[str, str]) -> dict[str, Ratio]:
+    """Of every shape in `cells`: two peers are compared within a turn only, so that a machine whose speed drifts slows
+    both.
     """
+    rates: dict[Key, dict[tuple[int, int], float]] = {}
+    for cell in cells:
+        if rate := cell.whole_rate or cell.prefill_rate:
+            rates.setdefault((cell.peer, cell.kind, cell.size), {})[cell.turn] = rate
     out: dict[str, Ratio] = {}
-    for kind, size in sorted({(kind, size) for _, kind, size in found}):
-        for ours, held in weights.items():
-            for peer in weights if ours.startswith("kvrelay") else ():
-                if weights[peer] == held and not peer.startswith("kvrelay"):
-                    ratio = _over(found.get((ours, kind, size)), found.get((peer, kind, size)))
-                    out[f"{_name(kind, size)}: {ours} over {peer}"] = ratio
+    for name, ours, theirs in _pairs(((kind, size) for _, kind, size in rates), weights):
+        one, other = rates.get(ours, {}), rates.get(theirs, {})
+        rounds: dict[int, list[float]] = {}
+        for turn in one.keys() & other.keys():
+            rounds.setdefault(turn[0], []).append(one[turn] / other[turn])
+        medians = [statistics.median(values) for values in rounds.values()]
+        spread = Spread(statistics.median(medians), min(medians), max(medians)) if medians else None
+        out[name] = Ratio(spread.median, spread.least <= 1 <= spread.most, spread) if spread else Ratio(None)
     return out
 
 
@@ -202,7 +231,10 @@ def rates_table(found: Mapping[Key, Summary], peers: Sequence[str], kind: str, u
 
 
 def ratios_table(found: Mapping[str, Ratio], shares: Mapping[str, float]) -> str:
-    rows = [[text, _number(one.value, 2) + (", no difference" if one.is_none else "")] for text, one in found.items()]
+    rows = [
+        [text, (_range(one.spread, 2) if one.spread else _number(one.value, 2)) + (", no difference" * one.is_none)]
+        for text, one in found.items()
+    ]
     rows += [
         [text, f"{100 * share:.0f} %" + (": AN ERROR OF THE BENCH" if share > 1 else "")]
         for text, share in shares.items()

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -107,6 +108,31 @@ def test_a_difference_inside_the_rounds_ranges_is_none():
     within = ratios(*decoded("kvrelay", 50.0, 46.0, 52.0), *decoded("vllm", 40.0, 47.0, 45.0))
     assert within["kvrelay over vllm"].is_none
     assert "1.11, no difference" in goals.ratios_table(within, {})
+
+
+def test_turns_are_compared_with_each_other_and_rounds_make_the_range():
+    """The machine is twice as slow in the second turn of each round: medians over all turns would overlap."""
+    cells = []
+    for number, gain in enumerate((1.5, 1.2, 1.3)):
+        for repeat, pace in enumerate((100.0, 50.0, 100.0)):
+            turn = {"turn": (number, repeat)}
+            cells += [goals.Cell("kvrelay", "prefill", 512, prefill_rate=pace * gain, **turn)]
+            cells += [goals.Cell("vllm", "prefill", 512, prefill_rate=pace, **turn)]
+    name = "prefill, 512 tokens: kvrelay over vllm"
+    assert goals.ratios(goals.summaries(cells), WEIGHTS)[name].is_none  # the control
+    ratio = goals.ratios_of_turns(cells, WEIGHTS)[name]
+    assert ratio.spread == pytest.approx((1.3, 1.2, 1.5)) and not ratio.is_none
+    assert "1.30 (1.20–1.50) |" in goals.ratios_table({name: ratio}, {})
+
+
+def test_turns_that_one_peer_missed_do_not_count_and_a_range_with_one_in_it_is_no_difference():
+    def cell(peer, rate, turn):
+        return goals.Cell(peer, "decode", 1, whole_rate=rate, turn=turn)
+
+    cells = [cell("kvrelay", 9.0, (0, 0)), cell("kvrelay", 12.0, (1, 0)), cell("kvrelay", 99.0, (2, 0))]
+    cells += [cell("vllm", 10.0, (0, 0)), cell("vllm", 10.0, (1, 0)), cell("vllm", None, (2, 0))]
+    ratio = goals.ratios_of_turns(cells, WEIGHTS)["decode, 1 client: kvrelay over vllm"]
+    assert ratio.spread == pytest.approx((1.05, 0.9, 1.2)) and ratio.is_none
 
 
 def test_shares_of_the_limits_and_that_none_is_above_all():
@@ -295,6 +321,31 @@ def test_a_failed_request_ends_the_visit_but_not_the_run(visit, capsys):
     found = cpu.Measured()
     visit(measure, found)
     assert found.cells == [] and "HTTP 500" in capsys.readouterr().out
+
+
+def test_servers_side_by_side_take_turns_that_begin_with_each_in_turn(tmp_path, monkeypatch):
+    order, paused = [], []
+
+    async def measured(server, shape, seed, options):
+        order.append((server.peer.name, shape, seed))
+        return goals.Cell(server.peer.name, *shape, whole_rate=10.0)
+
+    def fake(one, values, log, *, limit_s):
+        return contextlib.nullcontext(argparse.Namespace(peer=one, niceness=dict))
+
+    monkeypatch.setattr(cpu, "running", fake)
+    monkeypatch.setattr(cpu, "measure", measured)
+    monkeypatch.setattr(cpu.time, "sleep", paused.append)
+    names = ("kvrelay", "vllm")
+    options = argparse.Namespace(clients=[4], lengths=[512], rounds=2, repeats=2, seed=5, start_s=1.0)
+    found = cpu.Measured()
+    cpu.take_turns([one for one in servers.PEERS if one.name in names], {}, tmp_path / "log", found, options)
+    for kind, size in (("decode", 4), ("prefill", 512)):
+        turns = [(name, seed) for name, shape, seed in order if shape == (kind, size)]
+        assert [name for name, _ in turns] == [*names, *names[::-1], *names[::-1], *names]
+        assert [a[1] == b[1] for a, b in itertools.pairwise(turns)] == [True, False] * 3 + [True]
+    assert paused.count(cpu.SETTLE_S) == len(order) == len(found.cells) == 16
+    assert [cell.turn for cell in found.cells][:4] == [(0, 0), (0, 0), (0, 1), (0, 1)]
 
 
 def test_llama_cpp_starts_anew_for_each_shape_with_room_for_its_sequences():

@@ -11,7 +11,7 @@ memory that is damaged. For bench: what each policy still serves in time at 1.5 
 much to move, one table of what every fault costs, ranges of rounds beside peers, a plain socket loop, a request's whole
 life in the pool, and Ray Serve's rule beside the planner; for cluster: several seeds of a simulation, each in its own
 process, and parts of a local Ray that start beside each other. For router, cluster and bench: the planner of workers
-that do both, how long starts took, and static and reactive counts of such workers.
+that do both, how long starts took, and static and reactive counts of such workers. For bench: servers that take turns.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ BUDGETS = {  # Python lines
     "router": 6_470,
     "serve": 10_000,
     "cluster": 21_640,
-    "bench": 12_955,
+    "bench": 13_035,
 }
 
 

@@ -41,6 +41,15 @@ static inline void zero_sums(void)
         _tile_stored(second, (out) + 16, row_bytes); \
     } while (0)
 
+#define LOAD_PAIR(first, second, from, row_bytes)    \
+    do {                                             \
+        _tile_loadd(first, from, row_bytes);         \
+        _tile_loadd(second, (from) + 16, row_bytes); \
+    } while (0)
+
+/* GCC does not know that _tile_loadd reads memory: what it reads is written before this. */
+static inline void written(void) { __asm__ volatile("" ::: "memory"); }
+
 /* Sums += block 4 times four tiles of 16 columns. */
 #define MULTIPLY_FOUR(a, b, c, d, row_bytes) \
     do {                                     \

@@ -17,6 +17,8 @@
 #include "attention_tile.h"
 
 #define DOT_ROWS 6
+#define FOLD_ROWS 8 /* rows of one softmax at most */
+#define SLACK 8.0f   /* a row's best is raised by no less, so that its sums are seldom scaled: probabilities reach 2 to that */
 #define LOG2E 1.44269504088896341f
 #define LEAST_EXPONENT (-200.0f) /* 2 to that is 0 in float32 */
 
@@ -141,19 +143,29 @@ INLINE void dots(const uint32_t *a, long lda, const uint32_t *b, long ldb, float
     if (c < columns) narrow[rows - 1](a, lda, b + c, ldb, out + c, ldo, pairs, carry);
 }
 
-/* 2^x: a power of two times a polynomial of 2^x on [-1/2, 1/2], minimax; relative error 2e-7 where `fine`, else 3e-6, which is
- * a thousandth of what rounding to bf16 costs. NaN of minus infinity. */
-INLINE __m512 exp2_of(__m512 x, const int fine)
+/* 2^x by a minimax polynomial on [-1/2, 1/2]; relative error 2e-7. */
+INLINE __m512 exp2_fine(__m512 x)
 {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, whole);
-    __m512 p = _mm512_set1_ps(fine ? 1.326472731e-3f : 9.582852994e-03f);
-    if (fine) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671512991e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(fine ? 5.550733581e-2f : 5.590642474e-02f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(fine ? 2.402224243e-1f : 2.402409861e-01f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(fine ? 6.931470037e-1f : 6.931241934e-01f));
+    __m512 p = _mm512_set1_ps(1.326472731e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671512991e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550733581e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402224243e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931470037e-1f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(p, whole);
+}
+
+/* The same by one on [0, 1] with a relative error of 7.5e-5, a fiftieth of what rounding to bf16 costs. 0 of minus infinity. */
+INLINE __m512 exp2_coarse(__m512 x)
+{
+    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(7.802452e-2f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.2606716e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9583354e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.9992522e-1f));
+    return _mm512_scalef_ps(p, x);
 }
 
 /* Which of a tile's tokens the row at `position` sees. */
@@ -201,24 +213,26 @@ INLINE void softmax_dots(const tile_state *s, long row, long rows, const uint64_
     __m512 fold[8];
     float best[VL];
     UNROLL for (int r = 0; r < 8; r++) fold[r] = nothing;
-    UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+    UNROLL for (int r = 0; r < FOLD_ROWS; r++) {
         if (r >= rows) break;
         __m512 x[4];
-        UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_mul_ps(_mm512_loadu_ps(scores + r * TILE + i * VL), scale);
+        UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_ps(scores + r * TILE + i * VL);
         if (!all) {
             UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_mask_blend_ps((__mmask16)(seen[r] >> i * VL), nothing, x[i]);
             if (seen[r] == 0) sees &= (__mmask16)~(1u << r);
         }
         fold[r] = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
     }
-    const __m512 old = _mm512_mask_loadu_ps(nothing, valid, s->part_best + row), top = _mm512_max_ps(old, fold_max(fold));
+    const __m512 old = _mm512_mask_loadu_ps(nothing, valid, s->part_best + row), now = _mm512_mul_ps(fold_max(fold), scale);
+    const __mmask16 rises = _mm512_cmp_ps_mask(now, _mm512_add_ps(old, _mm512_set1_ps(SLACK)), _CMP_GT_OQ);
+    const __m512 top = _mm512_mask_mov_ps(old, rises, now);
     _mm512_storeu_ps(best, top);
-    UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+    UNROLL for (int r = 0; r < FOLD_ROWS; r++) {
         if (r >= rows) break;
         const __m512 minus = _mm512_set1_ps(-best[r]);
         __m512 x[4];
         UNROLL for (int i = 0; i < 4; i++)
-            x[i] = exp2_of(_mm512_fmadd_ps(_mm512_loadu_ps(scores + r * TILE + i * VL), scale, minus), 0);
+            x[i] = exp2_coarse(_mm512_fmadd_ps(_mm512_loadu_ps(scores + r * TILE + i * VL), scale, minus));
         if (!all)
             UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_maskz_mov_ps((__mmask16)(seen[r] >> i * VL), x[i]);
         fold[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
@@ -226,7 +240,7 @@ INLINE void softmax_dots(const tile_state *s, long row, long rows, const uint64_
             _mm512_storeu_si512(probabilities + r * TILE / 2 + i * VL / 2, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
     }
     const __m512 drop = _mm512_max_ps(_mm512_set1_ps(LEAST_EXPONENT), _mm512_sub_ps(old, top));
-    const __m512 factor = _mm512_mask_blend_ps(sees, _mm512_set1_ps(1.0f), exp2_of(drop, 1));
+    const __m512 factor = _mm512_mask_blend_ps(sees, _mm512_set1_ps(1.0f), exp2_fine(drop));
     const __m512 total = _mm512_maskz_loadu_ps(valid, s->part_total + row);
     _mm512_storeu_ps(factors, factor);
     _mm512_mask_storeu_ps(s->part_best + row, valid, top);

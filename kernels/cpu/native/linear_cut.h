@@ -35,13 +35,24 @@ static inline linear_cut cut_linear(const pool *p, long M, long N, long K)
     return c;
 }
 
-/* For AMX tiles: 32 rows by 32 outputs. A block's rows fit half of a 2 MiB second-level cache. */
+#define MOST_INPUTS 1536 /* of a strip of AMX tiles in one go: up to here blocks of inputs gain nothing */
+#define INPUT_BLOCK 576  /* else: so many stay in the first-level cache */
+
+static inline long input_blocks(long K) { return K > MOST_INPUTS ? (K + INPUT_BLOCK - 1) / INPUT_BLOCK : 1; }
+
+/* For AMX tiles: 32 rows by 32 outputs. What a block's rows have of a block of inputs fits half of a 2 MiB second-level
+ * cache; many rows are cut so that each thread has its own, and then a long strip's block of inputs meets several strips. */
 static inline linear_cut cut_tiles(const pool *p, long M, long N, long K)
 {
-    linear_cut c = {.rows = M, .panels = (N + NR - 1) / NR, .rows_per_block = (512 << 10) / (K * 2) / 32 * 32};
-    const long tasks = pool_threads(p) == 1 ? 1 : TASKS_PER_THREAD * pool_threads(p);
-    c.rows_per_block = c.rows_per_block < 64 ? 64 : c.rows_per_block > 512 ? 512 : c.rows_per_block;
+    const long threads = pool_threads(p), tasks = threads == 1 ? 1 : TASKS_PER_THREAD * threads, parts = input_blocks(K);
+    const long fitting = (512 << 10) / (K / parts * 2) / 32 * 32;
+    linear_cut c = {.rows = M, .panels = (N + NR - 1) / NR, .rows_per_block = fitting > 512 ? 512 : fitting};
     c.share = (c.panels + tasks - 1) / tasks;
+    if (M >= 128 * threads) {
+        const long blocks = ((M + c.rows_per_block - 1) / c.rows_per_block + threads - 1) / threads * threads;
+        c.rows_per_block = ((M + blocks - 1) / blocks + 31) / 32 * 32;
+        if (parts > 1 && c.share < 4) c.share = 4;
+    }
     c.shares = (c.panels + c.share - 1) / c.share;
     return c;
 }

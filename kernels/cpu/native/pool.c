@@ -1,5 +1,8 @@
 /* A pool of threads for one engine: tasks are taken one by one, a late thread delays no other.
  *
+ * Each thread begins with its own share of a job's tasks and then helps the others: where tasks are rows, their numbers
+ * stay in its core's cache from one job to the next.
+ *
  * The caller works too, and waits only for threads that have entered the job. An idle thread spins for
  * some tens of microseconds (the gap between two kernels of one step), then sleeps on a condition.
  */
@@ -14,6 +17,11 @@
 #define SPIN_NS 40000
 #define MAX_SLOTS 4
 
+typedef struct {
+    _Alignas(64) atomic_long next;
+    long end;
+} share;
+
 struct pool {
     int num_threads;
     pid_t owner;
@@ -22,11 +30,10 @@ struct pool {
     pthread_cond_t wake;
     pool_task task;
     void *job;
-    long count;
-    atomic_long next;
+    share *shares;           /* one for each thread, the caller's first */
     atomic_ulong open;       /* generation of the open job, 0 when none */
     atomic_ulong generation; /* of the newest job */
-    atomic_int active, sleeping, stop;
+    atomic_int active, sleeping, stop, started;
     void *scratch[MAX_SLOTS];
     unsigned long scratch_bytes[MAX_SLOTS];
 };
@@ -47,12 +54,14 @@ static long now_ns(void)
     return t.tv_sec * 1000000000L + t.tv_nsec;
 }
 
-static void take_tasks(pool *p)
+static void take_tasks(pool *p, int thread)
 {
     pool_task task = p->task;
     void *job = p->job;
-    long count = p->count, i;
-    while ((i = atomic_fetch_add(&p->next, 1)) < count) task(job, i);
+    for (int i = 0; i < p->num_threads; i++) {
+        share *s = &p->shares[(thread + i) % p->num_threads];
+        for (long index; (index = atomic_fetch_add(&s->next, 1)) < s->end;) task(job, index);
+    }
 }
 
 /* Wait until a job newer than `seen` opens or the pool stops; spins first. */
@@ -75,6 +84,7 @@ static void await_job(pool *p, unsigned long seen)
 static void *work(void *arg)
 {
     pool *p = arg;
+    const int thread = atomic_fetch_add(&p->started, 1) + 1;
     unsigned long seen = 0;
     while (1) {
         await_job(p, seen);
@@ -83,7 +93,7 @@ static void *work(void *arg)
         unsigned long current = atomic_load(&p->open);
         if (current != 0) {
             seen = current;
-            take_tasks(p);
+            take_tasks(p, thread);
         } else {
             seen = atomic_load(&p->generation);
         }
@@ -101,6 +111,7 @@ pool *kr_pool_create(int num_threads)
     pthread_mutex_init(&p->sleep_lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     p->threads = calloc(p->num_threads, sizeof *p->threads);
+    if (posix_memalign((void **)&p->shares, 64, p->num_threads * sizeof *p->shares)) abort();
     for (int i = 0; i < p->num_threads - 1; i++)
         if (pthread_create(&p->threads[i], NULL, work, p)) {
             p->num_threads = i + 1;
@@ -119,6 +130,7 @@ void kr_pool_destroy(pool *p)
         for (int i = 0; i < p->num_threads - 1; i++) pthread_join(p->threads[i], NULL);
     }
     for (int i = 0; i < MAX_SLOTS; i++) free(p->scratch[i]);
+    free(p->shares);
     free(p->threads);
     free(p);
 }
@@ -130,8 +142,10 @@ static void run_shared(pool *p, pool_task task, void *job, long count)
     pthread_mutex_lock(&p->run_lock);
     p->task = task;
     p->job = job;
-    p->count = count;
-    atomic_store(&p->next, 0);
+    for (long i = 0; i < p->num_threads; i++) {
+        atomic_store_explicit(&p->shares[i].next, count * i / p->num_threads, memory_order_relaxed);
+        p->shares[i].end = count * (i + 1) / p->num_threads;
+    }
     unsigned long generation = atomic_load(&p->generation) + 1;
     atomic_store(&p->open, generation);
     atomic_store(&p->generation, generation);
@@ -140,7 +154,7 @@ static void run_shared(pool *p, pool_task task, void *job, long count)
         pthread_cond_broadcast(&p->wake);
         pthread_mutex_unlock(&p->sleep_lock);
     }
-    take_tasks(p);
+    take_tasks(p, 0);
     atomic_store(&p->open, 0); /* a thread that enters from now on finds nothing to do */
     for (long spins = 0; atomic_load(&p->active); spins++) {
         if (spins < 20000) relax();

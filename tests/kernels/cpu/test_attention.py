@@ -128,6 +128,21 @@ def test_scores_that_lie_far_apart_leave_one_token_its_whole_weight(compiled, fa
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("rise", [2.0, 5.0, 7.9, 8.1, 30.0, -6.0])
+def test_scores_that_rise_or_fall_from_tile_to_tile(compiled, rise):
+    """By so many powers of two for each tile of 64 tokens: the running best is raised at each, at some, or never."""
+    step = make_step(KernelCase(((1, 700), (20, 300)), dtype=BF16))
+    step = dataclasses.replace(step, q=torch.zeros_like(step.q))
+    step.q[..., 0] = 8.0
+    for s, context in enumerate((700, 300)):
+        scores = torch.arange(context) * (rise / 64) / 1.4427 / (8.0 * 0.125)
+        table, block_size = step.batch.block_tables[s].long(), step.kv_layer.shape[2]
+        for t in range(context):
+            step.kv_layer[table[t // block_size], 0, t % block_size, :, 0] = scores[t]
+    found, expected = run_attention(compiled, step), written_out(step, 0.125)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+
+
 def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
     step = make_step(KernelCase(((1, 33), (9, 20))))
     fused = torch.cat((step.q.flatten(1), torch.zeros(10, 77)), dim=1)

@@ -62,6 +62,19 @@ def test_totals_over_blocks_of_inputs_are_the_same_bits_as_in_one_go(compiled, d
         torch.testing.assert_close(together.double(), expected, atol=1e-2, rtol=1e-2 if dtype == BF16 else 1e-4)
 
 
+@pytest.mark.parametrize("rows", [256, 300, 511])
+def test_more_outputs_than_meet_a_block_of_inputs_and_rows_for_each_thread(compiled, compiled_2_threads, rows):
+    weight, x = random(650, 1600, dtype=BF16), random(rows, 1600, dtype=BF16)
+    for backend in (compiled, compiled_2_threads):
+        native = backend.compiled_kernels
+        linear = NativeLinear(native, weight, None, native.linear_kind(BF16, 1600))
+        together = linear(x)
+        for i in (0, 31, 32, 127, 128, 255, rows - 1):
+            assert torch.equal(together[i : i + 1], linear(x[i : i + 1]))
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(together.double(), expected, atol=1e-2, rtol=1e-2)
+
+
 def test_rows_may_be_strided_and_zero_rows_are_fine(cpu):
     linear = cpu.pack_linear(random(40, 24))
     x = random(5, 48)
