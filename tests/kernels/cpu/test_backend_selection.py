@@ -1,6 +1,7 @@
 """Choosing a backend by name: auto takes what works, an explicit choice that cannot run says why."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +97,12 @@ def test_without_amx_tiles_the_compiled_kernels_are_right_too(compiled):
 def test_a_wrong_compiled_kernel_is_not_used(compiled, monkeypatch):
     monkeypatch.setattr("kvrelay.kernels.cpu.backend.first_wrong_kernel", lambda backend: "attention")
     assert "wrong results" in CpuBackend(1).describe()["kernels"]
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@pytest.mark.skipif(not CPUINFO.exists() or "amx_bf16" not in CPUINFO.read_text(), reason="needs AMX")
+def test_a_processor_with_amx_uses_it():
+    """A kernel that the check at start finds wrong is switched off: the other tests would pass without it."""
+    assert CpuBackend(1).describe()["amx"] == "yes"
