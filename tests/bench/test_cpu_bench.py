@@ -337,7 +337,8 @@ def test_servers_side_by_side_take_turns_that_begin_with_each_in_turn(tmp_path, 
     monkeypatch.setattr(cpu, "measure", measured)
     monkeypatch.setattr(cpu.time, "sleep", paused.append)
     names = ("kvrelay", "vllm")
-    options = argparse.Namespace(clients=[4], lengths=[512], rounds=2, repeats=2, seed=5, start_s=1.0)
+    numbers = {"rounds": 2, "repeats": 2, "seed": 5, "start_s": 1.0, "prompt": 128, "output": 64}
+    options = argparse.Namespace(clients=[4], lengths=[512], **numbers)
     found = cpu.Measured()
     cpu.take_turns([one for one in servers.PEERS if one.name in names], {}, tmp_path / "log", found, options)
     for kind, size in (("decode", 4), ("prefill", 512)):
