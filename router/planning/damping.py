@@ -31,32 +31,32 @@ class Damper:
     def __post_init__(self) -> None:
         self.hold_s = self.hold_s or self.base_s
 
-    def step(self, need: int, low: int, now_s: float, *, most: int) -> int:
+    def step(self, need: int, low: int, now_s: float, *, most: int, may_fall: bool = True) -> int:
         """The count from now on.
 
         Args:
             need: workers that the load needs. low: workers that it needs with the margin; below it the count never
             falls. At least `need`, else taken as it. most: the count's upper limit now; where it is below the count,
-            nothing is forced down, but nothing goes up.
+            nothing is forced down, but nothing goes up. may_fall: False where the other role may take what is spared.
         """
         low, now_s = max(low, need), max(now_s, self.now_s)
         self._note(need, low, now_s)
         if need > self.count:
             if now_s - self.since_s >= self.rise_s:
                 self._up(min(self.needs[0][1], most), now_s)
-        elif low < self.count and self._may_fall(now_s):
+        elif low < self.count and may_fall and self._may_fall(now_s):
             self._down(now_s)
         elif self.hold_s > self.base_s and now_s - self.changed_s >= 4 * self.hold_s:
             self.hold_s, self.changed_s = max(self.base_s, self.hold_s / 2), now_s
         return self.count
 
-    def spare(self, low: int, now_s: float) -> int:
-        """How many it could give to the other role: such workers are switched, not stopped, so fewer must have been
-        enough for `rise_s` only. None within the hold after an up, by which the bound on turns holds as for a down.
+    def spare(self, low: int, now_s: float, for_s: float) -> int:
+        """How many it could give to the other role, if fewer must have been enough for the last `for_s`. None within
+        the hold after an up, by which the bound on turns holds as for a down.
         """
         if now_s - self.up_s < self.hold_s:
             return 0
-        recent = next((needed for at_s, needed in self.lows if at_s >= now_s - self.rise_s), low)
+        recent = next((needed for at_s, needed in self.lows if at_s >= now_s - for_s), low)
         return max(0, self.count - max(recent, low))
 
     def give(self, num: int, now_s: float) -> None:

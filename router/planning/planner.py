@@ -174,11 +174,15 @@ class Planner:
         for role in sorted(self.state.dampers, key=lambda role: getattr(wanted, role) - getattr(self.counts, role)):
             name = "decode" if role == "prefill" else "prefill"
             damper, other = self.state.dampers[role], self.state.dampers[name]
+            before, need_now = damper.count, getattr(wanted, role)
             kept = max(getattr(wanted, name), getattr(floor, name))
-            spare = other.spare(kept, now_s) if self.rules.switch_roles else 0
+            # a switch takes seconds and a start minutes: what the other role may give within `rise_s` is waited for
+            spare, soon = (other.spare(kept, now_s, s) if self.rules.switch_roles else 0 for s in (other.rise_s, 0.0))
             most = min(getattr(limits, f"max_{role}"), limits.total - other.count + spare)
-            before = damper.count
-            rise = damper.step(getattr(wanted, role), getattr(floor, role), now_s, most=most) - before
+            most = min(most, before + spare + max(0, need_now - before - soon))
+            is_awaited = self.rules.switch_roles and getattr(wanted, name) > other.count
+            damper.step(need_now, getattr(floor, role), now_s, most=most, may_fall=not is_awaited)
+            rise = damper.count - before
             if (num := min(rise, spare)) > 0:
                 other.give(num, now_s)
                 taken[role] = num

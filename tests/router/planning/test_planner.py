@@ -784,3 +784,28 @@ def test_the_total_is_no_limit_for_a_role_that_takes_what_the_other_has_to_spare
         if it.counts != full:
             break
     assert it.counts.total <= 4 and it.counts.decode > full.decode, (full, plan.reasons)
+
+
+@pytest.mark.parametrize("hold_s", [10.0, 40.0])
+@pytest.mark.parametrize("interval_s", [5.0, 5.1, 6.0])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+def test_a_worker_switches_although_one_roles_need_falls_sooner_or_later_than_the_others_rises(
+    hold_s, interval_s, share
+):
+    """`share`: of the interval in which the requests change that is still of the old ones: both roles may need more in
+    it. A need must last 15 s, so that with the shorter hold the other count could fall before.
+    """
+    rules = PlannerRules(horizon_s=60.0, hold_s=hold_s, period_s=0.0)
+    it = Planner(MODEL, TARGET, CountLimits(1, 2, 1, 2), rules, WorkerCounts(1, 1))
+    course = []
+    for number in range(40):
+        long = 80 if number < 20 else round(80 * share) if number == 20 else 0
+        new = 60 - round(60 * share) if number == 20 else 60 if number > 20 else 0
+        tokens, squares = 2000 * long + 50 * new, 4e6 * long + 2500.0 * new
+        facts = {"arrivals": long + new, "ended": long + new, "input_tokens": tokens, "input_squares": squares}
+        it.observe(
+            Interval(number * interval_s, (number + 1) * interval_s, output_tokens=2 * long + 300 * new, **facts)
+        )
+        course.append(it.counts)
+    assert course[19] == WorkerCounts(2, 1) and course[-1] == WorkerCounts(1, 2), course
+    assert set(course[19:]) == {WorkerCounts(2, 1), WorkerCounts(1, 2)}, course

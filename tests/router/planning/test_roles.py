@@ -147,7 +147,7 @@ def test_giving_workers_to_the_other_role_keeps_the_bound_on_turns(course, data)
     for number, need in enumerate(course):
         before = it.count
         it.step(need, need, number * step_s, most=5)
-        if (spare := it.spare(need, number * step_s)) and data.draw(st.booleans()):
+        if (spare := it.spare(need, number * step_s, it.rise_s)) and data.draw(st.booleans()):
             it.give(spare, number * step_s)
         assert it.count >= 1
         if it.count != before:
