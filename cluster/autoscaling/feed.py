@@ -54,7 +54,7 @@ def ingress_report(stats: "ServeStats", alone_shares: Mapping[str, float] = Mapp
 
 
 def _bounds(name: str, histogram: "Histogram") -> dict[str, float]:
-    return {f"{name}/{bound:g}": float(count) for bound, count in histogram.cumulative()}
+    return {f"{name}/{bound:.12g}": float(count) for bound, count in histogram.cumulative()}
 
 
 def worker_report(load: LoadReport, info: WorkerInfo, role: str) -> dict[str, float]:

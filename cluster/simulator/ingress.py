@@ -199,7 +199,7 @@ class SimulatedIngress:
         self.attempts: dict[str, SimulatedAttempt] = {}
         self.drivers: dict[SimulatedRequestDriver, None] = {}
         self.deferred: dict[str, SimulatedRequestDriver] = {}
-        self.stats = ServeStats()
+        self.stats = ServeStats.with_targets(world.settings)
 
     @property
     def router(self) -> Router:

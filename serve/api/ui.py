@@ -200,10 +200,8 @@ class LiveFeed:
 
 def front_snapshot(front: Front, num_viewers: int) -> dict[str, Any]:
     """What `/ui` shows; every viewer sees how many there are."""
-    dispatcher = front.dispatcher
-    view = snapshot(
-        dispatcher.workers, dispatcher.router, dispatcher.stats, dispatcher.requests, now_s=dispatcher.clock()
-    )
+    one = front.dispatcher
+    view = snapshot(one.workers, one.router, one.stats, one.requests, now_s=one.clock())
     return {"ingress": INGRESS, "model": front.model.name, "viewers": num_viewers, **view}
 
 

@@ -331,7 +331,7 @@ class Dispatcher:
         self.router, self.settings, self.clock = router, settings, clock
         self.retry_budget, self.reserve_timeout_s = retry_budget, reserve_timeout_s
         self.tokens_per_hash = settings.tokens_per_hash
-        self.stats, self.requests = ServeStats(), RequestLog()
+        self.stats, self.requests = ServeStats.with_targets(settings), RequestLog()
         self.links = Links()
         self.running: set[RequestDriver] = set()
         self.is_stopping = False  # see stopping.py

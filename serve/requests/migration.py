@@ -159,7 +159,7 @@ class Migrations:
             async with asyncio.timeout(MOVE_S):
                 while True:
                     request = one.moving_request()
-                    record = MoveRecord(self._stats, num_tokens_of(request), self._clock)
+                    record = MoveRecord(self._stats, len(request.token_ids), self._clock)
                     decision = self._placer.place(_route(request, source, excluded))
                     if not isinstance(decision, Decision):
                         outcome = "failed"
@@ -215,11 +215,6 @@ class Migrations:
             one.observer.moved(record.target, **record.facts)
         elif outcome == "failed":
             self._not_before_s[one] = self._clock() + RETRY_S
-
-
-def num_tokens_of(request: wire.SequenceRequest) -> int:
-    """Tokens whose KV a move brings along. What a group's choices have said is computed again where it goes."""
-    return len(request.token_ids)
 
 
 def _route(request: wire.SequenceRequest, source: str, excluded: frozenset[str]) -> RouteRequest:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.logs import with_facts
 from kvrelay.plane import messages as wire
@@ -92,6 +93,14 @@ class ServeStats:
     looked_up_tokens: int = 0  # of prompts that were computed, at their first tokens
     cached_prefix_tokens: int = 0  # of those
     kv_flows: Counter[Flow] = field(default_factory=Counter)  # KV bytes moved since history.py took them out
+
+    @classmethod
+    def with_targets(cls, settings: Settings) -> "ServeStats":
+        """The settings' TTFT and TPOT targets are bounds, too: the share of requests that kept them is exact."""
+        given = settings.slo, settings.planner
+        ttft = tuple(sorted({*_TTFT_BOUNDS_S, *filter(None, (section.ttft_s for section in given))}))
+        tpot = tuple(sorted({*_TPOT_BOUNDS_S, *filter(None, (section.tpot_s for section in given))}))
+        return cls(Histogram(ttft), Histogram(tpot), Histogram(tpot))
 
 
 # ---- the log of requests

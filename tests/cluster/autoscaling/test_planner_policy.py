@@ -109,6 +109,19 @@ def test_the_kept_share_is_exact_at_a_bound_of_the_histogram(values: list[float]
     assert share == pytest.approx(sum(value <= limit_s for value in values) / len(values))
 
 
+@given(st.lists(st.floats(0.0, 70.0), min_size=1, max_size=60), st.floats(0.001, 80.0), st.booleans())
+def test_the_kept_share_of_a_target_in_the_settings_is_exact(values: list[float], limit_s: float, is_slo: bool):
+    limit_s = float(f"{limit_s:.9g}")
+    targets = {"ttft_s": limit_s, "tpot_s": limit_s}
+    made = ServeStats.with_targets(settings_from({"slo" if is_slo else "planner": targets}))
+    for value in (*values, limit_s):
+        made.ttft_s.observe(value)
+        made.tpot_s.observe(value)
+    kept = sum(value <= limit_s for value in (*values, limit_s)) / (len(values) + 1)
+    for name in (feed.TTFT, feed.TPOT):
+        assert feed.kept_share(feed.ingress_report(made), name, limit_s, 0.9) == pytest.approx(kept)
+
+
 @given(
     st.lists(st.floats(0.0, 70.0), min_size=1, max_size=60), st.floats(0.001, 80.0), st.sampled_from([0.5, 0.9, 0.99])
 )
