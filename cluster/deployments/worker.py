@@ -20,7 +20,7 @@ from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_sha
 from kvrelay.cluster.deployments.model_files import model_on_host
 from kvrelay.cluster.deployments.ray_metrics import export_metrics
 from kvrelay.cluster.deployments.serve_config import planned_workers
-from kvrelay.cluster.deployments.startup import garbage_collection_paused
+from kvrelay.cluster.deployments.startup import garbage_collection_paused, without_meta_kernels
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.registry.actor import (
     JoinSettings,
@@ -148,7 +148,7 @@ class WorkerReplica:
 
     def _make(self, model_dir: Any, joined: JoinSettings, node_id: str, num_workers: int) -> Any:
         """The worker, not started. Runs in a thread, because it imports torch."""
-        with garbage_collection_paused():
+        with garbage_collection_paused(), without_meta_kernels():
             from kvrelay.cluster.compiling.kernels import compile_missing
             from kvrelay.cluster.deployments.service import worker_service
             from kvrelay.engine.checkpoints.checkpoint import model_name

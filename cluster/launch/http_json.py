@@ -30,16 +30,9 @@ def server_root(text: str, *, default_port: int | None = None) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def request_json(
-    method: str,
-    url: str,
-    body: dict[str, Any] | None = None,
-    *,
-    headers: dict[str, str] | None = None,
-    timeout_s: float,
-) -> dict[str, Any]:
-    """The JSON answer. Raises as `request_text`, and ClusterError because the answer is no JSON."""
-    text = request_text(method, url, body, headers=headers, timeout_s=timeout_s)
+def request_json(method: str, url: str, body: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """The JSON answer. Options and errors as of `request_text`; ClusterError, too, because the answer is no JSON."""
+    text = request_text(method, url, body, **options)
     try:
         return dict(json.loads(text or "{}"))
     except (ValueError, TypeError) as error:

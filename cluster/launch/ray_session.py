@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; KV never passes through it
 LONGEST_FOLDER = 16
+# all parts of Ray's dashboard but those of Ray Data and Ray Train, a process each
+DASHBOARD = "EventHead,JobHead,MetricsHead,NodeHead,PlatformEventsHead,ReportHead,ServeHead,StateHead,TaskEventsHead"
 RAY_FOLDER = "r"  # in our own, since Ray opens its folders to every user; short, as its sockets' paths must be
 STOP_GRACE_S = 2.0
 
@@ -212,13 +214,21 @@ def temporary_folder() -> str:
 
 def without_idle_processes() -> None:
     """Keep Ray from starting what has nothing to do here: its log monitor, which polls ten times a second for a driver
-    that ignores it, and its autoscaler, 50 MiB, which has no node to add or remove.
+    that ignores it, its autoscaler, 50 MiB, which has no node to add or remove, and parts of its dashboard, 27 MiB.
     """
+    from ray._private import services
     from ray._private.node import Node
 
     for name in ("start_log_monitor", "start_monitor"):
         if hasattr(Node, name):
             setattr(Node, name, lambda self: None)
+    start = services.start_ray_process
+
+    def start_process(command: list[str], process_type: str, **options: Any) -> Any:
+        more = [f"--modules-to-load={DASHBOARD},UsageStatsHead"] if process_type == "dashboard" else []
+        return start([*command, *more], process_type, **options)
+
+    services.start_ray_process = start_process
 
 
 @contextlib.contextmanager

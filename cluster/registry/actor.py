@@ -23,7 +23,7 @@ from kvrelay.cluster.registry.authorities import AuthorityKeeper
 from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.ending import end_with_application
 from kvrelay.cluster.registry.members import HEARTBEAT_S, Order, Orders, Registry, Roster, WorkerRecord, merged
-from kvrelay.cluster.registry.names import APP_NAME, NAMESPACE, registry_name
+from kvrelay.cluster.registry.names import APP_NAME, DETACHED, registry_name
 from kvrelay.cluster.registry.rotation import HeldAuthorities, RotationReport
 from kvrelay.cluster.registry.versions import Deployed, Installed, refusal
 from kvrelay.plane.tls import Authorities
@@ -176,16 +176,7 @@ def connect_registry(
 
     The actor is detached, so that a redeployment finds it again; it ends with its application (ending.py).
     """
-    actor = ray.remote(RegistryActor).options(
-        name=registry_name(app_name),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=10_000,
-    )
+    actor = ray.remote(RegistryActor).options(name=registry_name(app_name), **DETACHED, max_concurrency=10_000)
     made = secret or secrets.token_hex(32)
     return actor.remote(made, host, api_key, app_name, is_secret_given=secret is not None)
 

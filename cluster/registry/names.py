@@ -2,6 +2,10 @@
 
 APP_NAME = "kvrelay"  # what `kvrelay serve` deploys, and the files in configs/
 NAMESPACE = "kvrelay"  # Ray's, of all these actors
+DETACHED = {  # options of an actor that outlives its starter, and that is there already for those that come later
+    "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_restarts": -1,
+    "max_task_retries": 0,
+}  # fmt: skip
 
 
 def registry_name(app_name: str) -> str:

@@ -23,7 +23,7 @@ from kvrelay.cluster.registry.actor import (
 from kvrelay.cluster.registry.authorities import hold_authorities
 from kvrelay.cluster.registry.draining import leave_drained_node
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
-from kvrelay.cluster.registry.names import NAMESPACE, store_name
+from kvrelay.cluster.registry.names import DETACHED, store_name
 from kvrelay.cluster.store.service import make_service
 from kvrelay.config import Settings, settings_from
 from kvrelay.kvcache.stores.placement import StoreAddress
@@ -92,16 +92,8 @@ def ensure_store(settings: Settings, app_name: str, node_id: str) -> WorkerRecor
 
     Raises Ray's errors.
     """
-    actor = ray.remote(StoreActor).options(
-        name=store_name(app_name, node_id),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    )
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = ray.remote(StoreActor).options(name=store_name(app_name, node_id), **DETACHED, scheduling_strategy=here)
     handle = actor.remote(
         app_name, node_id, settings.model_dump(mode="json", include={"store", "cache", "transfer", "cluster"})
     )

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from ray._private import ray_constants, services
 from ray._private.node import Node
+from ray.dashboard.subprocesses.module import SubprocessModule
+from ray.dashboard.utils import DashboardHeadModule, get_all_modules
 
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import ray_session
@@ -179,7 +182,22 @@ def test_ray_as_it_was_after_a_start_that_failed(dashboard):
     assert Node.start_api_server is dashboard.start
 
 
+def test_the_dashboard_starts_all_its_parts_but_those_of_ray_data_and_ray_train(monkeypatch):
+    commands = []
+    monkeypatch.setattr(services, "start_ray_process", lambda command, process_type, **_: commands.append(command))
+    for name in ("start_log_monitor", "start_monitor"):
+        monkeypatch.setattr(Node, name, getattr(Node, name))
+    without_idle_processes()
+    services.start_ray_process(["dashboard.py"], ray_constants.PROCESS_TYPE_DASHBOARD, fate_share=True)
+    services.start_ray_process(["raylet"], ray_constants.PROCESS_TYPE_RAYLET)
+    assert commands[1] == ["raylet"]
+    loaded = set(commands[0][1].removeprefix("--modules-to-load=").split(","))
+    there = {one.__name__ for kind in (DashboardHeadModule, SubprocessModule) for one in get_all_modules(kind)}
+    assert there - loaded == {"DataHead", "TrainHead"} and loaded <= there
+
+
 def test_neither_the_log_monitor_nor_the_autoscaler_starts(monkeypatch):
+    monkeypatch.setattr(services, "start_ray_process", services.start_ray_process)
     for name in ("start_log_monitor", "start_monitor"):
         monkeypatch.setattr(Node, name, getattr(Node, name))  # restored afterwards; fails when Ray has renamed it
     without_idle_processes()
