@@ -11,6 +11,10 @@ and how many prompts were queued at the workers then, and the ratio of their sum
 requests, whatever limits it (prefill, blocks, running sequences). Only waits behind several prompts per worker count:
 others show the load rather than what the workers can do. One that would queue too long is refused.
 
+Of overdue requests the longest cost most, and those that a full cluster would serve late anyway would keep others from
+being in time. So each overdue first token shows how long a token of such prompts waits at a worker, and a new one is
+refused whose first token would take too long by that, and longer than its own prompt explains.
+
 An overload that lasts would leave `max_queue_s` of requests queued, and each of them late. So from the first refusal
 of a tenant's on, until none was refused for `max_queue_s`, its new requests of that priority may queue for `FULL_SHARE`
 of their TTFT target only: those that are admitted are in time, and the workers still have enough to do.
@@ -47,8 +51,31 @@ LEAST_WAITS = 8
 """Waits that are observed before any is expected."""
 FORGET_S = 60.0
 """Age of the last wait at which all are forgotten: what the workers can do may have changed."""
+OVERDUE_WAIT = 1 / 3
+"""Share of `max_queue_s` within which an overdue request is to have its first token while the cluster is full."""
+OVERDUE_TIMES = 2.0
+"""Times that its prompt takes on an idle worker, within which it may have it later."""
 _KEEP = 1 - 1 / 64  # of the sums, for each further wait
 _EARLY_S = 0.01  # by which a timer may be early
+
+
+@dataclass(slots=True)
+class MeasuredWaits:
+    """The ratio of two sums over the last waits: the seconds that each took, and what was queued before it and with it,
+    in units of one kind.
+    """
+
+    units: float = 0.0
+    seconds: float = 0.0
+    number: int = 0
+
+    def observe(self, units: float, wait_s: float) -> None:
+        self.units, self.seconds = _KEEP * self.units + units, _KEEP * self.seconds + wait_s
+        self.number += 1
+
+    def seconds_of(self, units: float) -> float:
+        """Seconds that so many units take; 0: not known."""
+        return max(units, 0.0) * self.seconds / max(self.units, 1.0) if self.number >= LEAST_WAITS else 0.0
 
 
 class ExpectedWait:
@@ -57,22 +84,20 @@ class ExpectedWait:
     def __init__(self, queue: DeferralQueue, workers: LiveWorkers, ledger: Ledger, max_queue_s: float) -> None:
         self._queue, self._workers, self._ledger = queue, workers, ledger
         self.max_queue_s = max_queue_s
-        self._prompts = self._seconds = 0.0  # sums over the last waits
-        self._num_waits, self._last_s = 0, 0.0
+        self._waits, self._last_s = MeasuredWaits(), 0.0  # by prompts at all workers
+        self.overdue = MeasuredWaits()  # of overdue requests, by tokens of such prompts at one's worker
         self._refused_s: dict[tuple[int, str], float] = {}  # when one of a priority and tenant was last; oldest first
 
     def observe(self, num_queued: int, wait_s: float, now_s: float) -> None:
         """A prompt was computed `wait_s` after it had been assigned as one of `num_queued` at the workers."""
         if num_queued >= self._num_busy():
-            self._prompts = _KEEP * self._prompts + num_queued
-            self._seconds = _KEEP * self._seconds + wait_s
-            self._num_waits, self._last_s = self._num_waits + 1, now_s
+            self._waits.observe(num_queued, wait_s)
+            self._last_s = now_s
 
     def forget(self, now_s: float) -> None:
         """Forget waits that are too long ago, unless some still wait."""
-        if self._num_waits and now_s - self._last_s > FORGET_S and not self._queue.waiting:
-            self._prompts = self._seconds = 0.0
-            self._num_waits = 0
+        if self._waits.number and now_s - self._last_s > FORGET_S and not self._queue.waiting:
+            self._waits, self.overdue = MeasuredWaits(), MeasuredWaits()
 
     def num_at_workers(self) -> int:
         """Prompts that any router has assigned and that are not computed."""
@@ -89,11 +114,11 @@ class ExpectedWait:
         return self._busy_s(self._ledger.num_queued.total() * self._share())
 
     def _busy_s(self, num_prompts: float) -> float:
-        return self._seconds_of(num_prompts) if num_prompts >= self._num_busy() else 0.0
+        return self._waits.seconds_of(num_prompts) if num_prompts >= self._num_busy() else 0.0
 
     def all_s(self) -> float:
         """Seconds until all that is queued now, here and at the workers, has started; 0: not known."""
-        return self._seconds_of(self.num_at_workers() + len(self._queue.waiting) * self._share())
+        return self._waits.seconds_of(self.num_at_workers() + len(self._queue.waiting) * self._share())
 
     def of(self, request: RouteRequest, *, is_deferred: bool) -> float:
         """Seconds that a new request would queue, behind the deferred ones or at the workers alone; 0: not known.
@@ -101,7 +126,7 @@ class ExpectedWait:
         Tenants take turns: of another tenant's requests no more go first than its own tenant has queued, and one.
         """
         num_sent, num_deferred = self._own_ahead(request, is_deferred=is_deferred)
-        return self._seconds_of(num_sent + self._workers.num_foreign_prompts + num_deferred * self._share())
+        return self._waits.seconds_of(num_sent + self._workers.num_foreign_prompts + num_deferred * self._share())
 
     def _own_ahead(self, request: RouteRequest, *, is_deferred: bool) -> tuple[int, int]:
         """This router's requests that a new one would queue behind: at the workers, and deferred ones."""
@@ -122,7 +147,9 @@ class ExpectedWait:
         if target_s is not None and not is_long and self._is_full_for(request, now_s):
             limit_s = min(limit_s, FULL_SHARE * target_s)
             # as if every router had as many as this one, at most what they have: each has its share
-            is_long = self._seconds_of(sum(self._own_ahead(request, is_deferred=is_deferred)) * self._share()) > limit_s
+            is_long = (
+                self._waits.seconds_of(sum(self._own_ahead(request, is_deferred=is_deferred)) * self._share()) > limit_s
+            )
         if waited_s >= self.max_queue_s - _EARLY_S:
             why = f"it has been queued for {waited_s:.0f} s, at most {self.max_queue_s:g} s are allowed"
         elif is_long:
@@ -132,6 +159,21 @@ class ExpectedWait:
             return None
         retry_s = min(max(expected_s, waited_s, MIN_RETRY_S), max(MAX_RETRY_S, self.max_queue_s))
         return RoutingRefusal("full", f"the cluster is full: {why}", retry_s)
+
+    def overdue_refusal(self, request: RouteRequest, decision: Decision, waited_s: float) -> RoutingRefusal | None:
+        """Why a new overdue request may not queue; None: it may."""
+        if self.num_at_workers() < self._num_busy() or request.priority < 0:
+            return None
+        compute, own = self._workers.accounts_of(decision)[0], decision.compute_tokens(request.num_tokens)
+        queued = self._ledger.num_queued
+        ahead = compute.overdue_tokens * in_turn(queued, request.tenant) / max(queued.total(), 1)
+        expected_s = waited_s + self.overdue.seconds_of(ahead + own)
+        alone_s = own / self._workers.prefill_tokens_per_s(compute.info.worker_id)
+        limit_s = max(OVERDUE_WAIT * self.max_queue_s, OVERDUE_TIMES * alone_s)
+        if expected_s <= limit_s:
+            return None
+        why = f"its first token would take about {expected_s:.0f} s, at most {limit_s:.0f} s are allowed"
+        return RoutingRefusal("full", f"the cluster is full: {why}", max(expected_s - limit_s, MIN_RETRY_S))
 
     def _is_full_for(self, request: RouteRequest, now_s: float) -> bool:
         refused_s = self._refused_s.get((request.priority, request.tenant), -math.inf)
@@ -143,9 +185,6 @@ class ExpectedWait:
         self._refused_s[key] = now_s
         while now_s - self._refused_s[oldest := next(iter(self._refused_s))] >= self.max_queue_s:
             del self._refused_s[oldest]
-
-    def _seconds_of(self, num_prompts: float) -> float:
-        return max(num_prompts, 0.0) * self._seconds / self._prompts if self._num_waits >= LEAST_WAITS else 0.0
 
     def _share(self) -> float:
         """Requests that all routers start for each one of this router's; their deferred requests are taken to be as
@@ -222,6 +261,8 @@ class Deferral:
         if request.is_new:
             target_s, is_deferred = decision.ttft_target_s, is_overdue or is_behind
             refusal = self.wait.refusal(request, target_s, now_s, waited_s, is_deferred=is_deferred)
+            if refusal is None and is_overdue and decision.verdict is None:
+                refusal = self.wait.overdue_refusal(request, decision, waited_s)
             if refusal is not None:
                 return refusal
         if not is_overdue and not is_behind:

@@ -234,7 +234,7 @@ class Router:
         compute, decode = self._workers.accounts_of(decision)
         size = decode.info.block_size if decode is not None else 1
         held = decision.cached_tokens_decode // size
-        compute_tokens = request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill
+        compute_tokens = decision.compute_tokens(request.num_tokens)
         self._ledger.assign(
             Assignment(
                 request_id=request.request_id,
@@ -248,6 +248,7 @@ class Router:
                 tenant=request.tenant,
                 width=request.width,
                 is_overdue=is_overdue,
+                num_overdue_tokens=compute.overdue_tokens + compute_tokens,
                 num_queued=self._wait.num_at_workers() + 1,
             )
         )
@@ -274,6 +275,8 @@ class Router:
         if assignment is not None:
             observed_s = now_s - assignment.assigned_at_s
             self._wait.observe(assignment.num_queued, observed_s, now_s)
+            if assignment.is_overdue:
+                self._wait.overdue.observe(assignment.num_overdue_tokens, observed_s)
             error_s = observed_s - assignment.predicted_ttft_s
             self.prediction_error_s += _SMOOTHING * (error_s - self.prediction_error_s)
 

@@ -342,6 +342,11 @@ class WorkerAccount:
         """
         return max(0, self.own.overdue_tokens - (self.report or _UNREPORTED).overdue_tokens)
 
+    @property
+    def overdue_tokens(self) -> int:
+        """Tokens of all overdue prompts to be computed at the worker."""
+        return max(self.own.overdue_tokens, (self.report or _UNREPORTED).overdue_tokens)
+
     def add(
         self,
         *,

@@ -55,6 +55,7 @@ class Assignment:
     tenant: str = ""
     width: int = 1  # sequences on the decode worker
     is_overdue: bool = False  # it will miss its TTFT target in any case
+    num_overdue_tokens: int = 0  # then: of overdue prompts at its prefill worker, its own included
     num_queued: int = 0  # prompts at the workers that were not computed when it was assigned, this one included
     has_first_token: bool = False
 

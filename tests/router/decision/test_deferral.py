@@ -2,6 +2,7 @@
 time.
 """
 
+import math
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.plane.messages import Timings
 from kvrelay.plane.reports import KvSnapshot
+from kvrelay.router.decision import deferral
 from kvrelay.router.decision.deferral import OVERDUE_TOKENS, Deferral
 from kvrelay.router.decision.deferral_queue import OLDEST_EVERY, DeferralQueue
 from kvrelay.router.decision.router import Router
@@ -310,6 +312,25 @@ def test_who_is_late_anyway_keeps_nobody_else_from_being_in_time(monkeypatch):
     assert with_it.summary()["deferred"] > 20 and without.summary()["deferred"] == 0
     for sim in (with_it, without):
         everything_is_given_back(sim)
+
+
+def test_refusing_few_overdue_prompts_keeps_many_requests_in_time_and_refuses_fewer_in_the_end(monkeypatch):
+    settings = {"router": {"local_prefill_tokens": 0, "max_inflight": 10_000, "policy_options": {"ttft_s": 0.3}}}
+    settings["router"]["max_queue_s"] = 3.0
+    workers = profile(num_blocks=4096, link_bytes_per_s=1e9, local_bytes_per_s=1e9, max_running=128)
+
+    def run():
+        entries = flood(long_every=15, count=1500, every_s=0.013)
+        sim = simulate(entries, settings=settings, workers=workers, ttft_s=0.3, tpot_s=1.0)
+        everything_is_given_back(sim)
+        assert set(sim.tally.outcomes) == {"done", "overloaded"}
+        return sim.tally.num_ttft_kept / 1500, sim.tally.outcomes["overloaded"], sim.summary()["ttft_s"]["p99"]
+
+    with_it = run()
+    monkeypatch.setattr(deferral, "OVERDUE_WAIT", math.inf)
+    without = run()
+    assert with_it[0] > 0.75 > 0.65 > without[0]
+    assert 0 < with_it[1] < without[1] / 3 and with_it[2] < without[2]
 
 
 def test_who_waits_for_too_long_is_told_so_and_leaves_the_line():

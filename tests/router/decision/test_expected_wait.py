@@ -3,8 +3,8 @@
 import pytest
 
 from kvrelay.plane.reports import AssignedByOthers
-from kvrelay.router.decision.deferral import QUEUED_PER_WORKER, in_turn
-from kvrelay.router.types import Deferred
+from kvrelay.router.decision.deferral import FORGET_S, LEAST_WAITS, QUEUED_PER_WORKER, in_turn
+from kvrelay.router.types import Deferred, RoutingRefusal
 from tests.router.decision.test_deferral import BLOCKS, LONG, cluster, counted, late
 from tests.router.decision.test_placement_rules import ask, decided, load, refused
 
@@ -274,3 +274,72 @@ def test_while_many_are_queued_at_the_workers_none_is_called():
     assert router.take_ready() is None
     router.on_end(f"x{NUM_STARTED}")
     assert router.take_ready() == "new"
+
+
+# ---- overdue requests
+
+
+def with_overdue_waits(wait_s, *, count=LEAST_WAITS, queued=4, **settings):
+    """A cluster in which `count` overdue prompts, each alone at its worker, had their first tokens after `wait_s`;
+    `queued` short prompts are there now.
+    """
+    router = cluster(**settings)
+    for number in range(count):
+        decided(long(router, f"o{number}", number))
+        router.on_first_token(f"o{number}", number + wait_s)
+        router.on_end(f"o{number}")
+    for number in range(queued):
+        decided(new(router, f"x{number}", count, may_wait=False))
+    return router
+
+
+def test_an_overdue_request_is_refused_whose_first_token_would_take_much_too_long():
+    router = with_overdue_waits(13.0)
+    before = counted(router)
+    refusal = refused(long(router, "late", LEAST_WAITS))
+    assert (refusal.reason, refusal.retry_after_s) == ("full", pytest.approx(3.0, abs=0.01))
+    assert refusal.message == "the cluster is full: its first token would take about 13 s, at most 10 s are allowed"
+    assert counted(router) == before and not router.num_deferred
+    decided(new(router, "in time", LEAST_WAITS))
+
+
+@pytest.mark.parametrize(
+    ("made", "fields"),
+    [
+        ({"wait_s": 9.9}, {}),
+        ({"wait_s": 13.0, "count": LEAST_WAITS - 1}, {}),  # not known well enough
+        ({"wait_s": 13.0, "queued": 3}, {}),  # it may be the only one that its worker has to compute
+        ({"wait_s": 13.0, "max_queue_s": 40.0}, {}),
+        ({"wait_s": 13.0}, {"priority": -1}),
+        ({"wait_s": 13.0}, {"tokens": 2 * LONG, "prompt": "x" * 20, "is_new": False}),  # it was admitted before
+        ({"wait_s": 13.0, "policy_options": {"ttft_s": 1000.0}}, {}),
+    ],
+)
+def test_any_other_is_not(made, fields):
+    choice = with_overdue_waits(**made).select_and_reserve(late("late", **({"is_new": True} | fields)), LEAST_WAITS)
+    assert not isinstance(choice, RoutingRefusal), choice
+
+
+def test_a_prompt_that_takes_long_by_itself_may_wait_for_as_long_again():
+    router = with_overdue_waits(1.4 * LONG / 2000)
+    decided(long(router, "long", LEAST_WAITS, tokens=4 * LONG))  # 16 s on an idle worker, 23 s are expected
+    router = with_overdue_waits(2.1 * LONG / 2000)
+    refused(long(router, "long", LEAST_WAITS, tokens=4 * LONG))
+
+
+def test_more_is_expected_behind_other_overdue_prompts_of_the_same_tenant():
+    for tenant, is_refused in (("", True), ("other", False)):
+        router = with_overdue_waits(7.0, max_queue_s=30.0)
+        decided(long(router, "before", LEAST_WAITS))
+        choice = long(router, "late", LEAST_WAITS, tenant=tenant)
+        assert isinstance(choice, RoutingRefusal) == is_refused, (tenant, choice)
+
+
+def test_what_was_learned_is_forgotten():
+    router = with_overdue_waits(13.0)
+    for number in range(4):
+        router.on_first_token(f"x{number}", LEAST_WAITS + 1.0)
+        router.on_end(f"x{number}")
+    for number in range(4):
+        decided(new(router, f"y{number}", LEAST_WAITS + 2 + FORGET_S, may_wait=False))
+    assert not isinstance(long(router, "late", LEAST_WAITS + 2 + FORGET_S), RoutingRefusal)
