@@ -11,9 +11,9 @@ and how many prompts were queued at the workers then, and the ratio of their sum
 requests, whatever limits it (prefill, blocks, running sequences). Only waits behind several prompts per worker count:
 others show the load rather than what the workers can do. One that would queue too long is refused.
 
-Of overdue requests the longest cost most, and those that a full cluster would serve late anyway would keep others from
-being in time. So each overdue first token shows how long a token of such prompts waits at a worker, and a new one is
-refused whose first token would take too long by that, and longer than its own prompt explains.
+In a full cluster a few long overdue prompts keep many others from being in time. So each overdue first token shows how
+long a token of such prompts waits at a worker, and a new request with a long prompt is refused whose first token would
+take too long by that, and longer than its own prompt explains.
 
 An overload that lasts would leave `max_queue_s` of requests queued, and each of them late. So from the first refusal
 of a tenant's on, until none was refused for `max_queue_s`, its new requests of that priority may queue for `FULL_SHARE`
@@ -51,10 +51,10 @@ LEAST_WAITS = 8
 """Waits that are observed before any is expected."""
 FORGET_S = 60.0
 """Age of the last wait at which all are forgotten: what the workers can do may have changed."""
-OVERDUE_WAIT = 1 / 3
-"""Share of `max_queue_s` within which an overdue request is to have its first token while the cluster is full."""
-OVERDUE_TIMES = 2.0
-"""Times that its prompt takes on an idle worker, within which it may have it later."""
+LONG_PROMPT = 2.0
+"""Times the mean of prompts in time from which on an overdue prompt is long. Uncached tokens."""
+OVERDUE_WAIT, OVERDUE_TIMES = 1 / 3, 2.0
+"""A full cluster is to compute it within this share of `max_queue_s`, or so many times what it takes while idle."""
 _KEEP = 1 - 1 / 64  # of the sums, for each further wait
 _EARLY_S = 0.01  # by which a timer may be early
 
@@ -162,9 +162,10 @@ class ExpectedWait:
 
     def overdue_refusal(self, request: RouteRequest, decision: Decision, waited_s: float) -> RoutingRefusal | None:
         """Why a new overdue request may not queue; None: it may."""
-        if self.num_at_workers() < self._num_busy() or request.priority < 0:
-            return None
         compute, own = self._workers.accounts_of(decision)[0], decision.compute_tokens(request.num_tokens)
+        is_long = own >= LONG_PROMPT * self._ledger.mean_tokens > 0
+        if not is_long or request.priority < 0 or self.num_at_workers() < self._num_busy():
+            return None
         queued = self._ledger.num_queued
         ahead = compute.overdue_tokens * in_turn(queued, request.tenant) / max(queued.total(), 1)
         expected_s = waited_s + self.overdue.seconds_of(ahead + own)

@@ -82,7 +82,7 @@ class Ledger:
         self._turn = 0
         self._num_in_time = 0  # requests placed in time since the last overdue one
         self._num_required = 0.0  # of those, before the next overdue one is due
-        self._mean_tokens = 0.0  # uncached prompt tokens of requests placed in time
+        self.mean_tokens = 0.0  # uncached prompt tokens of requests placed in time
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -113,9 +113,9 @@ class Ledger:
         tokens = assignment.compute_tokens
         if not assignment.is_overdue:
             self._num_in_time += 1
-            self._mean_tokens += _SMOOTHING * (tokens - self._mean_tokens)
+            self.mean_tokens += _SMOOTHING * (tokens - self.mean_tokens)
             return
-        length = tokens / self._mean_tokens if self._mean_tokens else 1.0
+        length = tokens / self.mean_tokens if self.mean_tokens else 1.0
         self._num_in_time, self._num_required = 0, OVERDUE_EVERY * min(max(length, 1.0), MAX_PENALTY)
 
     def first_token(self, request_id: str) -> Assignment | None:

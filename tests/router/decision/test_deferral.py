@@ -314,7 +314,7 @@ def test_who_is_late_anyway_keeps_nobody_else_from_being_in_time(monkeypatch):
         everything_is_given_back(sim)
 
 
-def test_refusing_few_overdue_prompts_keeps_many_requests_in_time_and_refuses_fewer_in_the_end(monkeypatch):
+def test_refusing_few_long_overdue_prompts_keeps_many_requests_in_time_and_refuses_fewer_in_the_end(monkeypatch):
     settings = {"router": {"local_prefill_tokens": 0, "max_inflight": 10_000, "policy_options": {"ttft_s": 0.3}}}
     settings["router"]["max_queue_s"] = 3.0
     workers = profile(num_blocks=4096, link_bytes_per_s=1e9, local_bytes_per_s=1e9, max_running=128)

@@ -279,9 +279,9 @@ def test_while_many_are_queued_at_the_workers_none_is_called():
 # ---- overdue requests
 
 
-def with_overdue_waits(wait_s, *, count=LEAST_WAITS, queued=4, **settings):
+def with_overdue_waits(wait_s, *, count=LEAST_WAITS, queued=4, queued_tokens=100, **settings):
     """A cluster in which `count` overdue prompts, each alone at its worker, had their first tokens after `wait_s`;
-    `queued` short prompts are there now.
+    `queued` shorter prompts are there now.
     """
     router = cluster(**settings)
     for number in range(count):
@@ -289,11 +289,11 @@ def with_overdue_waits(wait_s, *, count=LEAST_WAITS, queued=4, **settings):
         router.on_first_token(f"o{number}", number + wait_s)
         router.on_end(f"o{number}")
     for number in range(queued):
-        decided(new(router, f"x{number}", count, may_wait=False))
+        decided(new(router, f"x{number}", count, may_wait=False, tokens=queued_tokens))
     return router
 
 
-def test_an_overdue_request_is_refused_whose_first_token_would_take_much_too_long():
+def test_a_long_overdue_prompt_is_refused_whose_first_token_would_take_much_too_long():
     router = with_overdue_waits(13.0)
     before = counted(router)
     refusal = refused(long(router, "late", LEAST_WAITS))
@@ -318,6 +318,13 @@ def test_an_overdue_request_is_refused_whose_first_token_would_take_much_too_lon
 def test_any_other_is_not(made, fields):
     choice = with_overdue_waits(**made).select_and_reserve(late("late", **({"is_new": True} | fields)), LEAST_WAITS)
     assert not isinstance(choice, RoutingRefusal), choice
+
+
+@pytest.mark.parametrize(("others", "is_refused"), [(100, True), (900, False)])
+def test_only_prompts_of_twice_the_mean_are_refused(others, is_refused):
+    router = with_overdue_waits(130.0, queued=60, queued_tokens=others)
+    choice = long(router, "late", LEAST_WAITS, tokens=1100)  # 17 s are expected
+    assert isinstance(choice, RoutingRefusal) == is_refused, choice
 
 
 def test_a_prompt_that_takes_long_by_itself_may_wait_for_as_long_again():
