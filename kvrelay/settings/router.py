@@ -49,7 +49,7 @@ class RouterSettings(Section):
         "waited so long at the ingress gets it then; after half of it no later request passes an older one. Once some "
         "were refused, new ones may queue for a part of their TTFT target only. In a full cluster a request without an "
         "SLO that will miss the policy's TTFT target in any case, with twice the uncached tokens of others, gets 429 "
-        "if its first token would take longer than a third of this, and than twice the time on an idle worker.",
+        "if its first token would take longer than a quarter of this, and than twice the time on an idle worker.",
         unit="s",
         ge=0.1,
         le=3600,

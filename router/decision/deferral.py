@@ -53,7 +53,7 @@ FORGET_S = 60.0
 """Age of the last wait at which all are forgotten: what the workers can do may have changed."""
 LONG_PROMPT = 2.0
 """Times the mean of prompts in time from which on an overdue prompt is long. Uncached tokens."""
-OVERDUE_WAIT, OVERDUE_TIMES = 1 / 3, 2.0
+OVERDUE_WAIT, OVERDUE_TIMES = 1 / 4, 2.0
 """A full cluster is to compute it within this share of `max_queue_s`, or so many times what it takes while idle."""
 _KEEP = 1 - 1 / 64  # of the sums, for each further wait
 _EARLY_S = 0.01  # by which a timer may be early
