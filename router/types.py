@@ -208,10 +208,6 @@ class Decision:
     ttft_target_s: float | None = None
     """Soft TTFT target, from now on. A request past its target yields to requests that can still meet theirs."""
 
-    def compute_tokens(self, num_tokens: int) -> int:
-        """Tokens to compute of a prompt of so many."""
-        return num_tokens - self.cached_tokens_prefill - self.loaded_tokens_prefill
-
 
 @dataclass(frozen=True, slots=True)
 class Deferred:

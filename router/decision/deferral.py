@@ -61,9 +61,7 @@ _EARLY_S = 0.01  # by which a timer may be early
 
 @dataclass(slots=True)
 class MeasuredWaits:
-    """The ratio of two sums over the last waits: the seconds that each took, and what was queued before it and with it,
-    in units of one kind.
-    """
+    """The ratio of two sums over the last waits: their seconds, and the units queued then, each one's own included."""
 
     units: float = 0.0
     seconds: float = 0.0
@@ -162,7 +160,7 @@ class ExpectedWait:
 
     def overdue_refusal(self, request: RouteRequest, decision: Decision, waited_s: float) -> RoutingRefusal | None:
         """Why a new overdue request may not queue; None: it may."""
-        compute, own = self._workers.accounts_of(decision)[0], decision.compute_tokens(request.num_tokens)
+        compute, own = self._workers.accounts_of(decision)[0], compute_tokens(request, decision)
         is_long = own >= LONG_PROMPT * self._ledger.mean_tokens > 0
         if not is_long or request.priority < 0 or self.num_at_workers() < self._num_busy():
             return None
@@ -196,6 +194,11 @@ class ExpectedWait:
 
     def _num_busy(self) -> int:
         return QUEUED_PER_WORKER * len(self._workers.accounts)
+
+
+def compute_tokens(request: RouteRequest, decision: Decision) -> int:
+    """Prompt tokens that are neither cached nor loaded."""
+    return request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill
 
 
 def in_turn(queued: Mapping[str, int], tenant: str) -> int:

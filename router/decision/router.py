@@ -13,7 +13,7 @@ import numpy as np
 
 from kvrelay.plane.messages import Assigned, Timings
 from kvrelay.plane.reports import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, WorkerInfo
-from kvrelay.router.decision.deferral import Deferral, ExpectedWait
+from kvrelay.router.decision.deferral import Deferral, ExpectedWait, compute_tokens
 from kvrelay.router.decision.deferral_queue import DeferralQueue
 from kvrelay.router.decision.snapshot import MIN_RETRY_S, PrefixPopularity, RoutingSnapshot, SnapshotTaker, workers_of
 from kvrelay.router.fleet.ledger import Assignment, IncompatiblePairs, Ledger, LiveWorkers
@@ -234,13 +234,13 @@ class Router:
         compute, decode = self._workers.accounts_of(decision)
         size = decode.info.block_size if decode is not None else 1
         held = decision.cached_tokens_decode // size
-        compute_tokens = decision.compute_tokens(request.num_tokens)
+        num_tokens = compute_tokens(request, decision)
         self._ledger.assign(
             Assignment(
                 request_id=request.request_id,
                 block_hashes=request.block_hashes,
                 compute=compute,
-                compute_tokens=compute_tokens,
+                compute_tokens=num_tokens,
                 decode=decode,
                 decode_blocks=-(-(request.num_tokens + 1) // size) - held + request.width - 1 if decode else 0,
                 assigned_at_s=now_s,
@@ -248,7 +248,7 @@ class Router:
                 tenant=request.tenant,
                 width=request.width,
                 is_overdue=is_overdue,
-                num_overdue_tokens=compute.overdue_tokens + compute_tokens,
+                num_overdue_tokens=compute.overdue_tokens + num_tokens,
                 num_queued=self._wait.num_at_workers() + 1,
             )
         )
