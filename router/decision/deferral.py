@@ -145,9 +145,8 @@ class ExpectedWait:
         if target_s is not None and not is_long and self._is_full_for(request, now_s):
             limit_s = min(limit_s, FULL_SHARE * target_s)
             # as if every router had as many as this one, at most what they have: each has its share
-            is_long = (
-                self._waits.seconds_of(sum(self._own_ahead(request, is_deferred=is_deferred)) * self._share()) > limit_s
-            )
+            num_own = sum(self._own_ahead(request, is_deferred=is_deferred))
+            is_long = self._waits.seconds_of(num_own * self._share()) > limit_s
         if waited_s >= self.max_queue_s - _EARLY_S:
             why = f"it has been queued for {waited_s:.0f} s, at most {self.max_queue_s:g} s are allowed"
         elif is_long:

@@ -340,7 +340,7 @@ class WorkerAccount:
         """Tokens of our own overdue prompts that the worker does not report as overdue (yet): it queues them last all
         the same.
         """
-        return max(0, self.own.overdue_tokens - (self.report or _UNREPORTED).overdue_tokens)
+        return self.overdue_tokens - (self.report or _UNREPORTED).overdue_tokens
 
     @property
     def overdue_tokens(self) -> int:

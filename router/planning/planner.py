@@ -177,9 +177,10 @@ class Planner:
             before, need_now = damper.count, getattr(wanted, role)
             kept = max(getattr(wanted, name), getattr(floor, name))
             # a switch takes seconds and a start minutes: what the other role may give within `rise_s` is waited for
-            spare, soon = (other.spare(kept, now_s, s) if self.rules.switch_roles else 0 for s in (other.rise_s, 0.0))
-            most = min(getattr(limits, f"max_{role}"), limits.total - other.count + spare)
-            most = min(most, before + spare + max(0, need_now - before - soon))
+            spare = other.spare(kept, now_s, other.rise_s) if self.rules.switch_roles else 0
+            soon = other.spare(kept, now_s, 0.0) if self.rules.switch_roles else 0
+            own_most = before + spare + max(0, need_now - before - soon)
+            most = min(getattr(limits, f"max_{role}"), limits.total - other.count + spare, own_most)
             is_awaited = self.rules.switch_roles and getattr(wanted, name) > other.count
             damper.step(need_now, getattr(floor, role), now_s, most=most, may_fall=not is_awaited)
             rise = damper.count - before
