@@ -152,8 +152,8 @@ class Admission:
         if other is None or not ranks_before(other_queue, other, queue, seq):
             return 0, 0
         for_members = other.group.blocks_to_fork() if other.group is not None and will_fork(other) else 0
-        # `seq` itself needs one spare block more
-        return num_sequences_of(other), prompt_blocks(other) + for_members + 1
+        # `seq` itself needs one spare block more, and each running sequence may take one before it is the other's turn
+        return num_sequences_of(other), prompt_blocks(other) + for_members + 1 + len(self._queues.running)
 
     def _other(self, queue: WaitingQueue) -> WaitingQueue:
         return self._queues.reserving if queue is self._queues.waiting else self._queues.waiting

@@ -5,7 +5,7 @@ starves.
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
 from kvrelay.engine.scheduling.plan import StepPlan
@@ -289,10 +289,11 @@ def steps_until_admitted(rules: QueueRules, own, newcomers, *, limit: int) -> in
 
     waiting = None
     for count in range(-10, limit):
-        for facts in newcomers:
-            come(facts)
         if count >= 0 and waiting is None:
             waiting = come(own)  # seats, blocks and lines are full of others by now
+        if count < 0 or waiting is not None:  # a full line refuses it: others wait until it is taken
+            for facts in newcomers:
+                come(facts)
         sched.grant_reservations()
         run.step()
         if waiting is not None and waiting.has_begun:
@@ -306,6 +307,15 @@ def steps_until_admitted(rules: QueueRules, own, newcomers, *, limit: int) -> in
 
 
 @given(own=NEWCOMER, newcomers=st.lists(NEWCOMER, min_size=1, max_size=4))
+@example(  # running ones grow between the reservation and the turn of the oldest
+    own=("add", 0, None, "a", 1),
+    newcomers=[
+        ("reserve", -1, None, "a", 11),
+        ("add", 0, None, "a", 1),
+        ("add", 1, None, "a", 12),
+        ("add", 0, None, "a", 8),
+    ],
+)
 @settings(max_examples=40, deadline=None)
 def test_no_stream_of_newcomers_starves_anybody(own, newcomers):
     rules = QueueRules(oldest_every=4, credit_tokens=50)
