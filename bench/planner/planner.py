@@ -8,7 +8,8 @@ made     conversations with two peaks and agents in the afternoon and at night, 
 agents   agents alone: siblings that come together, hours with next to none
 azure    Mooncake's conversations at the rates of Azure's 2023 traces, their common hour stretched over the day
 
-planner      on its first day: no season is known. `--second`: also on the day after another one of the same kind.
+planner      on its first day: no season is known. `second`: also on the day after another one of the same kind;
+             `history`: with a file of seven past days of the same kind (planner.history), made with other seeds
 reactive     Ray Serve's rule of ongoing requests for each role: its defaults, and with the targets that would have been
              best on that day, of nine
 static       searched for anew on each day (bench/planner/search.py): what it knows of it beforehand, the planner does
@@ -55,6 +56,8 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
         found["planner"] = "", day.planner("planner", 1, SPLIT)
     if "second" in ways:
         found["planner, second day"] = "", day.planner("planner, second day", 2, SPLIT, period_s=day.setting.day_s)
+    if "history" in ways:
+        found["planner, past days"] = "", day.with_history("planner, past days", SPLIT)
     if "reactive" in ways:
         found["reactive, defaults"] = "", day.reactive(QueueTargets(), SPLIT)
         tuned = {targets: day.reactive(targets, SPLIT) for targets in starmap(QueueTargets, product(PREFILLS, DECODES))}
@@ -66,6 +69,8 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
         found["static"] = f"{counts.prefill} + {counts.decode}", tried[counts]
     if "aggregated" in ways:
         found["aggregated, planner"] = "", day.planner("aggregated, planner", 1, AGGREGATED)
+        if "history" in ways:
+            found["aggregated, planner, past days"] = "", day.with_history("aggregated, planner, past days", AGGREGATED)
         found["aggregated, reactive, defaults"] = "", day.reactive(QueueTargets(), AGGREGATED)
         tuned = {targets: day.reactive(targets, AGGREGATED) for targets in (QueueTargets(decode=one) for one in BOTH)}
         best = best_of(tuned)
@@ -128,7 +133,7 @@ def main() -> None:
     parser.add_argument("--drain", type=float, default=300.0)
     parser.add_argument("--hold", type=float, default=300.0, help="planner.scale_down_delay_s")
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
-    parser.add_argument("--ways", default="planner,static", help="also: second, reactive, aggregated")
+    parser.add_argument("--ways", default="planner,static", help="also: second, history, reactive, aggregated")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     runs, rows, summary = Runs(given.out), [], []

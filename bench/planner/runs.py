@@ -8,7 +8,9 @@ times as long as the profile says.
 
 import json
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,6 +36,7 @@ from kvrelay.router.planning.types import WorkerCounts
 
 WINDOW_S = 600.0
 KEPT = 0.9
+PAST_DAYS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,18 +272,35 @@ class Day:
 
     # ---- ways to choose counts
 
-    def planner(self, name: str, num_days: int, first: WorkerCounts, *, period_s: float = 0.0) -> Outcome:
+    def planner(
+        self, name: str, num_days: int, first: WorkerCounts, *, period_s: float = 0.0, history: Path | None = None
+    ) -> Outcome:
         """first: workers at the start. period_s: of the pattern that the planner may learn, since a bench's day may be
-        short; 0: none.
+        short; 0: none. history: of past days.
         """
         own, kind = self.setting, self.setting.kind
         settings = {
             "mode": "auto", "max_prefill": own.most, "max_decode": own.most_of(first),
             "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s, "scale_down_delay_s": own.hold_s,
+            "history": history and str(history),
         }  # fmt: skip
         scenario = self.scenario(first, settings={"planner": settings})
         with mock.patch.object(operations, "rules_of", lambda *given: replace(rules_of(*given), period_s=period_s)):
             return self.run(name, scenario, num_days)
+
+    def with_history(self, name: str, first: WorkerCounts) -> Outcome:
+        """The planner, with a file of the PAST_DAYS before, which other seeds made."""
+        day_s, step_s = self.setting.day_s, 300.0
+        past = entries_of(replace(self.setting, seed=1000 + self.setting.seed), PAST_DAYS)
+        counts = Counter(int(one.arrival_s // step_s) for one in past)
+        rows = [
+            f"{place * step_s - PAST_DAYS * day_s},{counts[place]}"
+            for place in range(round(PAST_DAYS * day_s / step_s))
+        ]
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write("\n".join(["time,requests", *rows]) + "\n")
+            file.flush()
+            return self.planner(name, 1, first, period_s=day_s, history=Path(file.name))
 
     def reactive(self, targets: QueueTargets, first: WorkerCounts) -> Outcome:
         simulation = partial(ReactiveSimulation, targets=targets, most=self.setting.most_of(first))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
+from kvrelay.cluster.autoscaling.history import check_history, season_of
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
 from kvrelay.cluster.autoscaling.room import NOTICE, RETRY_S, Room
 from kvrelay.cluster.autoscaling.start_times import StartTimes
@@ -72,6 +73,8 @@ class PlannerPolicy:
         """
         self._settings = planner_settings_from(settings)
         self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
+        if self._settings.history:
+            check_history(self._settings.history)
         self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
         self._retiring = {str(role): Retiring(drain_timeout_s) for role in Role}
         self._ordered: dict[str, Role] = {}  # the role that each worker is to take
@@ -241,7 +244,9 @@ class PlannerPolicy:
             learned = self.planner.state if self.planner is not None else self.resumed
             running = {role: _candidates(by_name, role) for role in Role}
             counts = self.planner.counts if self.planner is not None else counts_now(*self._placed(by_name, running))
-            self.planner = Planner(model, target_of(self._settings), limits, rules, counts, learned)
+            path = self._settings.history if learned is None else None
+            season = season_of(path, rules.period_s, self._observed_s)
+            self.planner = Planner(model, target_of(self._settings), limits, rules, counts, learned, season)
         self.planner.model = model
         return self.planner
 

@@ -47,6 +47,10 @@ def serve(settings: Settings, console: Console) -> int:
             require_operators_key(settings.serve, settings.serve.api_key)
             if settings.serve.api_keys_file:
                 read_keys(Path(settings.serve.api_keys_file))
+            if settings.planner.history:
+                from kvrelay.cluster.autoscaling.history import check_history  # Serve's controller would find out later
+
+                check_history(settings.planner.history)
             session.check_ports()
             for line in exposure(settings.serve.host, settings.serve.api_key):
                 console.print(f"[yellow]warning:[/yellow] {escape(line)}", highlight=False, soft_wrap=True)

@@ -37,13 +37,14 @@ def settings_from_flags(config: Path | None, flags: dict[str, dict[str, Any]], p
 
 
 def with_absolute_source(settings: Settings) -> Settings:
-    """The settings with absolute paths to models, templates and keys, because workers run in other folders."""
+    """The settings with absolute paths to models, templates, keys and past days: replicas run in other folders."""
     data = settings.model_dump(exclude_unset=True)
     for section, key, source in (
         ("model", "source", settings.model.source),
         ("model", "chat_template", settings.model.chat_template),
         ("engine", "draft_model", settings.engine.draft_model),
         ("serve", "api_keys_file", settings.serve.api_keys_file),
+        ("planner", "history", settings.planner.history),
     ):
         if source is not None and source != DEFAULT_MODEL and (path := Path(source).expanduser()).exists():
             data.setdefault(section, {})[key] = str(path.resolve())

@@ -103,9 +103,9 @@ def _checked(data: dict[str, Any], *, is_kubernetes: bool) -> list[ServeFile]:
 def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bool) -> ServeFile:
     name, args, listed = app.get("name", "default"), app.get("args") or {}, app.get("deployments") or []
     settings = settings_from(args)
-    policy = app.get("autoscaling_policy") or {}
+    policy, history = app.get("autoscaling_policy") or {}, None
     if policy.get("policy_function") == PLANNER_POLICY_PATH:  # Serve would find out when its controller first plans
-        planner_settings_from(policy.get("policy_kwargs") or {})
+        history = planner_settings_from(policy.get("policy_kwargs") or {}).history
         asked = {one["name"] for one in listed if one.get("autoscaling_config") or one.get("num_replicas") == "auto"}
         needed = [name for name in ROLES if name != "prefill" or settings.cluster.prefill]
         if missing := ", ".join(name for name in needed if name not in asked):  # it would plan nothing
@@ -114,6 +114,7 @@ def _application(data: dict[str, Any], app: dict[str, Any], *, is_kubernetes: bo
         if source is not None and (why := source_problem(source)):
             raise ConfigError(f"{key}: {why}")
     files = {"model.chat_template": settings.model.chat_template, "serve.api_keys_file": settings.serve.api_keys_file}
+    files["planner.history"] = history
     for key, file in files.items():
         if file and not Path(file).is_absolute():
             raise ConfigError(f"{key}: {file!r}: replicas run in other folders, so write an absolute path")

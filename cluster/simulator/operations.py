@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
+from kvrelay.cluster.autoscaling.history import season_of
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
 from kvrelay.cluster.autoscaling.worker_model import interval_of, model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.simulator.clock import Event
@@ -168,7 +169,8 @@ class Autoscaler:
         limits = CountLimits(*prefills, own.min_decode, own.max_decode, own.max_workers or 1 << 20)
         counts = WorkerCounts(scenario.prefill, scenario.decode)
         rules = rules_of(own, scenario.start_s)
-        self._planner = Planner(self._model, target_of(own), limits, rules, counts)
+        season = season_of(own.history, rules.period_s, fleet.clock.now_s)
+        self._planner = Planner(self._model, target_of(own), limits, rules, counts, season=season)
         self._feed = Feed(target_of(own))
         self._plan: ScalingPlan | None = None
         self._interval_s = interval_of(own)

@@ -150,6 +150,11 @@ class PlannerSettings(Section):
         "A worker's speed: a ready-made profile's name, or a file of `kvrelay profile --fit` at the same path on "
         "every node; default: learned from the workers' reports.",
     )
+    history: str | None = setting(
+        None,
+        "A CSV file of past days' load, read where Serve's controller runs: columns time and requests. Their daily "
+        "pattern is expected from the start; default: learned while the cluster runs.",
+    )
     ttft_s: float | None = setting(
         None, "TTFT target to plan for; default: slo.ttft_s, else 5.", unit="s", gt=0, allow_inf_nan=False
     )

@@ -1,13 +1,13 @@
 """The load to expect in the next minutes. Pure: times come with the observations.
 
 The rate's level and trend; of what exceeds the usual level, as much as was left of earlier excesses; a daily pattern,
-once the history shows it: the last hours went as the same hours of the day before; what requests are like is averaged
+once the history shows it: the last hours went as the same hours of earlier days; what requests are like is averaged
 over some minutes. All is plain data, which outlives the process that learned it (PlannerState).
 """
 
 import math
 from dataclasses import dataclass, field
-from statistics import NormalDist
+from statistics import NormalDist, fmean, pstdev
 
 from kvrelay.router.planning.types import Interval, Workload
 
@@ -22,6 +22,7 @@ STAY_MOST = 2.0  # times the usual level: a larger excess counts as so much
 STAY_BELIEF = 300.0  # prior: an excess of the usual level's size that stayed for so many seconds
 
 BIN_S = 300.0  # of the history
+MOST_PERIODS = 14  # that it holds
 MATCH_BINS = 24  # that must correlate with those a period ago
 MATCH_CORRELATION = 0.7
 MOST_GROWTH = 2.0  # of a period over the one before, and its inverse
@@ -171,7 +172,7 @@ class ExcessMemory:
 @dataclass(slots=True)
 class SeasonalPattern:
     """A daily pattern of the arrival rate, used once the history shows it: mean rates in bins of BIN_S, over at most
-    two periods.
+    MOST_PERIODS periods.
     """
 
     bins: list[float] = field(default_factory=list)
@@ -179,31 +180,42 @@ class SeasonalPattern:
     sum: float = 0.0
     seconds: float = 0.0
 
+    @classmethod
+    def learned(cls, rates: list[float], end_s: float, period_s: float, now_s: float) -> "SeasonalPattern":
+        """From mean rates in bins of BIN_S up to `end_s`, of a period at least, as if they were the periods before
+        `now_s`: what lacks up to then is as it was a period earlier.
+        """
+        length = _num_bins(period_s)
+        lacking = int((now_s - end_s) % period_s / BIN_S)
+        bins = [*rates, *rates[-length:][:lacking]]
+        return cls(bins[-MOST_PERIODS * length :], now_s)
+
     def observe(self, end_s: float, arrivals: int, seconds: float, period_s: float) -> None:
         if self.start_s is None:
             self.start_s = end_s - seconds
         self.sum += arrivals
         self.seconds += seconds
         if end_s - self.start_s >= BIN_S:
-            most = 2 * _num_bins(period_s)
+            most = MOST_PERIODS * _num_bins(period_s)
             passed = max(1, min(int((end_s - self.start_s) / BIN_S), most))
             self.bins += [self.sum / self.seconds] * passed  # a gap is filled with the rate over it
             del self.bins[:-most]
             self.start_s += passed * BIN_S
             self.sum = self.seconds = 0.0
 
-    def ahead(self, seconds: float, period_s: float) -> float | None:
-        """The rate a period before that time, scaled by the growth since; None: the history shows no period."""
+    def ahead(self, seconds: float, period_s: float, share: float = 0.5) -> float | None:
+        """The rate of earlier periods before that time, scaled by the growth since: the mean over the periods that
+        went like the last hours, and above it so many of their deviations as `share` asks for. None: none did.
+        """
         bins, length = self.bins, _num_bins(period_s)
-        if len(bins) < length + MATCH_BINS:
-            return None
-        now, before = bins[-MATCH_BINS:], bins[-length - MATCH_BINS : -length]
-        if _correlation(now, before) < MATCH_CORRELATION:
-            return None
-        growth = min(max(sum(now) / sum(before), 1.0 / MOST_GROWTH), MOST_GROWTH)
-        reach = max(1, math.ceil(seconds / BIN_S))
-        first = len(bins) - length
-        return growth * max(bins[first + step] for step in range(min(reach + 1, length)))
+        now, reach = bins[-MATCH_BINS:], max(1, math.ceil(seconds / BIN_S))
+        found = list[float]()
+        for first in range(len(bins) - length, MATCH_BINS - 1, -length):  # the same time of earlier periods
+            before = bins[first - MATCH_BINS : first]
+            if _correlation(now, before) >= MATCH_CORRELATION:
+                growth = min(max(sum(now) / sum(before), 1.0 / MOST_GROWTH), MOST_GROWTH)
+                found.append(growth * max(bins[first : first + min(reach + 1, length)]))
+        return fmean(found) + _NORMAL.inv_cdf(share) * pstdev(found) if found else None
 
 
 def _num_bins(period_s: float) -> int:
@@ -321,5 +333,5 @@ class Demand:
         """
         ahead = self.excess.left(max(self.trend.level, self.trend.ahead(self.horizon_s)))
         ahead += _NORMAL.inv_cdf(share) * self.trend.deviation(self.horizon_s)
-        seasonal = self.season.ahead(self.horizon_s, self.period_s) if self.period_s else None
+        seasonal = self.season.ahead(self.horizon_s, self.period_s, share) if self.period_s else None
         return max(ahead, seasonal or 0.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvrelay.router.planning import split
 from kvrelay.router.planning.capacity import context_of
 from kvrelay.router.planning.damping import Damper
-from kvrelay.router.planning.demand import Demand
+from kvrelay.router.planning.demand import Demand, SeasonalPattern
 from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 CORRECTION_GAIN = 0.2
@@ -71,13 +71,16 @@ class Planner:
         rules: PlannerRules,
         counts: WorkerCounts,
         learned: PlannerState | None = None,
+        season: SeasonalPattern | None = None,
     ) -> None:
-        """learned: of an earlier planner, whose counts, limits and rules may have been others."""
+        """learned: of an earlier planner, whose counts, limits and rules may have been others; else `season`: of past
+        days.
+        """
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
         start = limits.clipped(counts, within_total=True)._asdict()
         dampers = {role: Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for role, count in start.items()}
         if learned is None:
-            demand = Demand(rules.horizon_s, rules.period_s)
+            demand = Demand(rules.horizon_s, rules.period_s, season=season or SeasonalPattern())
             self.state = PlannerState(demand, dampers, dict.fromkeys(start, 0.0), dict.fromkeys(start, 1.0))
         else:
             resumed = {role: damper.resumed(learned.dampers[role]) for role, damper in dampers.items()}

@@ -66,6 +66,14 @@ def test_a_bad_file_of_keys_ends_serve_before_anything_starts(tmp_path, capsys):
     assert "(tenant search)" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_bad_file_of_past_days_ends_serve_before_anything_starts(tmp_path, capsys):
+    file = tmp_path / "past.csv"
+    file.write_text("time,requests\n0,1\n60,1\n")
+    flags = ["--set", "planner.mode=auto", "--set", f"planner.history={file}"]
+    assert run(["serve", *flags]) == USAGE_ERROR
+    assert "no whole day" in " ".join(capsys.readouterr().err.split())
+
+
 class Dashboard(BaseHTTPRequestHandler):
     """Ray's, as far as it tells how it knows its users."""
 

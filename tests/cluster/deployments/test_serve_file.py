@@ -139,6 +139,10 @@ def test_the_planner_needs_bounds_of_both_roles_and_of_the_ingress(tmp_path: Pat
         read_serve_file(path)
 
     read(listed)
+    app["autoscaling_policy"]["policy_kwargs"] = {"history": "past.csv"}
+    with pytest.raises(ConfigError, match=r"planner.history: 'past.csv': .*write an absolute path"):
+        read(listed)
+    app["autoscaling_policy"]["policy_kwargs"] = {"history": "/past.csv"}
     read([listed[0], listed[2]], prefill=0)  # each worker does both
     with pytest.raises(ConfigError, match=r"an autoscaling_config of prefill$"):
         read([listed[0], listed[2]])

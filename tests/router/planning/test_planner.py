@@ -14,7 +14,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.planning import capacity, split
 from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
 from kvrelay.router.planning.damping import Damper
-from kvrelay.router.planning.demand import Demand, RequestShape
+from kvrelay.router.planning.demand import Demand, RequestShape, SeasonalPattern
 from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
 from kvrelay.router.planning.types import (
     CountLimits,
@@ -305,6 +305,25 @@ def test_the_second_day_is_foreseen_from_the_first():
     assert is_seasonal(second) and not is_seasonal(first)
     assert first.expected() < 20.0  # it knows of no rush at nine
     assert second.expected() > 30.0
+
+
+def past_days(*rates_at_nine: float) -> SeasonalPattern:
+    """Days alike but for the hour from nine on; now it is five minutes to nine of the next."""
+    hours = [of_the_day(number / 12) for number in range(9 * 12)]
+    days = [rate for nine in rates_at_nine for rate in (*hours, *[nine] * 15 * 12)]
+    return SeasonalPattern([*days, *hours[:-1]])
+
+
+def test_what_comes_is_the_mean_of_the_days_and_by_their_deviation_more_for_a_larger_share():
+    season = past_days(20.0, 30.0, 40.0)
+    assert season.ahead(600.0, 86400.0) == pytest.approx(30.0)
+    assert season.ahead(600.0, 86400.0, 0.9) == pytest.approx(30.0 + 1.2816 * math.sqrt(200 / 3), rel=1e-4)
+
+
+def test_days_that_went_otherwise_so_far_say_nothing():
+    assert past_days(90.0, 20.0).ahead(600.0, 86400.0) == pytest.approx(55.0)
+    other = SeasonalPattern([*past_days(90.0).bins[: 9 * 12][::-1], *past_days(90.0, 20.0).bins[9 * 12 :]])
+    assert other.ahead(600.0, 86400.0) == pytest.approx(20.0)  # the first day's morning went the other way
 
 
 def is_seasonal(demand):
