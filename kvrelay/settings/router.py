@@ -46,9 +46,9 @@ class RouterSettings(Section):
     max_queue_s: float = setting(
         30.0,
         "Longest time that a request queues. One that is expected to queue longer gets 429 at once, one that has "
-        "waited so long at the ingress gets it then; after half of it no later request passes an older one. Once some "
-        "were refused, new ones may queue for a part of their TTFT target only. In a full cluster a request without an "
-        "SLO that will miss the policy's TTFT target in any case, with twice the uncached tokens of others, gets 429 "
+        "waited so long at the ingress gets it then; after half of it no later request passes an older one. In a "
+        "lasting overload new ones may queue for a part of their TTFT target only. In a full cluster a request without "
+        "an SLO that will miss the policy's TTFT target in any case, with twice the uncached tokens of others gets 429 "
         "if its first token would take longer than a quarter of this, and than twice the time on an idle worker.",
         unit="s",
         ge=0.1,

@@ -15,9 +15,12 @@ In a full cluster a few long overdue prompts keep many others from being in time
 long a token of such prompts waits at a worker, and a new request with a long prompt is refused whose first token would
 take too long by that, and longer than its own prompt explains.
 
-An overload that lasts would leave `max_queue_s` of requests queued, and each of them late. So from the first refusal
-of a tenant's on, until none was refused for `max_queue_s`, its new requests of that priority may queue for `FULL_SHARE`
-of their TTFT target only: those that are admitted are in time, and the workers still have enough to do.
+An overload that lasts would leave `max_queue_s` of requests queued, and each of them late. More requests come then than
+are started, for longer than a burst lasts; a fixed number of clients that wait for their answers never does that.
+Meanwhile, and until none was refused for `max_queue_s`, a new request that is overdue, or nearly, may queue for
+`FULL_SHARE` of its TTFT target only; the others are placed. And from the first refusal for
+`max_queue_s` of a tenant's on, until there was none for as long, that holds for all its new requests of that priority:
+those that are admitted are in time, and the workers still have enough to do.
 """
 
 import math
@@ -49,6 +52,14 @@ QUEUED_PER_WORKER = 2
 """Prompts per worker from which on they are queued rather than being computed."""
 LEAST_WAITS = 8
 """Waits that are observed before any is expected."""
+SURPLUS, SURPLUS_SPANS, SPAN = 0.1, 2, 1 / 6
+"""An overload lasts once more requests have come than were started, by this share of them, in so many spans of this
+share of `max_queue_s`.
+"""
+LASTING_SHARE = 0.9
+"""Share of its TTFT target within which a new request's first token is expected while an overload lasts: what is
+expected is a little too soon then.
+"""
 FORGET_S = 60.0
 """Age of the last wait at which all are forgotten: what the workers can do may have changed."""
 LONG_PROMPT = 2.0
@@ -76,6 +87,29 @@ class MeasuredWaits:
         return max(units, 0.0) * self.seconds / max(self.units, 1.0) if self.number >= LEAST_WAITS else 0.0
 
 
+@dataclass(slots=True)
+class Surplus:
+    """How many more new requests come, refused ones included, than are started: in spans of time, one after the other.
+
+    num_spans: that had a surplus, up to the current one.
+    """
+
+    span_s: float
+    begun_s: float = -math.inf
+    num_come: int = 0
+    num_started: int = 0
+    num_spans: int = 0
+
+    def observe(self, now_s: float, *, come: int = 0, started: int = 0) -> None:
+        if now_s - self.begun_s >= self.span_s:
+            has_surplus = self.num_come - self.num_started >= max(LEAST_WAITS, SURPLUS * self.num_started)
+            is_next = now_s - self.begun_s < 2 * self.span_s
+            self.num_spans = self.num_spans + 1 if has_surplus and is_next else 0
+            self.begun_s, self.num_come, self.num_started = now_s, 0, 0
+        self.num_come += come
+        self.num_started += started
+
+
 class ExpectedWait:
     """The measured rate of starts, and what is queued."""
 
@@ -83,11 +117,13 @@ class ExpectedWait:
         self._queue, self._workers, self._ledger = queue, workers, ledger
         self.max_queue_s = max_queue_s
         self._waits, self._last_s = MeasuredWaits(), 0.0  # by prompts at all workers
+        self.surplus, self._lasting_s = Surplus(SPAN * max_queue_s), -math.inf  # when an overload was last seen to last
         self.overdue = MeasuredWaits()  # of overdue requests, by tokens of such prompts at one's worker
         self._refused_s: dict[tuple[int, str], float] = {}  # when one of a priority and tenant was last; oldest first
 
     def observe(self, num_queued: int, wait_s: float, now_s: float) -> None:
         """A prompt was computed `wait_s` after it had been assigned as one of `num_queued` at the workers."""
+        self.surplus.observe(now_s, started=1)
         if num_queued >= self._num_busy():
             self._waits.observe(num_queued, wait_s)
             self._last_s = now_s
@@ -126,6 +162,10 @@ class ExpectedWait:
         num_sent, num_deferred = self._own_ahead(request, is_deferred=is_deferred)
         return self._waits.seconds_of(num_sent + self._workers.num_foreign_prompts + num_deferred * self._share())
 
+    def _of_own(self, request: RouteRequest, *, is_deferred: bool) -> float:
+        """The same, as if every router had as many as this one, at most what they have: so each has its share."""
+        return self._waits.seconds_of(sum(self._own_ahead(request, is_deferred=is_deferred)) * self._share())
+
     def _own_ahead(self, request: RouteRequest, *, is_deferred: bool) -> tuple[int, int]:
         """This router's requests that a new one would queue behind: at the workers, and deferred ones."""
         num_sent = in_turn(self._ledger.num_queued, request.tenant)
@@ -140,13 +180,12 @@ class ExpectedWait:
 
         target_s: its TTFT target.
         """
+        self.surplus.observe(now_s, come=1)
         expected_s, limit_s = self.of(request, is_deferred=is_deferred), self.max_queue_s
         is_long = expected_s > limit_s
         if target_s is not None and not is_long and self._is_full_for(request, now_s):
             limit_s = min(limit_s, FULL_SHARE * target_s)
-            # as if every router had as many as this one, at most what they have: each has its share
-            num_own = sum(self._own_ahead(request, is_deferred=is_deferred))
-            is_long = self._waits.seconds_of(num_own * self._share()) > limit_s
+            is_long = self._of_own(request, is_deferred=is_deferred) > limit_s
         if waited_s >= self.max_queue_s - _EARLY_S:
             why = f"it has been queued for {waited_s:.0f} s, at most {self.max_queue_s:g} s are allowed"
         elif is_long:
@@ -156,6 +195,18 @@ class ExpectedWait:
             return None
         retry_s = min(max(expected_s, waited_s, MIN_RETRY_S), max(MAX_RETRY_S, self.max_queue_s))
         return RoutingRefusal("full", f"the cluster is full: {why}", retry_s)
+
+    def lasting_refusal(self, request: RouteRequest, target_s: float, now_s: float) -> RoutingRefusal | None:
+        """Why a new request may not be deferred while an overload lasts; None: it may, or none does."""
+        if self.surplus.num_spans >= SURPLUS_SPANS:
+            self._lasting_s = now_s
+        is_lasting = now_s - self._lasting_s < self.max_queue_s and self.num_at_workers() >= self._num_busy()
+        expected_s, limit_s = self._of_own(request, is_deferred=True), min(self.max_queue_s, FULL_SHARE * target_s)
+        if request.priority < 0 or not is_lasting or expected_s <= limit_s:
+            return None
+        self._lasting_s = now_s
+        why = f"it would be queued for about {expected_s:.0f} s, and more come than can be started"
+        return RoutingRefusal("full", f"the cluster is full: {why}", max(expected_s - limit_s, MIN_RETRY_S))
 
     def overdue_refusal(self, request: RouteRequest, decision: Decision, waited_s: float) -> RoutingRefusal | None:
         """Why a new overdue request may not queue; None: it may."""
@@ -221,7 +272,9 @@ class Deferral:
         is_in_order = waited_s >= self.wait.max_queue_s / 2 or self._is_in_order(now_s)
         return replace(decision, ttft_target_s=None) if is_in_order and decision.verdict is None else decision
 
-    def is_overdue(self, request: RouteRequest, decision: Decision, waited_s: float) -> bool:
+    def is_overdue(
+        self, request: RouteRequest, decision: Decision, waited_s: float, share_of_target: float = 1.0
+    ) -> bool:
         """Whether a request that may wait, and has waited here for so long, misses its TTFT target in any case.
 
         The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where
@@ -233,6 +286,7 @@ class Deferral:
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
+        target_s *= share_of_target
         if waited_s + self.wait.at_workers_s() > target_s:
             return True
         if waited_s + decision.predicted_ttft_s <= target_s:  # so it is in a cluster that keeps up
@@ -264,8 +318,11 @@ class Deferral:
         if request.is_new:
             target_s, is_deferred = decision.ttft_target_s, is_overdue or is_behind
             refusal = self.wait.refusal(request, target_s, now_s, waited_s, is_deferred=is_deferred)
-            if refusal is None and is_overdue and decision.verdict is None:
-                refusal = self.wait.overdue_refusal(request, decision, waited_s)
+            if refusal is None and target_s is not None and decision.verdict is None:
+                if is_deferred or self.is_overdue(request, decision, waited_s, LASTING_SHARE):
+                    refusal = self.wait.lasting_refusal(request, target_s, now_s)
+                if refusal is None and is_overdue:
+                    refusal = self.wait.overdue_refusal(request, decision, waited_s)
             if refusal is not None:
                 return refusal
         if not is_overdue and not is_behind:

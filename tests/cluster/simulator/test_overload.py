@@ -45,10 +45,10 @@ AGGREGATED = Case("aggregated", 1.3, 150, 60, {"prefill": 0, "decode": 1})
 SEVERAL = Case("several", 6.0, 300, 20, {"prefill": 4, "decode": 3, "ingress": 2})
 
 
-def overloaded(case, factor, max_queue_s=MAX_QUEUE_S):
+def overloaded(case, factor, max_queue_s=MAX_QUEUE_S, load_s=LOAD_S):
     """The simulation, whose tally keeps the requests. Prompts are of half to one and a half times the length."""
     draw, entries, now_s = random.Random(7), [], 0.0
-    while (now_s := now_s + draw.expovariate(factor * case.capacity_per_s)) < LOAD_S:
+    while (now_s := now_s + draw.expovariate(factor * case.capacity_per_s)) < load_s:
         lengths = [int(mean * draw.uniform(0.5, 1.5)) for mean in (case.tokens, case.output)]
         entries.append(entry(now_s, *lengths))
     settings = {"router": {"max_inflight": 10_000, "max_queue_s": max_queue_s}}
@@ -118,3 +118,20 @@ def test_each_of_several_ingresses_has_its_share():
 def test_a_cluster_that_keeps_up_refuses_and_defers_nobody():
     sim = overloaded(PREFILL_BOUND, 1)
     assert set(sim.tally.outcomes) == {"done"} and not sim.summary()["deferred"]
+
+
+@pytest.mark.parametrize("case", [PREFILL_BOUND, AGGREGATED, SEVERAL], ids=lambda case: case.name)
+def test_an_overload_that_lasts_is_seen_before_the_queue_is_full(case, monkeypatch):
+    def in_time():
+        """A second, over the whole load."""
+        return sum(job.ttft_s <= 5.0 for job in done(overloaded(case, 3))) / LOAD_S
+
+    with_it = in_time()
+    monkeypatch.setattr("kvrelay.router.decision.deferral.SURPLUS_SPANS", 1000)
+    assert with_it > 1.2 * in_time(), "the control: half a minute of requests has been queued first"
+
+
+def test_a_burst_is_queued_whole():
+    """Eight seconds of three times what it can start."""
+    sim = overloaded(SEVERAL, 3, load_s=8.0)
+    assert set(sim.tally.outcomes) == {"done"}

@@ -294,7 +294,7 @@ def flood(policy, **options):
     router = {"policy": policy, "policy_options": options, "max_inflight": 10_000}
     given = {"router": router}
     sim = simulate(entries, workers=profile(num_blocks=65_536, max_running=128), ttft_s=3.0, settings=given)
-    assert set(sim.tally.outcomes) == {"done"}
+    assert set(sim.tally.outcomes) <= {"done", "overloaded"}
     everything_is_given_back(sim)
     return sim.tally.num_kept
 

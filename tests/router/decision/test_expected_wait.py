@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.plane.reports import AssignedByOthers
-from kvrelay.router.decision.deferral import FORGET_S, LEAST_WAITS, QUEUED_PER_WORKER, in_turn
+from kvrelay.router.decision.deferral import FORGET_S, LEAST_WAITS, QUEUED_PER_WORKER, Surplus, in_turn
 from kvrelay.router.types import Deferred, RoutingRefusal
 from tests.router.decision.test_deferral import BLOCKS, LONG, cluster, counted, late
 from tests.router.decision.test_placement_rules import ask, decided, load, refused
@@ -350,3 +350,61 @@ def test_what_was_learned_is_forgotten():
     for number in range(4):
         decided(new(router, f"y{number}", LEAST_WAITS + 2 + FORGET_S, may_wait=False))
     assert not isinstance(long(router, "late", LEAST_WAITS + 2 + FORGET_S), RoutingRefusal)
+
+
+# ---- an overload that lasts
+
+
+def spans_with_a_surplus(come, started, seconds=20.0):
+    """After so many seconds of so many a second, as functions of the time; of five seconds each."""
+    surplus = Surplus(5.0)
+    for tenth in range(round(10 * seconds) + 1):
+        surplus.observe(tenth / 10, come=come(tenth / 10), started=started(tenth / 10))
+    return surplus.num_spans
+
+
+def test_a_surplus_is_counted_while_more_come_than_are_started():
+    assert spans_with_a_surplus(lambda _: 6, lambda _: 4) == 4
+    assert spans_with_a_surplus(lambda _: 5, lambda _: 5) == 0
+    assert spans_with_a_surplus(lambda now_s: 6 if now_s < 14 else 0, lambda _: 4) == 0
+
+
+def test_neither_a_burst_nor_clients_that_wait_for_their_answers_are_a_lasting_surplus():
+    assert spans_with_a_surplus(lambda now_s: 500 if now_s == 1 else 3, lambda _: 4) == 0
+    assert spans_with_a_surplus(lambda now_s: 64 if now_s == 0 else 1, lambda now_s: 1, 9.9) == 1
+    assert spans_with_a_surplus(lambda now_s: 64 if now_s == 0 else 1, lambda now_s: 1) == 0
+
+
+def test_after_a_time_without_anything_it_begins_anew():
+    surplus = Surplus(5.0)
+    for now_s in (0.0, 1.0, 5.0, 9.0, 10.0):
+        surplus.observe(now_s, come=10)
+    assert surplus.num_spans == 2
+    surplus.observe(21.0, come=10)
+    assert surplus.num_spans == 0
+
+
+def lasting(*, each_s):
+    """So many new requests in every second, all of them overdue, and none is started."""
+    router = starting(left=5, every_s=0.5)
+    for now_s in range(12, 22):
+        for number in range(each_s):
+            assert not isinstance(new(router, f"r{now_s}.{number}", now_s), RoutingRefusal)
+    return router
+
+
+def test_while_an_overload_lasts_who_would_be_late_is_refused():
+    router = lasting(each_s=2)
+    refusal = refused(new(router, now_s=22))
+    assert refusal.message.endswith("for about 12 s, and more come than can be started")
+    assert refusal.reason == "full" and refusal.retry_after_s > 10.0
+    assert isinstance(new(router, "urgent", 22, priority=-1), Deferred)
+    assert isinstance(new(router, "known", 22, is_new=False), Deferred), "it was admitted"
+    assert isinstance(new(lasting(each_s=1), now_s=22), Deferred), "the control: too few to tell"
+
+
+def test_until_none_was_refused_for_as_long_as_requests_may_queue_though_less_come():
+    router = lasting(each_s=2)
+    for now_s in (22, 51, 80):
+        refused(new(router, now_s=now_s))
+    assert isinstance(new(router, now_s=110), Deferred)
