@@ -49,7 +49,9 @@ def _rows(path: Path) -> list[tuple[float, float]]:
                 rows.append((_seconds(at), float(requests)))
                 if not 0 <= rows[-1][1] < math.inf:
                     raise ValueError(f"no number of requests: {requests!r}")
-    except (OSError, ValueError, csv.Error) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ValueError, csv.Error) as error:
         raise ConfigError(f"{path}, behind {len(rows)} rows: {error}") from error
     if len(rows) < 2 or any(later <= earlier for (earlier, _), (later, _) in pairwise(rows)):
         raise ConfigError(f"{path}: two rows or more are needed, each later than the one before")
