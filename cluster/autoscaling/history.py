@@ -42,8 +42,7 @@ def _rows(path: Path) -> list[tuple[float, float]]:
     try:
         with path.open(newline="") as file:
             reader = csv.reader(file)
-            header = [name.strip() for name in next(reader, [])]
-            if header != COLUMNS:
+            if (header := [name.strip() for name in next(reader, [])]) != COLUMNS:
                 raise ValueError(f"columns {','.join(COLUMNS)} are expected, not {','.join(header)[:80]!r}")
             for at, requests in reader:
                 rows.append((_seconds(at), float(requests)))
