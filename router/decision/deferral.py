@@ -196,13 +196,16 @@ class ExpectedWait:
         retry_s = min(max(expected_s, waited_s, MIN_RETRY_S), max(MAX_RETRY_S, self.max_queue_s))
         return RoutingRefusal("full", f"the cluster is full: {why}", retry_s)
 
-    def lasting_refusal(self, request: RouteRequest, target_s: float, now_s: float) -> RoutingRefusal | None:
-        """Why a new request may not be deferred while an overload lasts; None: it may, or none does."""
+    def is_lasting(self, now_s: float) -> bool:
+        """Whether an overload lasts, or a request was refused for that within `max_queue_s`."""
         if self.surplus.num_spans >= SURPLUS_SPANS:
             self._lasting_s = now_s
-        is_lasting = now_s - self._lasting_s < self.max_queue_s and self.num_at_workers() >= self._num_busy()
+        return now_s - self._lasting_s < self.max_queue_s and self.num_at_workers() >= self._num_busy()
+
+    def lasting_refusal(self, request: RouteRequest, target_s: float, now_s: float) -> RoutingRefusal | None:
+        """Why a new request may not be deferred while an overload lasts; None: it may."""
         expected_s, limit_s = self._of_own(request, is_deferred=True), min(self.max_queue_s, FULL_SHARE * target_s)
-        if request.priority < 0 or not is_lasting or expected_s <= limit_s:
+        if request.priority < 0 or expected_s <= limit_s:
             return None
         self._lasting_s = now_s
         why = f"it would be queued for about {expected_s:.0f} s, and more come than can be started"
@@ -275,7 +278,8 @@ class Deferral:
     def is_overdue(
         self, request: RouteRequest, decision: Decision, waited_s: float, share_of_target: float = 1.0
     ) -> bool:
-        """Whether a request that may wait, and has waited here for so long, misses its TTFT target in any case.
+        """Whether a request that may wait, and has waited here for so long, misses this share of its TTFT target in any
+        case.
 
         The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where
         blocks are scarce.
@@ -319,7 +323,8 @@ class Deferral:
             target_s, is_deferred = decision.ttft_target_s, is_overdue or is_behind
             refusal = self.wait.refusal(request, target_s, now_s, waited_s, is_deferred=is_deferred)
             if refusal is None and target_s is not None and decision.verdict is None:
-                if is_deferred or self.is_overdue(request, decision, waited_s, LASTING_SHARE):
+                is_lasting = self.wait.is_lasting(now_s)
+                if is_lasting and (is_deferred or self.is_overdue(request, decision, waited_s, LASTING_SHARE)):
                     refusal = self.wait.lasting_refusal(request, target_s, now_s)
                 if refusal is None and is_overdue:
                     refusal = self.wait.overdue_refusal(request, decision, waited_s)
