@@ -23,6 +23,7 @@ import numpy as np
 
 from bench.planner.loads import made_days, stretched_days
 from bench.planner.reactive import QueueTargets, ReactiveSimulation
+from kvrelay.cluster.autoscaling.history import COLUMNS
 from kvrelay.cluster.autoscaling.worker_model import rules_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator import operations
@@ -32,6 +33,7 @@ from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry
+from kvrelay.router.planning.demand import BIN_S
 from kvrelay.router.planning.types import WorkerCounts
 
 WINDOW_S = 600.0
@@ -290,15 +292,13 @@ class Day:
 
     def with_history(self, name: str, first: WorkerCounts) -> Outcome:
         """The planner, with a file of the PAST_DAYS before, which other seeds made."""
-        day_s, step_s = self.setting.day_s, 300.0
+        day_s = self.setting.day_s
         past = entries_of(replace(self.setting, seed=1000 + self.setting.seed), PAST_DAYS)
-        counts = Counter(int(one.arrival_s // step_s) for one in past)
-        rows = [
-            f"{place * step_s - PAST_DAYS * day_s},{counts[place]}"
-            for place in range(round(PAST_DAYS * day_s / step_s))
-        ]
+        counts = Counter(int(one.arrival_s // BIN_S) for one in past)
+        num_bins = round(PAST_DAYS * day_s / BIN_S)
+        rows = [f"{(place - num_bins) * BIN_S},{counts[place]}" for place in range(num_bins)]
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-            file.write("\n".join(["time,requests", *rows]) + "\n")
+            file.write("\n".join([",".join(COLUMNS), *rows]))
             file.flush()
             return self.planner(name, 1, first, period_s=day_s, history=Path(file.name))
 

@@ -52,9 +52,9 @@ QUEUED_PER_WORKER = 2
 """Prompts per worker from which on they are queued rather than being computed."""
 LEAST_WAITS = 8
 """Waits that are observed before any is expected."""
-SURPLUS, SURPLUS_SPANS, SPAN = 0.1, 2, 1 / 6
-"""An overload lasts once more requests have come than were started, by this share of them, in so many spans of this
-share of `max_queue_s`.
+SURPLUS, LEAST_SURPLUS, SURPLUS_SPANS, SPAN = 0.1, 8, 2, 1 / 6
+"""An overload lasts once more requests have come than were started, by this share of them and by so many, in so many
+spans of this share of `max_queue_s`.
 """
 LASTING_SHARE = 0.9
 """Share of its TTFT target within which a new request's first token is expected while an overload lasts: what is
@@ -102,7 +102,7 @@ class Surplus:
 
     def observe(self, now_s: float, *, come: int = 0, started: int = 0) -> None:
         if now_s - self.begun_s >= self.span_s:
-            has_surplus = self.num_come - self.num_started >= max(LEAST_WAITS, SURPLUS * self.num_started)
+            has_surplus = self.num_come - self.num_started >= max(LEAST_SURPLUS, SURPLUS * self.num_started)
             is_next = now_s - self.begun_s < 2 * self.span_s
             self.num_spans = self.num_spans + 1 if has_surplus and is_next else 0
             self.begun_s, self.num_come, self.num_started = now_s, 0, 0
@@ -200,7 +200,7 @@ class ExpectedWait:
         """Whether an overload lasts, or a request was refused for that within `max_queue_s`."""
         if self.surplus.num_spans >= SURPLUS_SPANS:
             self._lasting_s = now_s
-        return now_s - self._lasting_s < self.max_queue_s and self.num_at_workers() >= self._num_busy()
+        return now_s - self._lasting_s < self.max_queue_s and self._is_busy()
 
     def lasting_refusal(self, request: RouteRequest, target_s: float, now_s: float) -> RoutingRefusal | None:
         """Why a new request may not be deferred while an overload lasts; None: it may."""
@@ -215,7 +215,7 @@ class ExpectedWait:
         """Why a new overdue request may not queue; None: it may."""
         compute, own = self._workers.accounts_of(decision)[0], compute_tokens(request, decision)
         is_long = own >= LONG_PROMPT * self._ledger.mean_tokens > 0
-        if not is_long or request.priority < 0 or self.num_at_workers() < self._num_busy():
+        if not is_long or request.priority < 0 or not self._is_busy():
             return None
         queued = self._ledger.num_queued
         ahead = compute.overdue_tokens * in_turn(queued, request.tenant) / max(queued.total(), 1)
@@ -229,7 +229,7 @@ class ExpectedWait:
 
     def _is_full_for(self, request: RouteRequest, now_s: float) -> bool:
         refused_s = self._refused_s.get((request.priority, request.tenant), -math.inf)
-        return now_s - refused_s < self.max_queue_s and self.num_at_workers() >= self._num_busy()
+        return now_s - refused_s < self.max_queue_s and self._is_busy()
 
     def _note_refusal(self, request: RouteRequest, now_s: float) -> None:
         key = request.priority, request.tenant
@@ -244,6 +244,9 @@ class ExpectedWait:
         """
         num_foreign, num_own = self._workers.num_foreign_prompts, self._ledger.num_queued.total()
         return 1.0 + min(num_foreign / max(num_own, 1), self._workers.num_other_routers())
+
+    def _is_busy(self) -> bool:
+        return self.num_at_workers() >= self._num_busy()
 
     def _num_busy(self) -> int:
         return QUEUED_PER_WORKER * len(self._workers.accounts)
