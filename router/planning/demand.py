@@ -28,8 +28,8 @@ MATCH_CORRELATION = 0.7
 MOST_GROWTH = 2.0  # of a period over the one before, and its inverse
 
 SHAPE_HALF_LIFE_S = 600.0
-SHAPE_SIGMAS = 6.0  # of an interval's mean length, as a logarithm, from the remembered one: other requests have come
-SHAPE_FEWEST = 10  # requests from which an interval's mean length says that
+SHAPE_SIGMAS = 6.0  # of the latest mean length, as a logarithm, from the remembered one: other requests have come
+SHAPE_FEWEST = 10  # requests from which the latest mean length says that
 SWING_SIGMAS = 4.0  # bound of a count's difference to the one before: a larger one is a jump, not burstiness
 FEWEST_ENDED = 5  # answers before anything is known of requests
 BURST_LIMITS = (0.5, 32.0)
@@ -238,6 +238,8 @@ class RequestShape:
 
     stats: list[float] = field(default_factory=lambda: [0.0] * 6)
     """Arrivals, tokens, squares, cached, ended, output tokens."""
+    latest: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """The same of the last intervals, unfaded, until they have SHAPE_FEWEST requests."""
     last: float | None = None  # rate of the previous interval
     swings: float = 0.0
     counts: float = 0.0
@@ -247,23 +249,24 @@ class RequestShape:
     def observe(self, seen: Interval) -> None:
         keep: float = 0.5 ** (seen.seconds / SHAPE_HALF_LIFE_S)
         new = (seen.arrivals, seen.input_tokens, seen.input_squares, seen.cached_tokens, seen.ended, seen.output_tokens)
-        if self._are_others(seen):
-            self.stats = [0.0] * len(new)
-        self.stats = [old * keep + value for old, value in zip(self.stats, new, strict=True)]
+        before, self.stats = self.stats, [old * keep + value for old, value in zip(self.stats, new, strict=True)]
+        self.latest = [old + value for old, value in zip(self.latest, new, strict=True)]
+        if min(self.latest[0], self.latest[4]) >= SHAPE_FEWEST:
+            if self._are_others(before):
+                self.stats = self.latest
+            self.latest = [0.0] * len(new)
         self._swing(seen, keep)
 
-    def _are_others(self, seen: Interval) -> bool:
-        """Whether prompts or answers are so much longer or shorter than the remembered ones that these are other
-        requests, of which the remembered lengths say nothing.
+    def _are_others(self, remembered: list[float]) -> bool:
+        """Whether the latest prompts or answers are so much longer or shorter than the remembered ones that these are
+        other requests, of which the remembered lengths say nothing.
         """
-        arrivals, tokens, squares, _, ended, output = self.stats
-        if min(seen.arrivals, seen.ended) < SHAPE_FEWEST or min(arrivals, ended) < SHAPE_FEWEST:
+        arrivals, tokens, squares, _, ended, output = remembered
+        if min(arrivals, ended) < SHAPE_FEWEST:
             return False
         cv2 = max(1.0, squares * arrivals / max(tokens, 1.0) ** 2 - 1.0)  # lengths of answers vary at least as much
-        pairs = (
-            (seen.input_tokens / seen.arrivals, tokens / arrivals, seen.arrivals),
-            (seen.output_tokens / seen.ended, output / ended, seen.ended),
-        )
+        came, prompts, _, _, answered, answers = self.latest
+        pairs = ((prompts / came, tokens / arrivals, came), (answers / answered, output / ended, answered))
         return any(
             abs(math.log(max(now, 1.0) / max(before, 1.0))) > SHAPE_SIGMAS * math.sqrt(cv2 / count)
             for now, before, count in pairs

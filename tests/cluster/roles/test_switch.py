@@ -236,7 +236,7 @@ async def test_a_worker_killed_after_it_has_changed_its_role_costs_no_request(fo
         assert await cluster.pool_leaks() == []
 
 
-async def storm(cluster, expected, num_requests, num_changes):
+async def storm(cluster, expected, num_requests, num_changes, prefix="s"):
     """(wrong or failed answers, changes made) of requests while roles change at random; one worker always decodes."""
     random_of, problems, is_over = random.Random(7), [], asyncio.Event()
     names = [worker.worker_id for worker in cluster.inside]
@@ -246,10 +246,10 @@ async def storm(cluster, expected, num_requests, num_changes):
         length, count = random_of.choice([40, 90, 200]), random_of.choice([5, 40, 120])
         async with room:
             try:
-                if await answer(cluster, f"s{number}", length, count) != expected(length, count):
-                    problems.append(f"s{number}: wrong tokens")
+                if await answer(cluster, f"{prefix}{number}", length, count) != expected(length, count):
+                    problems.append(f"{prefix}{number}: wrong tokens")
             except Exception as error:
-                problems.append(f"s{number}: {error!r}")
+                problems.append(f"{prefix}{number}: {error!r}")
 
     async def changes():
         made = 0
@@ -289,7 +289,10 @@ async def test_control_of_the_storm_sequences_that_are_dropped_without_a_word_ar
     patience = {"serve": {"request_timeout_s": 3.0}}
     impatient = settings_from(SETTINGS.model_dump() | patience)
     async with local_cluster(impatient, folder, num_prefill=0, num_inside=3) as cluster:
-        problems, _ = await storm(cluster, expected, 40, 1000)
+        for number in range(10):  # a storm whose dropped sequences were all on their way goes on with other workers
+            problems, _ = await storm(cluster, expected, 40, 1000, f"c{number}-")
+            if problems:
+                break
         assert problems
 
 

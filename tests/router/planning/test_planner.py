@@ -395,6 +395,16 @@ def test_other_prompts_or_other_answers_alone_are_enough(prompt, output):
     assert load is not None and (load.input_tokens, load.output_tokens) == (prompt, output)
 
 
+def test_so_does_a_load_of_few_requests_in_an_interval_once_they_are_enough():
+    shape = RequestShape()
+    for number in range(60):
+        shape.observe(requests(number, 40, 16, 150))
+    shape.observe(requests(60, 5, 16, 8))
+    assert shape.workload(1.0).output_tokens > 140
+    shape.observe(requests(61, 5, 16, 8))
+    assert shape.workload(1.0).output_tokens == 8.0
+
+
 def test_a_few_odd_requests_or_a_mean_within_noise_make_nothing_forgotten():
     for odd in (requests(20, 9, 16, 150), requests(20, 40, 1300, 240)):
         shape = RequestShape()
