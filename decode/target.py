@@ -123,6 +123,7 @@ class SourceLink:
         finally:
             waiting.cancel()
         logger.info("KV from %s is read over %s: %s", hello.worker_id, path.name, path.why)
+        plan.turn_bytes = target.all_transports[path.name].turn_bytes
         self.hello, self.route, self.plan = hello, route, plan
         self._reads = ReadQueue(
             target.grants,

@@ -176,8 +176,8 @@ class SourceTransfer:
 
     async def _send(self, item: _Announcement) -> None:
         """In pieces, so that the target reads the first while the next is hashed, and others get their turn."""
-        chunk_bytes = self._pairing.chunk_bytes
-        for which, layers in cut(len(item.chunks), item.layers, chunk_bytes, ANNOUNCE_BYTES):
+        chunk_bytes, most = self._pairing.chunk_bytes, self._source.announce_bytes(self._link.reply)
+        for which, layers in cut(len(item.chunks), item.layers, chunk_bytes, most):
             chunks, first_chunk = item.chunks[which], item.first_chunk + which.start
             taken = await self._link.window.take(len(chunks) * len(layers) * chunk_bytes)
             self._num_ahead += taken  # not in one statement: what _give() returns meanwhile would be lost
@@ -224,7 +224,7 @@ class SourceTransfer:
 
 
 class KvSource:
-    """Exports one pool and opens transfers out of it. One for each worker. 14 attributes: limits and parts.
+    """Exports one pool and opens transfers out of it. One for each worker. 15 attributes: limits and parts.
 
     The pool is readable once `start` has ended; the first link to a decode worker awaits it.
     """
@@ -251,7 +251,7 @@ class KvSource:
     ) -> None:
         self.memory, self.settings, self.generation_of = memory, settings, generation_of
         self.secret, self.deadline_s = secret, deadline_s
-        self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
+        self._worker_id, self._epoch, self._fingerprint, self._transports = worker_id, epoch, fingerprint, transports
         self._starting = asyncio.Lock()
         self._open: set[SourceTransfer] = set()
         self._stats = TransferStats()
@@ -298,6 +298,11 @@ class KvSource:
     def transports(self) -> list[str]:
         """Names of the transports on offer, best first."""
         return list(self.exports.exporters)
+
+    def announce_bytes(self, reply: wire.HelloReply | None) -> int:
+        """About what one announcement to this target covers: a turn of its transport at least."""
+        transport = None if reply is None else self._transports.get(reply.transport)
+        return ANNOUNCE_BYTES if transport is None else max(ANNOUNCE_BYTES, transport.turn_bytes)
 
     def stats(self) -> TransferStats:
         """Counts so far, as a copy."""

@@ -24,6 +24,7 @@ from kvrelay.errors import (
     TransferError,
     TransferRefused,
 )
+from kvrelay.kvtransfer.mover.copy_plan import LARGE_TURN_BYTES
 from kvrelay.kvtransfer.protocol import messages as wire
 from kvrelay.kvtransfer.protocol.messages import Reason, reason_of, refusal
 from kvrelay.plane import connection as plane
@@ -33,7 +34,7 @@ from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
-WINDOW_BYTES = 64 << 20  # announced ahead of one decode worker's reads
+WINDOW_BYTES = 2 * LARGE_TURN_BYTES  # announced ahead of one decode worker's reads
 PAIR_TIMEOUT_S = 60.0
 _LOST_REMEDY = "see whether the decode worker runs, and whether its KV port can be reached from here"
 _CONNECT_TIMEOUT_S = 5.0
@@ -203,7 +204,8 @@ class TargetLink:
     async def _run(self) -> None:
         try:
             await self._handshake()
-            await self._receive()
+            assert self._connection is not None
+            await self._connection.read_all(self._take)
         except TransferError as error:
             self._lost = type(error), error.why
         except AuthenticationFailed as error:
@@ -263,21 +265,20 @@ class TargetLink:
             self.notify(cancel)
         self._early_cancels.clear()
 
-    async def _receive(self) -> None:
-        assert self._connection is not None
-        while True:
-            message = wire.decode_to_source(await self._connection.receive())
-            self._last_heard = time.monotonic()
-            if isinstance(message, wire.Rejected):
-                raise refusal("?", Reason.MALFORMED, message.detail)
-            if isinstance(message, wire.Probed):
-                answer = self._probes.get(message.probe_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message.paths)
-            elif not isinstance(message, wire.HelloReply | wire.Alive):
-                sender = self._senders.get(message.nonce)
-                if sender is not None:
-                    sender.on_message(message)
+    def _take(self, frame: bytes) -> None:
+        """One frame of the target after the handshake. Raises what ends the link."""
+        message = wire.decode_to_source(frame)
+        self._last_heard = time.monotonic()
+        if isinstance(message, wire.Rejected):
+            raise refusal("?", Reason.MALFORMED, message.detail)
+        if isinstance(message, wire.Probed):
+            answer = self._probes.get(message.probe_id)
+            if answer is not None and not answer.done():
+                answer.set_result(message.paths)
+        elif not isinstance(message, wire.HelloReply | wire.Alive):
+            sender = self._senders.get(message.nonce)
+            if sender is not None:
+                sender.on_message(message)
 
     async def _renew(self) -> None:
         """While transfers are open, renew their leases three times in a lease; give up a silent target."""

@@ -16,8 +16,7 @@ import torch
 from bench.gpu.section import Context, LeftOut
 from kvrelay.errors import TransportError
 from kvrelay.kvcache.memory.storage import KvStorage
-from kvrelay.kvtransfer.mover.copy_plan import CopyList, pair
-from kvrelay.kvtransfer.mover.verification import MAX_GPU_UNIT_BYTES
+from kvrelay.kvtransfer.mover.copy_plan import LARGE_TURN_BYTES, CopyList, pair
 from kvrelay.kvtransfer.transports.base import Reader, Transport
 from kvrelay.kvtransfer.transports.cuda_ipc import CUDA_IPC
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
@@ -162,8 +161,8 @@ async def read(context: Context, layout: KvLayout, way: dict[str, str], reader: 
 
 async def in_units(reader: Reader, plan: CopyList) -> float:
     """The read in a transfer's units, as many at once as the reader likes. Seconds."""
-    rows = np.stack(plan.tiles(MAX_GPU_UNIT_BYTES))
-    unit_of = (np.cumsum(rows[2]) - 1) // MAX_GPU_UNIT_BYTES
+    rows = np.stack(plan.tiles(LARGE_TURN_BYTES))
+    unit_of = (np.cumsum(rows[2]) - 1) // LARGE_TURN_BYTES
     units = [CopyList(*rows[:, unit_of == unit]) for unit in np.unique(unit_of)]
     turns = asyncio.Semaphore(reader.max_in_flight)
 

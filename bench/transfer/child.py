@@ -2,7 +2,7 @@
 
     python -m bench.transfer.child KIND source|target '{"blocks": 2048, "pages": "shared", ...}'
 
-"begin" and "end" enclose one visit, so that the CPU between them is the visit's.
+"begin" and "end" enclose a visit, whose CPU is that between them. The event loop is uvloop's, as a Serve replica's.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ import os
 import sys
 import traceback
 from typing import Any, TextIO
+
+import uvloop
 
 from bench.transfer.blocks import End, Pool, Shape, pool_bytes, shapes
 
@@ -79,4 +81,4 @@ async def run(kind: str, role: str, config: dict[str, Any], out: TextIO) -> None
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not be taken for answers
-    asyncio.run(run(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), answers))
+    uvloop.run(run(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), answers))

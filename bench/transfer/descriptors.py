@@ -8,8 +8,7 @@ first": by arithmetic, a pool of [layers, blocks, ...], where a run ends with a 
 
 import numpy as np
 
-from kvrelay.kvtransfer.mover.copy_plan import CopyList, cut, pair
-from kvrelay.kvtransfer.mover.verification import MAX_UNIT_BYTES
+from kvrelay.kvtransfer.mover.copy_plan import TURN_BYTES, CopyList, cut, pair
 from kvrelay.kvtransfer.transports.nixl.reader import pieces_of
 from kvrelay.kvtransfer.transports.tcp.protocol import PIECE_BYTES, cut_into_pieces
 from kvrelay.types import KvLayout
@@ -21,7 +20,7 @@ def reads(sources: np.ndarray, targets: np.ndarray, num_groups: int) -> list[Cop
     both, group, order = pair(LAYOUT, LAYOUT), LAYOUT.num_layers // num_groups, np.argsort(sources)
     begins, lands = both.source.chunks(sources[order]), both.target.chunks(targets[order])
     groups = (range(first, first + group) for first in range(0, LAYOUT.num_layers, group))
-    units = (unit for layers in groups for unit in cut(BLOCKS, layers, both.chunk_bytes, MAX_UNIT_BYTES))
+    units = (unit for layers in groups for unit in cut(BLOCKS, layers, both.chunk_bytes, TURN_BYTES))
     return [both.copies(begins[some], lands[some], layers) for some, layers in units]
 
 
@@ -31,7 +30,7 @@ def main() -> None:
     print(f"{'blocks':>10} {'groups':>6} {'transport':>9} {'layers first':>20} {'blocks first':>20}")
     for (name, blocks), groups in [(one, groups) for one in lists.items() for groups in (4, 1)]:
         copies, long = reads(*blocks, groups), BLOCKS * LAYOUT.block_bytes
-        runs = long // MAX_UNIT_BYTES if name == "contiguous" else regions
+        runs = long // TURN_BYTES if name == "contiguous" else regions
         found = {"shm, IPC": (runs, sum(len(each.num_bytes) for each in copies))}
         pieces = [piece for each in copies for piece in cut_into_pieces(each, size, size)]
         found["tcp"] = max(runs, long // PIECE_BYTES), sum(len(piece.sizes) for piece in pieces)

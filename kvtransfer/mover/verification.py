@@ -8,6 +8,7 @@ same order.
 
 import asyncio
 import dataclasses
+import hashlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.errors import CorruptRead
-from kvrelay.kvtransfer.mover.copy_plan import CopyList, Offsets, cut, pair
+from kvrelay.kvtransfer.mover.copy_plan import TURN_BYTES, CopyList, Offsets, cut, pair
 from kvrelay.kvtransfer.mover.mover import INLINE_BYTES, MoverThread, NativeMove, Receipt, hash_in_place, xxh3_chunks
 from kvrelay.types import ITEM_BYTES, SCALE_BYTES, KvLayout, KvMemory
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 Checksums = NDArray[np.uint64]
 Chosen = NDArray[np.bool_]
-MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
-# Between GPUs a turn costs 0.25 to 0.44 ms beside its copy (8 MiB: 0.02 ms; bench/results/2026-11-26-h200.md).
-MAX_GPU_UNIT_BYTES = 64 << 20
 SAMPLED_SHARE = 0.1  # of the regions that `transfer.checks: sampled` verifies; equal at both ends
 _STAGING_BYTES = 8 << 20  # at least a block
 _LARGEST = {"float16": 65504.0}  # of dtypes with a smaller range than the others
@@ -103,9 +101,10 @@ def chosen_regions(nonce: bytes, num_blocks: int, num_layers: int) -> Chosen:
 
     Drawn from the ticket's nonce, so that no region is the one that is never looked at.
     """
-    random = np.random.Generator(np.random.PCG64(int.from_bytes(nonce, "little")))
-    chosen = random.random((num_blocks, num_layers)) < SAMPLED_SHARE
-    chosen[np.arange(num_blocks), random.integers(0, num_layers, num_blocks)] = True
+    num_regions = num_blocks * num_layers
+    drawn = hashlib.shake_128(nonce).digest(num_regions + 2 * num_blocks)
+    chosen = np.frombuffer(drawn, np.uint8, num_regions).reshape(num_blocks, num_layers) < round(256 * SAMPLED_SHARE)
+    chosen[np.arange(num_blocks), np.frombuffer(drawn, "<u2", offset=num_regions) % num_layers] = True
     return chosen
 
 
@@ -124,6 +123,7 @@ class ReceivePlan:
         self.pairing = pair(source, pool.layout)
         self.staging: KvMemory | None = None
         self.max_chunks = 0  # that the staging buffer holds
+        self.turn_bytes = TURN_BYTES  # about what one read brings; the transport's own, once that is known
         # the source never casts: it would need a staging pool of its own, which every transport exports
         if source.dtype != pool.layout.dtype:
             like_pool = self.pairing.target.layout
@@ -144,8 +144,7 @@ class ReceivePlan:
     def units(self, num_chunks: int, layers: range) -> Iterator[tuple[slice, range]]:
         """Chunks x layers in pieces for one read each."""
         size = self.pairing.chunk_bytes
-        most = MAX_UNIT_BYTES if self.pool.view is not None else MAX_GPU_UNIT_BYTES
-        limit = most if self.staging is None else self.max_chunks * len(layers) * size
+        limit = self.turn_bytes if self.staging is None else self.max_chunks * len(layers) * size
         return cut(num_chunks, layers, size, limit)
 
     def read(self, source_chunks: Offsets, target_chunks: Offsets, layers: range) -> tuple[CopyList, Offsets]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from kvrelay.kvtransfer.mover.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import TURN_BYTES, CopyList
 from kvrelay.types import KvMemory
 
 Opened = TypeVar("Opened")
@@ -73,6 +73,7 @@ class Transport:
     make_exporter: Callable[[KvMemory, bytes, str], Exporter]  # memory, secret, host to listen on
     make_reader: Callable[[KvMemory, bytes, str], Reader]
     why_not: Callable[[KvMemory], str | None]  # why this pool cannot use it, or None
+    turn_bytes: int = TURN_BYTES  # about what one read of a transfer brings before the next one's turn
 
 
 async def open_off_loop(open_it: Callable[[], Opened], close_it: Callable[[Opened], object]) -> Opened:

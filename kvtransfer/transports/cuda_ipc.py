@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import BackendUnavailable, TransportError
-from kvrelay.kvtransfer.mover.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import LARGE_TURN_BYTES, CopyList
 from kvrelay.kvtransfer.transports.base import NAMESPACES, Landed, Transport, host_id
 from kvrelay.types import KvMemory
 
@@ -286,4 +286,4 @@ def _why_not(memory: KvMemory) -> str | None:
     return None
 
 
-CUDA_IPC = Transport("cuda_ipc", CudaIpcExporter, CudaIpcReader, _why_not)
+CUDA_IPC = Transport("cuda_ipc", CudaIpcExporter, CudaIpcReader, _why_not, LARGE_TURN_BYTES)

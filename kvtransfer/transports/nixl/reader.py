@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable, TransportError
-from kvrelay.kvtransfer.mover.copy_plan import CopyList
+from kvrelay.kvtransfer.mover.copy_plan import LARGE_TURN_BYTES, CopyList
 from kvrelay.kvtransfer.transports.base import Landed, Transport
 from kvrelay.kvtransfer.transports.nixl import ucx
 from kvrelay.kvtransfer.transports.nixl.agent import NixlAgent, agent_for, device_index, import_nixl, memory_type
@@ -228,4 +228,4 @@ def _why_not(memory: KvMemory) -> str | None:
     return None
 
 
-NIXL = Transport("nixl", NixlExporter, NixlReader, _why_not)
+NIXL = Transport("nixl", NixlExporter, NixlReader, _why_not, LARGE_TURN_BYTES)

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import LayoutMismatch, TransportError
-from kvrelay.kvtransfer.mover.copy_plan import cut, pair
-from kvrelay.kvtransfer.mover.verification import MAX_UNIT_BYTES, ReceivePlan
+from kvrelay.kvtransfer.mover.copy_plan import TURN_BYTES, cut, pair
+from kvrelay.kvtransfer.mover.verification import ReceivePlan
+from kvrelay.kvtransfer.transports.cuda_ipc import CUDA_IPC
+from kvrelay.kvtransfer.transports.memory import SHM
+from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.types import KvLayout, KvMemory
 from tests.kvtransfer.copies import carry_out, plan_copies, region_offsets
 
@@ -71,7 +74,7 @@ def test_a_4k_prompt_of_a_llama_8b_needs_a_descriptor_for_each_block_and_announc
     both, step, num_copies = pair(layout, layout), 32 // groups, 0
     sources, targets = (end.chunks(blocks) for end, blocks in zip((both.source, both.target), lists, strict=True))
     for first in range(0, 32, step):
-        for some, layers in cut(256, range(first, first + step), both.chunk_bytes, MAX_UNIT_BYTES):
+        for some, layers in cut(256, range(first, first + step), both.chunk_bytes, TURN_BYTES):
             copies = both.copies(sources[some], targets[some], layers)
             num_copies += len(copies.num_bytes)
     assert num_copies == expected
@@ -103,11 +106,12 @@ def test_cutting_covers_everything_once_within_the_limit(num_blocks, layers, lim
     assert np.array_equal(seen, expected)
 
 
-def test_a_gpus_turns_are_larger_than_a_hosts():
+@pytest.mark.parametrize(("transport", "turns"), [(SHM, 64), (CUDA_IPC, 8), (NIXL, 8)])
+def test_where_a_turn_costs_much_it_brings_more(transport, turns):
     layout = KvLayout(32, 320, 16, 8, 128, "bfloat16")  # a 4k prompt of a Llama-8B: 512 MiB
-    for view, turns in ((memoryview(b""), 64), (None, 8)):
-        pool = KvMemory(layout, 0, "cpu" if view is not None else "cuda:0", None, view, None)
-        assert len(list(ReceivePlan(layout, pool).units(256, range(32)))) == turns
+    plan = ReceivePlan(layout, KvMemory(layout, 0, "cpu", None, memoryview(b""), None))
+    plan.turn_bytes = transport.turn_bytes
+    assert len(list(plan.units(256, range(32)))) == turns
 
 
 @given(block_pairs(), LAYERS)

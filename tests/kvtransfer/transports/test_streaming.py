@@ -1,11 +1,11 @@
 """Streaming: announcements go in pieces, in turns, and no further ahead of the reads than the window."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
-from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.memory import LOOPBACK, LoopbackReader
 from tests.kvtransfer.held_reader import has_room, settled
 
@@ -31,8 +31,8 @@ async def slow(kv, monkeypatch):
             return done
 
     monkeypatch.setattr("kvrelay.prefill.source.ANNOUNCE_BYTES", 4 * REGION)
-    table = {"loopback": Transport("loopback", LOOPBACK.make_exporter, Slow, LOOPBACK.why_not)}
-    source = await kv.source(window_bytes=8 * REGION)
+    table = {"loopback": dataclasses.replace(LOOPBACK, make_reader=Slow, turn_bytes=4 * REGION)}
+    source = await kv.source(window_bytes=8 * REGION, transports=table)
     target = await kv.target(transports=table, stall_s=60.0)
     return source, target, reads
 
@@ -68,6 +68,22 @@ async def test_a_source_announces_no_more_than_a_window_ahead_of_the_reads(kv, s
     assert np.array_equal(kv.lib.regions(target.memory)[:, :32], kv.lib.regions(source.memory)[:, :32])
     (link,) = source.links.values()
     assert await has_room(link.window, 8 * REGION)
+
+
+@pytest.mark.parametrize(("turn", "num_reads"), [(1, 32), (4, 8), (16, 2)])
+async def test_a_transports_turn_is_what_is_announced_and_read_at_once(kv, monkeypatch, turn, num_reads):
+    monkeypatch.setattr("kvrelay.prefill.source.ANNOUNCE_BYTES", 4 * REGION)
+    sizes = []
+
+    class Counting(LoopbackReader):
+        def read(self, copies, landed=None):
+            sizes.append(copies.total_bytes)
+            return super().read(copies, landed)
+
+    table = {"loopback": dataclasses.replace(LOOPBACK, make_reader=Counting, turn_bytes=turn * REGION)}
+    source, target = await kv.source(transports=table), await kv.target(transports=table)
+    await kv.send(source, target, "r1", list(range(8)), list(range(8))).commit(b"")  # of 4 layers
+    assert sizes == [turn * REGION] * num_reads
 
 
 async def test_a_short_transfer_takes_its_turn_between_the_pieces_of_a_long_one(kv, slow):
