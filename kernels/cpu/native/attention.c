@@ -333,6 +333,7 @@ void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, c
     j.slot_floats = j.group * (j.padded + 2);
     if (j.shared.units) j.slots = pool_scratch(p, 2, j.shared.members * kv_heads * j.slot_floats * sizeof(float));
     if (pool_threads(p) == 1 || j.max_parts == 1 || items >= 4L * pool_threads(p)) {
+        j.by_sequence = num_tiles >= 2L * pool_threads(p);
         pool_run(p, whole_task, &j, unit_tasks(&j) + items);
         if (j.shared.units) pool_run(p, waiting_task, &j, items);
         return;
