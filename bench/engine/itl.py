@@ -87,7 +87,7 @@ class Load:
 
 def settings_of(setup: str, longest: int, streams: int) -> Settings:
     """`whole`: every prompt fits one step, beside the streams' tokens."""
-    engine: dict[str, Any] = {"kv_memory": "512MiB"}
+    engine: dict[str, Any] = {"kv_memory": "2GiB"}
     if setup == "whole":
         engine["token_budget"] = longest + streams + 1
     return settings_from({"engine": engine})
