@@ -199,6 +199,7 @@ static void unit_task(const attention_job *j, long index)
         most = tiles[i] > most ? tiles[i] : most;
     }
     if (is_unseen(&s, 0, members, begin + most * TILE)) return;
+    s.kv_end = most * TILE; /* how much its heads read, for touch() */
     prepare(&s);
     start_part(&s);
     for (long tile = 0; tile < most; tile++) {
