@@ -42,7 +42,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 ROLES = ("prefill", "decode")
 MOST = 2  # workers of a role
 PHASE_BITS = 20  # of a request's index, above which its phase's number stands
-PHASE_S, POLL_S, SETTLED_S = 120.0, 0.5, 15.0
+PHASE_S, POLL_S, SETTLED_S = 200.0, 0.5, 15.0
 _CURVE = {"overhead_s": 0.0, "weights_s": 0.01, "token_s": 0.002, "pair_s": 0.0, "context_s": 0.0}
 SLOW = {
     "name": "slow", "prefill": _CURVE, "decode": {**_CURVE, "sequence_s": 0.008}, "block_size": 16, "num_blocks": 4096,
