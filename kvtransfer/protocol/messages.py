@@ -35,7 +35,7 @@ from kvrelay.kvtransfer.transports.topology import Topology
 from kvrelay.plane.reports import KvPathLoad, PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
-TRANSFER_PROTOCOL = 4
+TRANSFER_PROTOCOL = 5
 LEASE_S = 10.0  # blocks of a silent peer are freed after this time, on both sides
 NONCE_BYTES = 16
 _MAC_BYTES = hashlib.sha256().digest_size
