@@ -150,7 +150,7 @@ class ReadQueue:
         counters.seconds += self._route.ended(name, num_bytes, began, time.monotonic())
         counters.check_s += arrival.check_s
         self._stats.check_s += arrival.check_s
-        if not grant.is_read:  # what ends gives all back
+        if not grant.is_read:  # else the commit reports the rest
             self._send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
         self.advance(grant)
 

@@ -224,7 +224,7 @@ class SourceTransfer:
 
 
 class KvSource:
-    """Exports one pool and opens transfers out of it. One for each worker. 15 attributes: limits and parts.
+    """Exports one pool and opens transfers out of it. One for each worker. 14 attributes: limits and parts.
 
     The pool is readable once `start` has ended; the first link to a decode worker awaits it.
     """
@@ -251,7 +251,7 @@ class KvSource:
     ) -> None:
         self.memory, self.settings, self.generation_of = memory, settings, generation_of
         self.secret, self.deadline_s = secret, deadline_s
-        self._worker_id, self._epoch, self._fingerprint, self._transports = worker_id, epoch, fingerprint, transports
+        self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
         self._starting = asyncio.Lock()
         self._open: set[SourceTransfer] = set()
         self._stats = TransferStats()
@@ -301,7 +301,7 @@ class KvSource:
 
     def announce_bytes(self, reply: wire.HelloReply | None) -> int:
         """About what one announcement to this target covers: a turn of its transport at least."""
-        transport = None if reply is None else self._transports.get(reply.transport)
+        transport = None if reply is None else self.exports.transports.get(reply.transport)
         return ANNOUNCE_BYTES if transport is None else max(ANNOUNCE_BYTES, transport.turn_bytes)
 
     def stats(self) -> TransferStats:

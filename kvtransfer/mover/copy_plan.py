@@ -182,7 +182,6 @@ class Pairing:
 
 
 @functools.lru_cache(maxsize=1024)
-@functools.lru_cache(maxsize=256)
 def pair(source: KvLayout, target: KvLayout) -> Pairing:
     """How blocks of `source` lie in `target`, in the source's dtype, which is what travels.
 

@@ -56,14 +56,14 @@ class PoolExports:
     """The transports over which other processes read this memory, between start() and aclose()."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str, transports: Mapping[str, Transport]) -> None:
-        self._memory, self._secret, self._host, self._transports = memory, secret, host, transports
+        self._memory, self._secret, self._host, self.transports = memory, secret, host, transports
         self.exporters: dict[str, Exporter] = {}  # started, best first
         self._num_busy = 0  # transfers and probes under way
 
     async def start(self, setting: str) -> None:
         """Make the memory readable. Raises BackendUnavailable when a forced transport cannot be used, or none can."""
-        for name in offered(setting, self._memory, self._transports):
-            exporter = self._transports[name].make_exporter(self._memory, self._secret, self._host)
+        for name in offered(setting, self._memory, self.transports):
+            exporter = self.transports[name].make_exporter(self._memory, self._secret, self._host)
             try:
                 await exporter.start()
             except BackendUnavailable as error:
