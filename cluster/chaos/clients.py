@@ -131,11 +131,12 @@ class ChaosClients:
             async with self._session.post(self._url, data=_in_two(payload), headers=head) as answer:
                 if answer.status != 200:
                     stream.error = f"http {answer.status}: {(await answer.text())[:200]}"
-                elif stream.is_streamed:
+                    return
+                stream.ingress = answer.headers["x-request-id"].partition("-")[2][:4]  # as serve/api/endpoint.py
+                if stream.is_streamed:
                     await self._read(answer.content.iter_any(), stream)
                 else:
-                    reply = await answer.json()
-                    stream.take(reply["choices"][0]["token_ids"], self._clock())
+                    stream.take((await answer.json())["choices"][0]["token_ids"], self._clock())
         except TimeoutError:
             stream.error = f"no end within {REQUEST_S:.0f} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -152,7 +153,6 @@ class ChaosClients:
                 if "error" in chunk:
                     stream.error = f"error event: {chunk['error'].get('message', '')}"[:200]
                     return
-                stream.ingress = chunk["id"].partition("-")[2][:4]  # as serve/api/endpoint.py makes ids
                 for choice in chunk["choices"]:
                     if tokens := choice.get("token_ids"):
                         stream.take(tokens, self._clock())

@@ -21,7 +21,7 @@ class ClientStream:
     wanted: Sequence[int]  # the unharmed cluster's tokens
     sent_s: float
     is_streamed: bool = True
-    ingress: str = ""  # that streams the answer; "" before its first event
+    ingress: str = ""  # that answers; "" before the head of its answer
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     end_s: float | None = None

@@ -90,8 +90,8 @@ class SimulatedRequestDriver:
         self._ingress.links.send(_unless_over, attempt, worker, call)
 
     def _not_placed(self, refusal: RoutingRefusal) -> None:
-        is_leaving = any(worker.is_draining for worker in self._ingress.links.members.values())
-        error = self._retries.error_of(refusal, is_leaving=is_leaving)
+        is_awaited = any(worker.is_draining for worker in self._ingress.links.members.values())
+        error = self._retries.error_of(refusal, is_awaited=is_awaited)
         if isinstance(error, AttemptFailed):
             self._retry(error)
         else:

@@ -165,7 +165,7 @@ class RequestDriver:
             self._slo.verdict = decision.verdict
             observer.judged(decision.verdict)
         if isinstance(decision, RoutingRefusal):
-            raise self._retries.error_of(decision, is_leaving=bool(self._links.retired()))
+            raise self._retries.error_of(decision, is_awaited=self._links.are_awaited)
         if self._slo is not None and self._slo.priority is not None:  # of the class under which it was admitted
             request = msgspec.structs.replace(request, priority=self._slo.priority)
         submission = self._links.open(request.request_id)

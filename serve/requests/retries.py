@@ -21,8 +21,8 @@ RESERVE_TIMEOUT_S = 10.0
 """Longest wait for one decode worker's blocks; then another is tried, or the client gets 429."""
 MAX_REFUSALS = 4
 LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room, or of a request without a worker
-LEAVING = "leaving"  # AttemptFailed.code: a worker leaves, and its successor is not connected yet
-MAX_WAITS = 8  # for a successor: 9 s in all
+AWAITED = "awaited"  # AttemptFailed.code: a worker has left or died, and its successor is not connected yet
+MAX_WAITS = 13  # for a successor: 19 s in all
 
 
 class AttemptFailed(Exception):
@@ -60,8 +60,7 @@ class Retries:
     ) -> Decision | RoutingRefusal | Deferred:
         """The router's answer to a query that takes the failures into account."""
         force = query.force or ("local" if self.num_transfer_faults > 1 else None)
-        if force != query.force or self.excluded != query.excluded:
-            query = replace(query, excluded=self.excluded, force=force)
+        query = replace(query, excluded=self.excluded, force=force)
         if self.last_failure is not None and self.last_failure.code == wire.PREEMPTED and query.force is None:
             choice = place(replace(query, force="remote"))
             if not isinstance(choice, RoutingRefusal):
@@ -71,16 +70,16 @@ class Retries:
             return place(replace(query, excluded=frozenset()))  # better a worker that failed once than none
         return choice
 
-    def error_of(self, refusal: RoutingRefusal, *, is_leaving: bool) -> KvrelayError | AttemptFailed:
+    def error_of(self, refusal: RoutingRefusal, *, is_awaited: bool) -> KvrelayError | AttemptFailed:
         """The client's error when the router refuses; AttemptFailed where a stream that has begun waits on, or a
-        request waits for the successor of a worker that leaves. is_leaving: there are workers that leave.
+        request for the successor of a worker that leaves or died. is_awaited: there is such a worker.
         """
         lacks_worker = refusal.reason in ("no_prefill_worker", "no_decode_worker")
         is_sent_away = self.last_failure is not None and self.last_failure.code in ("draining", wire.DRAINED)
         if self.num_waits < MAX_WAITS and (
-            (lacks_worker and (is_leaving or is_sent_away)) or (refusal.reason == "full" and is_sent_away)
+            (lacks_worker and (is_awaited or is_sent_away)) or (refusal.reason == "full" and is_sent_away)
         ):
-            return AttemptFailed("", LEAVING, refusal.message)
+            return AttemptFailed("", AWAITED, refusal.message)
         if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
         if refusal.reason not in ("incompatible", "too_long", "full", "slo"):
@@ -95,7 +94,7 @@ class Retries:
 
         Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence.
         """
-        if failure.code == LEAVING:
+        if failure.code == AWAITED:
             self.pause_s = min(0.1 * 2**self.num_waits, LONGEST_PAUSE_S)
             self.num_waits += 1
             return False
@@ -119,8 +118,7 @@ class Retries:
         if failure.code == "lost":
             if num_tokens > self.num_tokens:  # it went on since: what failed before then says nothing of today
                 self.num_lost, self.num_refusals, self.excluded = 0, 0, frozenset({failure.worker_id})
-            self.num_lost += 1
-            self.num_tokens = num_tokens
+            self.num_lost, self.num_tokens = self.num_lost + 1, num_tokens
         else:
             self.num_faults += 1
         self.num_transfer_faults += failure.code in ("transfer", "lease", "invalid")

@@ -149,8 +149,8 @@ class WorkerLink:
             await self._connection.read_all(self._take)
         except (PlaneError, msgspec.DecodeError, TimeoutError) as error:
             why = self._dropped or str(error) or type(error).__name__
-            log = logger.debug if isinstance(error, ConnectionLost) else logger.warning
-            log("worker %s: %s", self.worker_id, why)
+            level = logging.DEBUG if isinstance(error, ConnectionLost) else logging.WARNING
+            logger.log(level, "worker %s: %s", self.worker_id, why)
         finally:
             if self._connection is not None:
                 self._connection.abort()
@@ -197,6 +197,11 @@ class Links:
         """Former members that are still connected."""
         return [link for link in self._retired if link.is_up]
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether workers leave, or are listed and not connected: others may soon take their place."""
+        return bool(self.retired()) or not all(link.is_up for link in self._members.values())
+
     def is_member(self, link: WorkerLink) -> bool:
         return self._members.get(link.worker_id) is link
 
@@ -232,9 +237,8 @@ class Links:
     def send_to_all(self, message: wire.ToWorker) -> None:
         """Send to every connected worker."""
         for link in [*self._members.values(), *self._retired]:
-            if link.is_up:
-                with contextlib.suppress(ConnectionLost):
-                    link.send(message)
+            with contextlib.suppress(ConnectionLost):
+                link.send(message)
 
     # ---- sequences
 
@@ -346,7 +350,5 @@ class Submission:
             return
         del self._links.submissions[self.id]
         for link in self._holders.values():
-            try:
+            with contextlib.suppress(ConnectionLost):
                 link.send(wire.Abort(request_id=self.id, reason=reason))
-            except ConnectionLost:
-                logger.debug("request %s: worker %s is gone, nothing to abort", self.id, link.worker_id)

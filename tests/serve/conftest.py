@@ -109,6 +109,12 @@ ClusterFactory = Callable[..., Any]
 
 
 @pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait 0.3 s for the successor of a worker, not 19."""
+    monkeypatch.setattr("kvrelay.serve.requests.retries.MAX_WAITS", 2)
+
+
+@pytest.fixture
 async def make_cluster() -> AsyncIterator[ClusterFactory]:
     """Make a running cluster: `await make_cluster(prefill=1, decode=1, script=..., serve={...}, router={...})`.
 

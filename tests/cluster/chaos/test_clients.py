@@ -26,12 +26,13 @@ class Server:
         self.bodies.append(body := await request.json())
         if self.status != 200:
             return web.json_response({"error": {"message": "full"}}, status=self.status)
+        head = {"x-request-id": "cmpl-abcd12"}
         if not body["stream"]:
-            return web.json_response({"id": "cmpl-abcd12", "choices": [{"token_ids": self.tokens}]})
-        response = web.StreamResponse()
+            return web.json_response({"choices": [{"token_ids": self.tokens}]}, headers=head)
+        response = web.StreamResponse(headers=head)
         await response.prepare(request)
         for token in self.tokens:
-            event = {"id": "cmpl-abcd12", "choices": [{"token_ids": [token]}]}
+            event = {"choices": [{"token_ids": [token]}]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await response.write(self.end)
         return response
@@ -86,6 +87,15 @@ async def test_a_stream_without_its_end_is_broken(end, what):
         await clients.send(REQUEST)
     (problem,) = history.problems()
     assert not problem.is_wrong and problem.what.startswith(what)
+
+
+@pytest.mark.parametrize("tokens", [RIGHT[:2], []])
+async def test_an_answer_is_cut_by_the_kill_of_the_ingress_that_its_head_names(tokens):
+    async with served() as (server, clients, history):
+        server.end, server.tokens = b"", tokens
+        await clients.send(REQUEST)
+    now_s = time.monotonic()
+    assert history.problems([(now_s - 0.1, now_s)]) == []
 
 
 async def test_a_refusal_is_broken():

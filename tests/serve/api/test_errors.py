@@ -369,6 +369,7 @@ async def test_no_workers_is_503_with_retry_after(make_cluster, stream):
     assert int(response.headers["retry-after"]) >= 1
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_worker_lost_in_mid_stream_is_an_error_event_and_the_end(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].pause_at = 3
@@ -383,6 +384,7 @@ async def test_a_worker_lost_in_mid_stream_is_an_error_event_and_the_end(make_cl
     await cluster.prefill[0].until(lambda w: not w.holding)
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_worker_lost_before_the_first_token_is_an_http_error(make_cluster):
     cluster = await make_cluster(prefill=0)
     cluster.decode[0].pause_at = 0

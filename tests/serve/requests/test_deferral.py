@@ -118,6 +118,7 @@ async def test_the_time_limit_ends_the_wait(crowded):
     await cluster.all_released()
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_with_the_last_worker_the_hope_goes(crowded):
     cluster, first = await crowded()
     second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))

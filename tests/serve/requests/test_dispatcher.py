@@ -10,7 +10,7 @@ from kvrelay.cluster.deployments.ingress import until_ready
 from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport
-from kvrelay.serve.requests.retries import AttemptFailed, Retries
+from kvrelay.serve.requests.retries import AttemptFailed, Retries, Unavailable
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 from tests.fakes import EOS, FINGERPRINT, FakeWorker, alphabet, expected_tokens, scripted, until
@@ -191,6 +191,7 @@ def test_after_new_tokens_a_worker_that_refused_earlier_may_be_chosen():
     assert retries.excluded == {"d0", "d1", "d2"}
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_with_no_worker_left_the_sequence_fails_cleanly(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].pause_at = 3
@@ -448,8 +449,34 @@ async def test_whom_a_leaving_worker_sends_away_waits_for_its_successor(make_clu
     await cluster.all_released()
 
 
-async def test_nobody_waits_longer_than_a_successor_should_take(make_cluster, monkeypatch):
-    monkeypatch.setattr("kvrelay.serve.requests.retries.MAX_WAITS", 2)
+async def test_a_stream_whose_only_worker_died_and_requests_after_it_wait_for_the_successor(make_cluster):
+    cluster = await make_cluster(prefill=0, decode=1)
+    cluster.decode[0].pause_at = 3
+    reading = asyncio.create_task(collect(cluster.dispatcher.generate(sequence())))
+    await cluster.decode[0].paused.wait()
+    await cluster.decode[0].kill()
+    waiting = asyncio.create_task(collect(cluster.dispatcher.generate(sequence(request_id="r2"))))
+    await asyncio.sleep(0.3)
+    assert not reading.done() and not waiting.done()
+    cluster.decode.append(FakeWorker("d1", Role.DECODE))
+    dead = Member("d0", "decode", "127.0.0.1", cluster.decode[0].port)  # listed as long as it may send a heartbeat
+    cluster.dispatcher.workers.set_members([dead, await cluster.decode[1].start()])
+    assert (await reading)[0] == (await waiting)[0] == expected_tokens(alphabet, sequence())
+    await cluster.decode[1].until(lambda worker: not worker.holding)
+
+
+async def test_a_request_without_a_worker_that_may_come_is_refused_at_once(make_cluster, monkeypatch):
+    monkeypatch.setattr("kvrelay.serve.requests.retries.MAX_WAITS", 1 << 30)
+    cluster = await make_cluster(prefill=0, decode=1)
+    cluster.dispatcher.workers.set_members([])
+    await until(lambda: not cluster.dispatcher.workers.all_links())
+    async with asyncio.timeout(20):
+        with pytest.raises(Unavailable):
+            await collect(cluster.dispatcher.generate(sequence()))
+
+
+@pytest.mark.usefixtures("short_waits")
+async def test_nobody_waits_longer_than_a_successor_should_take(make_cluster):
     cluster = await make_cluster(prefill=0, decode=1)
     cluster.decode[0].answers = [fail_with("draining")] * 9
     with pytest.raises(Overloaded):

@@ -226,6 +226,7 @@ async def test_a_streams_tokens_are_charged_as_they_come(make_tenants):
     assert cluster.access.ledger.report() == {"a": (0, len("hello") + len("Hello!") + 1)}
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_request_that_no_worker_takes_costs_no_tokens(make_tenants):
     cluster = await make_tenants({"max_running": 1, "tokens_per_minute": 60})
     for worker in cluster.workers:
