@@ -92,7 +92,7 @@ def _asked_by_a_peer() -> bool:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and ("importlib" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
-    return frame is not None and any(f"/{peer}/" in frame.f_code.co_filename for peer in PEERS)
+    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in PEERS
 
 
 def install() -> None:

@@ -31,6 +31,7 @@ from kvrelay.kvtransfer.protocol.messages import (
     refusal,
 )
 from kvrelay.kvtransfer.transports.base import Reader
+from kvrelay.settings.choices import ChecksMode
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Grant:
     first_chunk: int = 0  # of the sequence, that this pool lacks
     announced: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.bool_))
     chosen: Chosen | None = None  # which are checked; None: all or none
+    is_verified: bool = False  # all are
     link: object | None = None  # the connection that opened it
     reply: Callable[[ToSource], None] | None = None  # sends over that connection
     pending: deque[ReadUnit] = field(default_factory=deque)
@@ -83,14 +85,15 @@ class Grant:
     def __post_init__(self) -> None:
         self.generations = dict(zip(self.ticket.target_blocks, self.ticket.generations, strict=True))
 
-    def begin(self, plan: ReceivePlan, *, is_sampled: bool) -> None:
-        """The ticket is admitted: what must come is known from now on. is_sampled: only some regions are checked."""
+    def begin(self, plan: ReceivePlan, checks: ChecksMode) -> None:
+        """The ticket is admitted: what must come is known from now on, and which regions are checked."""
         self.plan = plan
         num_chunks, self.first_chunk = plan.pairing.wanted(self.ticket.first_block, self.ticket.num_tokens)
         self.chunks = plan.pairing.target.numbers(self.ticket.target_blocks, 0, num_chunks)
         self.announced = np.zeros((num_chunks, len(plan.layers)), dtype=np.bool_)
-        if is_sampled:
+        if checks == "sampled":
             self.chosen = chosen_regions(self.ticket.nonce, num_chunks, len(plan.layers))
+        self.is_verified = checks == "full" or (self.chosen is not None and bool(self.chosen.all()))
 
     @property
     def request_id(self) -> str:

@@ -28,6 +28,7 @@ class ReadQueue:
     Args:
         staging_lock: held by whatever uses the plan's staging buffer.
         send: sends to the source.
+        commit: ends a grant well. Raises TransferRefused.
         abort: drops the connection to the source.
     """
 
@@ -42,11 +43,12 @@ class ReadQueue:
         generation_of: Callable[[int], int],
         stall_s: float,
         send: Callable[[ToSource], None],
+        commit: Callable[[Grant], None],
         abort: Callable[[], None],
     ) -> None:
         self._grants, self._stats, self._route, self._plan = grants, stats, route, plan
         self._staging_lock, self._generation_of, self._stall_s = staging_lock, generation_of, stall_s
-        self._send, self._abort = send, abort
+        self._send, self._commit, self._abort = send, commit, abort
         self._turns: deque[Grant] = deque()  # grants with pending units, each once
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -57,8 +59,14 @@ class ReadQueue:
         self._start_reads()
 
     def advance(self, grant: Grant) -> None:
-        """Once all is read and verified, ask the source whether it held the blocks until now."""
-        if not grant.is_ended and not grant.is_waiting and grant.is_read:
+        """Once all is read, commit where every byte was verified; else ask the source whether it held the blocks until
+        now. Raises TransferRefused.
+        """
+        if grant.is_ended or grant.is_waiting or not grant.is_read:
+            return
+        if grant.is_verified:
+            self._commit(grant)
+        else:
             grant.is_waiting = True
             self._send(ReadDone(nonce=grant.ticket.nonce))
 

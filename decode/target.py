@@ -134,6 +134,7 @@ class SourceLink:
             generation_of=target.generation_of,
             stall_s=target.stall_s,
             send=self.send,
+            commit=self._commit,
             abort=self._connection.abort,
         )
         self.send(
@@ -218,7 +219,7 @@ class SourceLink:
                 self.send(wire.Refusal(nonce=message.nonce, kind=type(error).__name__, why=error.why))
             return
         assert self.plan is not None
-        grant.begin(self.plan, is_sampled=target.settings.checks == "sampled")
+        grant.begin(self.plan, target.settings.checks)
         grant.last_sign = time.monotonic()
 
     def _admit(self, message: wire.Open) -> Grant:
@@ -248,12 +249,14 @@ class SourceLink:
                     grant.commit(payload, seal)
                     self._reads.advance(grant)
                 case wire.Confirmed() if grant.is_waiting and grant.payload is not None:
-                    self._on_confirmed(grant)
+                    self._commit(grant)
         except TransferRefused as error:
             self._target.grants.end(grant, error)
 
-    def _on_confirmed(self, grant: Grant) -> None:
-        """The source held every block until the last read had ended: the sequence may decode from them."""
+    def _commit(self, grant: Grant) -> None:
+        """The sequence may decode from the blocks: every byte was verified, or the source held them until the last read
+        had ended. Raises TransferRefused.
+        """
         assert self.route is not None and grant.payload is not None
         grant.check_generations(self._target.generation_of)
         result = self._target.grants.commit(grant, self.route.next_path)

@@ -1,7 +1,7 @@
 """KvSource: the prefill worker's end of the KV plane. Announces; never writes memory of another process.
 
-Blocks stay this worker's until commit() ended or cancel() was called; the target's last step asks whether they still
-are, so a block that was re-used early is never decoded from.
+Blocks stay this worker's until commit() ended or cancel() was called. One that was re-used early is never decoded from:
+either every byte must have the checksum of when it was ours, or the target asks, once it has read all, whether it is.
 """
 
 import asyncio
@@ -127,7 +127,8 @@ class SourceTransfer:
     def on_message(self, message: wire.ToSource) -> None:
         match message:
             case wire.ReadDone():
-                self._confirm()
+                if self._holds_all():
+                    self._link.notify(wire.Confirmed(nonce=self.ticket.nonce))
             case wire.Refusal(kind=kind, why=why):
                 self._end(_KINDS.get(kind, TransferRefused)(self.request_id, why))
             case wire.Progress(num_bytes=num_bytes):
@@ -140,14 +141,14 @@ class SourceTransfer:
     def on_lost(self, error: TransferError) -> None:
         self._end(error)
 
-    def _confirm(self) -> None:
-        """The target has read everything: say so only if every announced block was ours throughout."""
+    def _holds_all(self) -> bool:
+        """Whether every announced block was ours throughout; else the transfer ends."""
         for block, generation in self._generations.items():
             if self._source.generation_of(block) != generation:
                 why = f"block {block} of the source was re-used"
                 self._end(refusal(self.request_id, Reason.STALE_GENERATION, why), must_notify=True)
-                return
-        self._link.notify(wire.Confirmed(nonce=self.ticket.nonce))
+                return False
+        return True
 
     # ---- inside
 
@@ -164,6 +165,8 @@ class SourceTransfer:
             while True:
                 item = await self._outbox.get()
                 if isinstance(item, bytes):
+                    if not self._holds_all():  # while their checksums were computed
+                        return
                     commit = wire.Commit(nonce=nonce, payload=item, seal=self._transcript.seal(item))
                     await self._link.send(self.request_id, commit)
                     return

@@ -11,9 +11,9 @@ Three clusters, one after the other, on the same two cores, without HTTP:
     whole          the same, with a budget that takes the longest prompt in one step
 
 In each, `--streams` streams decode all the time; for --seconds, fresh prompts come one after the other, lengths in turn
-(the one under way is waited for). A gap is the time between two outputs of a stream, as its client sees them; `quiet`
-gaps are from before the first prompt. TTFT is the arriving prompts'. A machine with other work shows longer tails:
-leave it alone meanwhile.
+(the one under way is waited for), each followed by as long a pause as it took. A gap is the time between two outputs of
+a stream, as its client sees them; `quiet` gaps are those of the pauses, since streams get slower as they get longer.
+TTFT is the arriving prompts'. A machine with other work shows longer tails: leave it alone meanwhile.
 """
 
 import argparse
@@ -35,7 +35,6 @@ SETUPS = ("disaggregated", "chunked", "whole")
 STREAM_PROMPT = 128
 STREAM_TOKENS = 6000
 WARM_UP_TOKENS = 32  # of each stream, before anything is counted
-QUIET_S = 8.0
 ARRIVAL_TOKENS = 4
 
 
@@ -110,13 +109,13 @@ async def measure(setup: str, folder: Path, options: argparse.Namespace) -> Seen
         async with asyncio.TaskGroup() as group:
             streams = [group.create_task(load.stream(event.set)) for event in warm]
             await asyncio.gather(*(event.wait() for event in warm))
-            load.sink = seen.quiet
-            await asyncio.sleep(QUIET_S)
-            load.sink = seen.gaps
             end_s, index = time.perf_counter() + options.seconds, 0
             while time.perf_counter() < end_s or index < len(options.lengths):
                 length = options.lengths[index % len(options.lengths)]
-                seen.ttft[length].append(await load.arrive(length))
+                load.sink = seen.gaps
+                seen.ttft[length].append(ttft_s := await load.arrive(length))
+                load.sink = seen.quiet
+                await asyncio.sleep(ttft_s)
                 index += 1
             load.sink = None
             for stream in streams:

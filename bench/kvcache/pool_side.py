@@ -135,12 +135,7 @@ class Sglang:
     def __init__(self, num_blocks: int, core: str, *, has_events: bool) -> None:
         import torch
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.base_prefix_cache import (
-            DecLockRefParams,
-            EvictParams,
-            InsertParams,
-            MatchPrefixParams,
-        )
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
         from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -153,6 +148,7 @@ class Sglang:
         self._allocator = PagedTokenToKVPoolAllocator(
             num_blocks * BLOCK, BLOCK, torch.float16, "cpu", Memory(), need_sort=False
         )
+        self._row = torch.empty(num_blocks * BLOCK, dtype=torch.int64)  # of the table of requests, for one
         table = ReqToTokenPool(size=1, max_context_len=1, device="cpu", enable_memory_saver=False)
         components = {} if core == "python" else {"tree_components": (ComponentType.FULL,), "tree_core_backend": core}
         params = CacheInitParams(
@@ -164,63 +160,64 @@ class Sglang:
             **components,
         )
         self._cache = RadixCache(params) if core == "python" else UnifiedRadixCache(params)
-        self._is_python, self._torch = core == "python", torch
-        self._key, self._match, self._insert = RadixKey, MatchPrefixParams, InsertParams
-        self._evict, self._unlock = EvictParams, DecLockRefParams
+        self._is_python = core == "python"
+        self._key, self._match, self._insert, self._evict = RadixKey, MatchPrefixParams, InsertParams, EvictParams
 
     def run(self, tokens: list[int], output: list[int], lap: Lap) -> None:
         prompt, whole = array("q", tokens), array("q", tokens + output)
         prompt, whole = prompt[: len(prompt) // BLOCK * BLOCK], whole[: len(whole) // BLOCK * BLOCK]
-        cache, cat = self._cache, self._torch.cat
+        cache, row = self._cache, self._row
         lap("")
-        match = cache.match_prefix(self._match(key=self._key(prompt)))
-        node = match.last_device_node
-        lock = cache.inc_lock_ref(node)
-        held = cache.path_device_indices(node)
+        lock = cache.lock(cache.match_prefix(self._match(key=self._key(prompt))).last_device_node)
+        held = cache.path_device_indices(lock.node)
         lap("match")
-        indices = cat([held, self._fresh(len(tokens), len(held))])
+        row[: len(held)] = held
+        num_slots = self._extend(len(held), len(tokens))
         lap("allocate")
-        own = self._put(prompt, indices, len(held))  # from here on the tokens are not in the tree
-        end = cache.match_prefix(self._match(key=self._key(prompt))).last_device_node
-        lock, node, _ = cache.inc_lock_ref(end), end, self._release(node, lock)
-        indices = cat([cache.path_device_indices(end), indices[own:]])
+        lock = self._checkpoint(prompt, len(held), lock)
         lap("insert")
         for start in range(0, len(output), BLOCK):
-            indices = cat([indices, self._fresh(len(tokens) + start + BLOCK, len(indices))])
+            num_slots = self._extend(num_slots, len(tokens) + start + BLOCK)
         lap("decode")
-        own = self._put(whole, indices, own)
-        if len(indices) > own:
-            self._allocator.free(indices[own:])
-        self._release(node, lock)
+        lock = self._checkpoint(whole, len(prompt), lock, split=prompt)
+        if num_slots > len(whole):
+            self._allocator.free(row[len(whole) : num_slots].clone())
+        cache.unlock(lock)
         lap("free")
         cache.take_events()
         lap("events")
 
-    def _fresh(self, num_tokens: int, num_held: int) -> Any:
-        allocator = self._allocator
-        need = -(-num_tokens // BLOCK) * BLOCK - num_held
+    def _extend(self, num_slots: int, num_tokens: int) -> int:
+        """Slots for so many tokens, in whole blocks; returns their number."""
+        allocator, most = self._allocator, -(-num_tokens // BLOCK) * BLOCK
+        need = most - num_slots
         if need > allocator.available_size():
             self._cache.evict(self._evict(num_tokens=need - allocator.available_size()))
-        fresh = allocator.alloc(need)
+        fresh = allocator.alloc(need) if need else self._row[:0]
         assert fresh is not None
-        return fresh
+        self._row[num_slots:most] = fresh
+        return most
 
-    def _put(self, tokens: "array[int]", indices: Any, first: int) -> int:
-        """Insert these tokens, of which the first are the tree's; returns the number of them that are its own now."""
-        result = self._cache.insert(self._insert(key=self._key(tokens), value=indices[: len(tokens)]))
-        if result.prefix_len > first:
-            self._allocator.free(indices[first : result.prefix_len])
-        return len(tokens)
-
-    def _release(self, node: Any, lock: Any) -> None:
-        cache = self._cache
-        cache.dec_lock_ref(node) if self._is_python else cache.dec_lock_ref(node, _unlock_params(self._unlock, lock))
-
-
-def _unlock_params(kind: Any, lock: Any) -> Any:
-    """What the lock's result says that the unlocking needs."""
-    names = kind.__dataclass_fields__
-    return kind(**{name: getattr(lock, name) for name in names if hasattr(lock, name)})
+    def _checkpoint(self, tokens: "array[int]", first: int, lock: Any, split: "array[int] | None" = None) -> Any:
+        """Insert these tokens, of which the first are the tree's, and hold them with another lock; split: a node is to
+        end there. The Rust core frees slots of tokens that others have inserted meanwhile; the tree in Python does not.
+        """
+        cache, row = self._cache, self._row
+        values = row[: len(tokens)].clone()
+        params = {"prev_prefix_len": first, "inserted_len": first}
+        result = cache.insert(self._insert(key=self._key(tokens), value=values, **params))
+        if split is not None and len(split) < len(tokens):
+            own = len(split)
+            params = {"prev_prefix_len": own, "inserted_len": own, "priority": 1}
+            cache.insert(self._insert(key=self._key(split), value=values[:own], **params))
+        node = result.last_device_node
+        if self._is_python:
+            self._allocator.free_segment(values[first : result.prefix_len], start_pos=first)
+            node = cache.match_prefix(self._match(key=self._key(tokens))).last_device_node
+        path = cache.path_device_indices(node)
+        row[first : len(path)] = path[first:]
+        cache.unlock(lock)
+        return cache.lock(node)
 
 
 def _contender(name: str, num_blocks: int) -> Contender:

@@ -36,11 +36,11 @@ def _words(text: str) -> tuple[str, ...]:
 KVRELAY = (
     sys.executable,
     *_words("-m kvrelay.cluster.commands.cli serve --model {checkpoint} --port {port} --prefill 0 --decode 1"),
-    *_words("--dtype bfloat16 --max-model-len 4096 --served-name model"),
+    *_words("--dtype bfloat16 --max-model-len 8192 --served-name model"),
 )
 NO_DRAFTS = ("--set", "engine.speculation='off'")
 VLLM = _words(
-    "{vllm} serve {checkpoint} --host 127.0.0.1 --port {port} --dtype {dtype} --max-model-len 4096 --max-num-seqs 64"
+    "{vllm} serve {checkpoint} --host 127.0.0.1 --port {port} --dtype {dtype} --max-model-len 8192 --max-num-seqs 64"
     " --served-model-name model"
 )
 LLAMA = _words(

@@ -65,6 +65,7 @@ class _TimedReader:
         clock = self._clock
         clock.first_s = clock.first_s or time.perf_counter()
         done = self._reader.read(*args, **kwargs)
+        clock.last_s = time.perf_counter()  # of a read that is over: its transfer may be, too, before callbacks run
         done.add_done_callback(lambda _: setattr(clock, "last_s", time.perf_counter()))
         return done
 

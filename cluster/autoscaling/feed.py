@@ -19,6 +19,7 @@ from kvrelay.types import Role, sides
 if TYPE_CHECKING:  # `kvrelay plan --help` is to import no numpy
     from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 
+AT = "kvrelay_at_s"  # when an ingress reported, by its own clock
 REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
 CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
@@ -37,10 +38,15 @@ ROLE_BITS = {Role.PREFILL: 1.0, Role.DECODE: 2.0}
 Values = Mapping[str, float]
 
 
-def ingress_report(stats: "ServeStats", alone_shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """One ingress's report: counters of its requests, and for each worker the share of its blocks that no other has."""
+def ingress_report(
+    stats: "ServeStats", alone_shares: Mapping[str, float] = MappingProxyType({}), at_s: float = 0.0
+) -> dict[str, float]:
+    """One ingress's report: counters of its requests, and for each worker the share of its blocks that no other has.
+    at_s: the ingress's time now; 0: observed as it is reported.
+    """
     ended = sum(stats.outcomes.values())
     return {
+        AT: at_s,
         REQUESTS: float(ended + stats.running),
         TAKEN: float(stats.taken),
         PROMPT_TOKENS: float(stats.prompt_tokens),
@@ -112,7 +118,7 @@ class Feed:
         """
         model = model.crowded(len(seen.prefills) + len(seen.decodes)) if model is not None else None
         start_s, self.at_s = self.at_s, seen.at_s
-        grown = self._grown(seen.ingresses)
+        grown = self._grown(seen.ingresses, seen.at_s - start_s if start_s is not None else 0.0)
         if start_s is None or seen.at_s <= start_s:
             return None
         arrivals, taken = grown.get(REQUESTS, 0.0), grown.get(TAKEN, 0.0)
@@ -136,13 +142,18 @@ class Feed:
             is_changing=seen.is_changing,
         )
 
-    def _grown(self, ingresses: Mapping[str, Values]) -> dict[str, float]:
+    def _grown(self, ingresses: Mapping[str, Values], seconds: float) -> dict[str, float]:
+        """Growth of all counters in `seconds`, at the pace of the time between an ingress's two reports: Serve's last
+        one is up to two seconds old, which would make a steady load look like more and less in turn.
+        """
         grown: dict[str, float] = {}
         for replica, values in ingresses.items():
             before = self.counters.get(replica)
             if before is not None:
+                own_s = values.get(AT, 0.0) - before.get(AT, 0.0)
+                pace = seconds / own_s if own_s > 0.0 else 1.0
                 for name, value in values.items():
-                    grown[name] = grown.get(name, 0.0) + max(0.0, value - before.get(name, value))
+                    grown[name] = grown.get(name, 0.0) + pace * max(0.0, value - before.get(name, value))
         self.counters = dict(ingresses)
         return grown
 

@@ -9,10 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
-
-import psutil
 
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.ray_session import free_port
@@ -42,17 +39,6 @@ class ServeProcess:
             if self.process.poll() is not None or time.monotonic() > deadline_s:
                 raise ClusterError(f"kvrelay serve did not start:\n{text[-3000:]}")
             time.sleep(POLL_S)
-
-    def open_ports(self) -> dict[int, str]:
-        """The TCP ports at which its processes listen for other machines, each with its process's title."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        return {
-            socket.laddr.port: " ".join(one.cmdline()).strip()
-            for one in family
-            for socket in one.net_connections("tcp")
-            if socket.status == psutil.CONN_LISTEN
-            and not ip_address(socket.laddr.ip.removeprefix("::ffff:")).is_loopback
-        }
 
     def stop(self) -> None:
         """End it with Ctrl-C; what is left after STOP_S is killed."""

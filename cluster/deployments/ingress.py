@@ -329,7 +329,8 @@ class IngressReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for the planner (cluster/autoscaling/feed.py)."""
-        return ingress_report(self._dispatcher.stats, self._dispatcher.router.alone_shares())
+        parts = self._dispatcher
+        return ingress_report(parts.stats, parts.router.alone_shares(), parts.clock())
 
     async def check_health(self) -> None:
         """Serve replaces the ingress when it no longer follows the registry."""

@@ -14,7 +14,7 @@ that it reserved. Both sides, the logs and the metrics use the same few reasons 
     Renew (every lease/3)      ->                 renews the leases
                                <-   Alive         renews the source's patience
     Commit                     ->                 waits for its reads, verifies
-                               <-   ReadDone
+                               <-   ReadDone      where it has not verified every region
     Confirmed                  ->                 only if the source still holds those very blocks
                                <-   Committed
     Cancel                     ->   (any time)   <- Refusal
@@ -306,7 +306,7 @@ class Refusal(_OfTransfer, frozen=True, tag="refusal"):
 
 
 class ReadDone(_OfTransfer, frozen=True, tag="read-done"):
-    """Every region has been read and verified."""
+    """Every region has been read, and what is checked is verified, which is not all."""
 
 
 class Committed(_OfTransfer, frozen=True, tag="committed"):

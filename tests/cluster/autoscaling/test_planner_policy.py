@@ -77,6 +77,14 @@ def test_an_interval_is_what_the_sums_of_all_ingresses_grew_by():
     assert seen.ttft_kept == pytest.approx(34 / 40) and seen.tpot_kept == 1.0
 
 
+def test_a_steady_load_is_one_however_old_the_reports_are():
+    it, seen = feed.Feed(TARGET), []
+    for at_s, reported_s in ((0.0, 0.0), (5.0, 4.0), (10.0, 10.0), (15.0, 14.0)):  # one request a second
+        report = feed.ingress_report(stats(50 + int(reported_s)), at_s=1000.0 + reported_s)
+        seen.append(it.interval(feed.Observation(at_s, {"i": report}, {}, {}, is_changing=False), None, None))
+    assert [(one.arrivals, one.output_tokens, one.ttft_kept) for one in seen[1:]] == [(5, 50, 1.0)] * 3
+
+
 def test_requests_that_were_turned_away_unread_count_as_load_like_the_others():
     it = feed.Feed(TARGET)
     it.interval(look(0.0, stats(10)), None, None)

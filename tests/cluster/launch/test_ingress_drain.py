@@ -13,6 +13,7 @@ from kvrelay.cluster.chaos.served import running_serve
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
 from kvrelay.settings.engine import ModelSettings
+from tests.ports import open_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -101,7 +102,7 @@ def test_open_streams_end_whole_and_those_that_take_too_long_with_an_error(tmp_p
         pytest.skip(f"the default model cannot be had here: {error}")
     with running_serve(tmp_path, *FLAGS, "--set", f"cluster.drain_timeout_s={DRAIN_S}") as served:
         family = psutil.Process(served.process.pid).children(recursive=True)
-        assert served.open_ports() == {}  # HAProxy's neither
+        assert open_ports(served.process.pid) == {}  # HAProxy's neither
         asyncio.run(scale_and_stop(served))
         assert f"within {DRAIN_S} s (Ctrl-C again to kill)" in served.log.read_text()
         assert psutil.wait_procs(family, timeout=0)[1] == []

@@ -36,6 +36,7 @@ from kvrelay.settings.engine import ModelSettings
 from tests.browser import page
 from tests.cluster.dashboards.prometheus import Prometheus, need, running
 from tests.cluster.telemetry.otlp_receiver import Receiver
+from tests.ports import open_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.alone]
 
@@ -198,7 +199,7 @@ def test_no_process_shows_a_secret_in_its_arguments_or_environment_and_no_log_ha
 
 
 def test_other_machines_reach_no_port(served: Served):
-    assert ServeProcess(served.process, served.url, served.log).open_ports() == {}
+    assert open_ports(served.process.pid) == {}
 
 
 def test_a_chat_answers_and_streams_the_same_text(served: Served):

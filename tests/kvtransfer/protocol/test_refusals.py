@@ -156,13 +156,30 @@ async def test_a_block_that_was_reused_meanwhile_is_not_written_any_more(kv):
     assert landed.tolist() == [True, True, False, False]
 
 
-async def test_a_source_block_that_was_reused_during_the_read_is_never_committed(kv):
-    source, target = await kv.pair()
+@pytest.mark.parametrize("checks", ["full", "sampled", "off"])
+async def test_a_source_block_that_was_reused_before_the_commit_is_never_committed(kv, checks):
+    source, target = await kv.pair(checks=checks)
     transfer = kv.send(source, target, "r1", [1, 2], [3, 4])
     source.generations[2] = 1  # the source let go of it and gave it to another sequence
     assert reason_of(await refusal_of(transfer)) is Reason.STALE_GENERATION
     await target.event("released", "r1")
     assert target.kinds("r1") == ["failed", "released"]
+
+
+@pytest.mark.parametrize("checks", ["full", "off"])
+async def test_a_source_block_that_was_reused_during_the_read_is_committed_only_where_its_bytes_were_verified(
+    kv, checks
+):
+    source, target = await kv.pair(checks=checks)
+    kv.tamper(lambda *_: source.generations.update({2: 1}))  # once it has landed
+    transfer = kv.send(source, target, "r1", [1, 2], [3, 4])
+    if checks == "full":
+        await transfer.commit(b"")
+        assert target.kinds("r1") == ["commit"]
+        assert (kv.lib.regions(target.memory)[:, [3, 4]] == kv.lib.regions(source.memory)[:, [1, 2]]).all()
+    else:
+        assert reason_of(await refusal_of(transfer)) is Reason.STALE_GENERATION
+        await target.event("released", "r1")
 
 
 @pytest.mark.parametrize("field", ["model", "dtype", "block_size", "hash_seed"])
