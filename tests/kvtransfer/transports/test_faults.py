@@ -10,7 +10,7 @@ import pytest
 from kvrelay.decode.read_queue import ReadQueue
 from kvrelay.decode.target import SourceLink
 from kvrelay.errors import LeaseExpired, PeerLost, TransferError, TransferTimeout
-from kvrelay.prefill.source_link import WINDOW_BYTES
+from kvrelay.prefill.source_link import WINDOW_BYTES, TargetLink
 from tests.fakes import until
 from tests.kvtransfer.held_reader import has_room
 
@@ -67,8 +67,9 @@ async def source_until(kv, monkeypatch, target, peer, stage, fault):
 @pytest.mark.parametrize("stage", ["granted", "opening", "announced", "reading", "confirming"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_source_that_fails_costs_a_lease_at_most(kv, monkeypatch, transport, stage, fault):
-    peer = await kv.process("source", transport=transport)
-    target = await kv.target(transport, lease_s=LEASE_S, stall_s=0.5)
+    checks = "off" if stage == "confirming" else "full"
+    peer = await kv.process("source", transport=transport, checks=checks)
+    target = await kv.target(transport, lease_s=LEASE_S, stall_s=0.5, checks=checks)
     await source_until(kv, monkeypatch, target, peer, stage, fault)
     expected = LeaseExpired if stage == "granted" else (FAULTS[fault], TransferTimeout)
     async with asyncio.timeout(BOUND_S[signal.SIGSTOP] if stage == "granted" else BOUND_S[fault]):
@@ -77,13 +78,25 @@ async def test_a_source_that_fails_costs_a_lease_at_most(kv, monkeypatch, transp
     assert isinstance(error, expected), error
     assert (target.stats().open_transfers, target.stats().quarantined_blocks) == (0, 0)
     monkeypatch.undo()
-    again = await kv.process("source", transport=transport, epoch="p2", fill=2)  # the same worker, started anew
+    again = await kv.process("source", transport=transport, epoch="p2", fill=2, checks=checks)  # the same worker, anew
     again.tell("open", request_id="r2", ticket=target.grant("r2", 0, BLOCKS, len(BLOCKS)).hex())
     again.tell("announce", request_id="r2", blocks=BLOCKS, layers=(0, 4))
     again.tell("commit", request_id="r2")
     await target.event("commit", "r2")
     again.tell("digest", blocks=BLOCKS)
     assert (await again.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_source_that_dies_once_all_is_verified_costs_nothing(kv, monkeypatch, transport):
+    peer = await kv.process("source", transport=transport)
+    target = await kv.target(transport, lease_s=LEASE_S)
+    before(monkeypatch, SourceLink, "_commit", lambda: peer.signal(signal.SIGKILL))
+    peer.tell("open", request_id="r1", ticket=target.grant("r1", 0, BLOCKS, len(BLOCKS)).hex())
+    peer.tell("announce", request_id="r1", blocks=BLOCKS, layers=(0, 4))
+    peer.tell("commit", request_id="r1")
+    await target.event("commit", "r1")
+    assert (target.stats().open_transfers, target.stats().quarantined_blocks) == (0, 0)
 
 
 # ---- the target fails, the source is here
@@ -93,8 +106,9 @@ async def test_a_source_that_fails_costs_a_lease_at_most(kv, monkeypatch, transp
 @pytest.mark.parametrize("stage", ["connecting", "opened", "announced", "committing"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_target_that_fails_frees_the_source_within_a_lease(kv, monkeypatch, transport, stage, fault):
-    peer = await kv.process("target", transport=transport)
-    source = await kv.source(transport, lease_s=LEASE_S)
+    checks = "off" if stage == "committing" else "full"
+    peer = await kv.process("target", transport=transport, checks=checks)
+    source = await kv.source(transport, lease_s=LEASE_S, checks=checks)
     peer.tell("grant", request_id="r1", blocks=BLOCKS)
     ticket = bytes.fromhex((await peer.hear("ticket"))["ticket"])
     if stage == "connecting":
@@ -106,14 +120,14 @@ async def test_a_target_that_fails_frees_the_source_within_a_lease(kv, monkeypat
     if stage in ("opened", "announced"):
         peer.signal(fault)
     elif stage == "committing":
-        before(monkeypatch, type(transfer), "_confirm", lambda: peer.signal(fault))
+        before(monkeypatch, TargetLink, "notify", lambda: peer.signal(fault))  # of the confirmation
     async with asyncio.timeout(BOUND_S[fault] + 2.0):
         with pytest.raises(tuple(FAULTS.values())):
             await transfer.commit(b"")
     assert source.stats().open_transfers == 0
     assert all([await has_room(link.window, WINDOW_BYTES) for link in source.links.values()])
     monkeypatch.undo()
-    again = await kv.process("target", transport=transport, epoch="d2")
+    again = await kv.process("target", transport=transport, epoch="d2", checks=checks)
     again.tell("grant", request_id="r2", blocks=BLOCKS)
     transfer = source.open("r2", bytes.fromhex((await again.hear("ticket"))["ticket"]))
     transfer.announce(0, BLOCKS, range(4))
