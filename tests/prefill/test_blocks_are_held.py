@@ -72,11 +72,12 @@ def request(name):
     )
 
 
-@pytest.fixture
-async def held(kv):
+@pytest.fixture(params=["full", "off"])
+async def held(kv, request):
     """(the prefilling side, the held reads' finish functions, event of the first)."""
     table, reads, has_begun = held_transport()
-    prefilling = Prefilling(await kv.source(), await kv.target(transports=table))
+    source = await kv.source(checks=request.param)
+    prefilling = Prefilling(source, await kv.target(transports=table, checks=request.param))
     yield prefilling, reads, has_begun
     await prefilling.role.aclose()
 
@@ -103,26 +104,26 @@ async def test_blocks_are_freed_once_the_decode_worker_has_committed(held):
     assert (manifest.num_tokens, manifest.position, manifest.token_ids) == (48, 0, [11])
 
 
-async def test_a_confirmation_on_its_way_still_holds_the_blocks(held, monkeypatch):
-    """The target asks whether the blocks were held to the end: they still are when its answer comes."""
+async def test_a_commit_that_is_about_to_be_still_holds_the_blocks(held, monkeypatch):
+    """The target may have asked whether the blocks were held to the end: they still are when its answer comes."""
     prefilling, reads, has_begun = held
-    confirmed = []
+    commits = []
 
-    def record(link, message):
-        confirmed.append((link, message))
+    def record(link, grant):
+        commits.append((link, grant))
 
-    monkeypatch.setattr(SourceLink, "_on_confirmed", record)
+    monkeypatch.setattr(SourceLink, "_commit", record)
     await prefilling.begin()
     prefilling.sample()
     await asyncio.wait_for(has_begun.wait(), 20)
     await finish(reads)
     async with asyncio.timeout(60):
-        while not confirmed:
+        while not commits:
             await asyncio.sleep(0)
     await settled(prefilling.role.plane)
     assert prefilling.engine.freed_at == []
     monkeypatch.undo()
-    SourceLink._on_confirmed(*confirmed[0])
+    SourceLink._commit(*commits[0])
     assert await prefilling.until_freed() == [["commit"]]
 
 
