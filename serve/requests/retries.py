@@ -95,8 +95,7 @@ class Retries:
         Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence.
         """
         if failure.code == AWAITED:
-            self.pause_s = min(0.1 * 2**self.num_waits, LONGEST_PAUSE_S)
-            self.num_waits += 1
+            self.pause_s, self.num_waits = min(0.1 * 2**self.num_waits, LONGEST_PAUSE_S), self.num_waits + 1
             return False
         self.last_failure = failure
         if failure.code in (wire.PREEMPTED, wire.DRAINED):  # no fault: that worker may be chosen again
@@ -117,7 +116,8 @@ class Retries:
             return False
         if failure.code == "lost":
             if num_tokens > self.num_tokens:  # it went on since: what failed before then says nothing of today
-                self.num_lost, self.num_refusals, self.excluded = 0, 0, frozenset({failure.worker_id})
+                self.num_lost = self.num_refusals = self.num_waits = 0
+                self.excluded = frozenset({failure.worker_id})
             self.num_lost, self.num_tokens = self.num_lost + 1, num_tokens
         else:
             self.num_faults += 1

@@ -10,7 +10,7 @@ from kvrelay.cluster.deployments.ingress import until_ready
 from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport
-from kvrelay.serve.requests.retries import AttemptFailed, Retries, Unavailable
+from kvrelay.serve.requests.retries import AWAITED, AttemptFailed, Retries, Unavailable
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 from tests.fakes import EOS, FINGERPRINT, FakeWorker, alphabet, expected_tokens, scripted, until
@@ -183,9 +183,10 @@ def test_after_new_tokens_a_worker_that_refused_earlier_may_be_chosen():
     """It may have had another role then."""
     retries = Retries()
     assert not retries.failed(AttemptFailed("d0", "draining", "takes no decode requests"))
-    assert retries.excluded == {"d0"}
+    assert not retries.failed(AttemptFailed("", AWAITED, "no decode worker is up"))
+    assert retries.excluded == {"d0"} and retries.num_waits == 1
     assert retries.failed(AttemptFailed("d1", "lost", "gone"), 7)
-    assert retries.excluded == {"d1"} and retries.num_refusals == 0
+    assert retries.excluded == {"d1"} and retries.num_refusals == retries.num_waits == 0
     assert not retries.failed(AttemptFailed("d0", "draining", "takes no decode requests"))
     assert retries.failed(AttemptFailed("d2", "lost", "gone"), 7)  # no token since
     assert retries.excluded == {"d0", "d1", "d2"}
