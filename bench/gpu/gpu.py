@@ -181,9 +181,7 @@ class Driver:
     def write(self) -> Path:
         """The report, in the folder asked for and for the next call; returns the former's file."""
         with self._writing:
-            file = self.report.write(self._options.out, NAMES)
-            shutil.copyfile(file, self._scratch / _REPORT)
-        return file
+            return self.report.write(self._options.out, NAMES, self._scratch / _REPORT)
 
     def _order(self, rows_file: Path, limit_s: float) -> str:
         options, limits = self._options, self.report.outcomes.get("limits")

@@ -54,8 +54,10 @@ class Report:
         rows = limits.rows if limits else []
         return next((str(row[key]) for row in rows if row.get("name") == "device"), default)
 
-    def write(self, folder: Path, names: Iterable[str]) -> Path:
-        """<date>-<device>.json and .md in the folder, sections in this order; returns the former."""
+    def write(self, folder: Path, names: Iterable[str], kept: Path | None = None) -> Path:
+        """<date>-<device>.json and .md in the folder, sections in this order; returns the former, which is written to
+        `kept` first. A driver that is killed leaves whole files.
+        """
         outcomes = [self.outcomes[name] for name in names if name in self.outcomes]
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         device = self._fact("text", "unknown")
@@ -66,9 +68,12 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         stem = "-".join(filter(None, (date, slug(device), self._kind)))
         text = json.dumps({**facts, "sections": [asdict(one) for one in outcomes]}, indent=1) + "\n"
-        for name, content in ((f"{stem}.md", markdown(outcomes, facts)), (f"{stem}.json", text)):
-            (folder / "unfinished").write_text(content)
-            (folder / "unfinished").replace(folder / name)  # never half of one
+        files = {} if kept is None else {kept: text}
+        for path, content in (
+            files | {folder / f"{stem}.md": markdown(outcomes, facts), folder / f"{stem}.json": text}
+        ).items():
+            path.with_name("unfinished").write_text(content)
+            path.with_name("unfinished").replace(path)
         if self._stem not in ("", stem):  # begun before the device's name was known
             for suffix in (".md", ".json"):
                 (folder / f"{self._stem}{suffix}").unlink(missing_ok=True)

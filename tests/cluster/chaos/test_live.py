@@ -22,8 +22,11 @@ def report_of(folder, *flags):
     """The report of a run that must end with 0."""
     command = [sys.executable, "-m", "kvrelay.cluster.commands.cli", "chaos", *flags, "--report", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, timeout=560)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    report = json.loads((folder / "report.json").read_text())
+    written = folder / "report.json"
+    report = json.loads(written.read_text()) if written.exists() else {"faults": []}
+    faults = "\n".join(f"{one['at_s']:.1f} s: {one['kind']}, back after {one['whole_s']} s" for one in report["faults"])
+    log = (folder / "serve.log").read_text()[-9000:] if written.exists() else ""
+    assert done.returncode == 0, "\n".join((done.stdout[-6000:], done.stderr[-3000:], faults, log))
     assert report["counts"]["complete"] > 50 and report["problems"] == report["leaks"] == []
     return report
 
