@@ -68,10 +68,8 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         stem = "-".join(filter(None, (date, slug(device), self._kind)))
         text = json.dumps({**facts, "sections": [asdict(one) for one in outcomes]}, indent=1) + "\n"
-        files = {} if kept is None else {kept: text}
-        for path, content in (
-            files | {folder / f"{stem}.md": markdown(outcomes, facts), folder / f"{stem}.json": text}
-        ).items():
+        files = [(folder / f"{stem}.md", markdown(outcomes, facts)), (folder / f"{stem}.json", text)]
+        for path, content in files if kept is None else [(kept, text), *files]:
             path.with_name("unfinished").write_text(content)
             path.with_name("unfinished").replace(path)
         if self._stem not in ("", stem):  # begun before the device's name was known
