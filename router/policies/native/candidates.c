@@ -177,10 +177,10 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double output_tokens = float_at(table, OUTPUT, row), sequences = (double)int_at(table, SEQUENCES, row);
     if (!(output_tokens > 0)) output_tokens = n->expected_output_tokens;
     double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens;
-    double queue_s = r->is_split ? work->queue_s : 0.0;
+    double queue_s = r->is_split ? work->queue_s : 0.0, weight = r->is_split ? n->stall_weight : 2.0 * n->stall_weight;
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
-    return (n->stall_weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed;
+    return (weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed;
 }
 
 static inline double prefill_stall_s(const struct ranking *r, Py_ssize_t row)
