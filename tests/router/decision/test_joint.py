@@ -142,7 +142,9 @@ def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
     assert stall(0.02, 8, queued=3000) > stall(0.02, 8)
     alone = stall(0.02, 8, num_prefills=0)
     assert stall(0.02, 8, queued=3000, num_prefills=0) == alone, "there is no other way to compute it"
-    assert alone - stall(0.02, 8) == pytest.approx(CostModel().stall_weight * 8), "a second of prefill; then few workers compute most"
+    assert alone - stall(0.02, 8) == pytest.approx(CostModel().stall_weight * 8), (
+        "a second of prefill; then few workers compute most"
+    )
     assert stall(0.02, 0) == pytest.approx(CostModel().next_stall_weight * 1.0)  # only who comes meanwhile waits
 
 
