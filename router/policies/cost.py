@@ -148,13 +148,15 @@ class CommonCost:
         A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens.
         Output lengths are assumed exponential; those running at any moment are length-biased. Sequences that miss their
         target because of prompts queued before this one do not count, but where all workers decode they do: else long
-        prompts would go where the queue is long. There stalls weigh twice, so that a few workers compute most prompts.
+        prompts would go where the queue is long. There stalls weigh twice, so that a few workers compute most prompts,
+        unless an SLO says what counts.
         """
         if self.is_near(worker):
             return 0.0
         model, (own_s, queue_s, _, _) = self.model, self._work(worker)
         output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
-        queue_s, weight = (queue_s, model.stall_weight) if self._is_split else (0.0, 2.0 * model.stall_weight)
+        queue_s = queue_s if self._is_split else 0.0
+        weight = model.stall_weight * (1.0 if self._is_split or self.request.slo is not None else 2.0)
         slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)

@@ -31,7 +31,7 @@ enum {
 struct numbers {
     double num_tokens, max_tokens, width, is_local, is_remote, needs_decode;
     double stored_tokens, draw, unreported_share, arrivals_per_s, tenant_excess;
-    double ttft_s, tpot_s;
+    double ttft_s, tpot_s, has_slo;
     double tier_rate, other_node_share, unhidden_share, handoff_s, displaced_share;
     double decode_load_weight, stall_weight, next_stall_weight, max_pressure, missed_s;
     double expected_output_tokens, local_prefill_tokens;
@@ -177,7 +177,7 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double output_tokens = float_at(table, OUTPUT, row), sequences = (double)int_at(table, SEQUENCES, row);
     if (!(output_tokens > 0)) output_tokens = n->expected_output_tokens;
     double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens;
-    double queue_s = r->is_split ? work->queue_s : 0.0, weight = r->is_split ? n->stall_weight : 2.0 * n->stall_weight;
+    double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split || n->has_slo != 0.0 ? 1.0 : 2.0);
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
     return (weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed;

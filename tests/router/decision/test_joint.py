@@ -133,9 +133,9 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
 
 
 def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
-    def stall(recent_step_s, sequences, queued=0, num_prefills=1):
+    def stall(recent_step_s, sequences, queued=0, num_prefills=1, slo=None):
         decodes = side(1, recent_step_s=[recent_step_s], sequences=[sequences], queued_tokens=[queued])
-        return CommonCost(asked(), side(num_prefills), decodes, CostModel()).stall(row_of(decodes, 0))
+        return CommonCost(asked(ask(slo=slo)), side(num_prefills), decodes, CostModel()).stall(row_of(decodes, 0))
 
     assert stall(0.02, 8) < stall(0.06, 8) < stall(0.09, 8)
     assert stall(0.02, 0) < stall(0.02, 8) < stall(0.02, 16)
@@ -145,6 +145,8 @@ def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
     assert alone - stall(0.02, 8) == pytest.approx(CostModel().stall_weight * 8), (
         "a second of prefill; then few workers compute most"
     )
+    default = SloRequirement((SloTarget("default"),))
+    assert stall(0.02, 8, num_prefills=0, slo=default) == stall(0.02, 8), "what is missed says enough"
     assert stall(0.02, 0) == pytest.approx(CostModel().next_stall_weight * 1.0)  # only who comes meanwhile waits
 
 

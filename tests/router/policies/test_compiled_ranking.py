@@ -22,7 +22,7 @@ from tests.router.policies.policy_cases import side
 pytestmark = pytest.mark.pure
 
 LOADS = ("random", "equal", "skewed")
-RANKED = "5aa32cb24f423883"
+RANKED = "1a42276d2b9e530b"
 """The rows of all candidates of 4,000 requests."""
 DECIDED = {
     "joint": ["424c5e46d846efd0", "f6f9313cb5a1129f", "1bdf34d9438b6253"],
