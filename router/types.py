@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kvrelay.types import ITL_SHARE
+
 Path = Literal["disaggregated", "local", "prefill_only"]
 OnMiss = Literal["refuse", "queue"]
 VerdictKind = Literal["admitted", "degraded", "probe", "queued", "refused"]
@@ -47,20 +49,36 @@ class Prediction:
     raw_ttft_s: float = 0.0  # the model's, without the worker's bias
     raw_tpot_s: float = 0.0
     own_sequences: int = 1  # of the batch, those of this request and its companions
+    bound_factor: float = 1.0  # margin: observed TPOT over `tpot_bound_s`
+    excess_s: float = 0.0  # of its own prompt's time, what is beyond twice that of a mean prompt
 
     @property
     def safe_ttft_s(self) -> float:
         """With the margin; 0 if unknown."""
         return (self.ttft_s or 0.0) * self.ttft_factor
 
-    @property
-    def safe_tpot_s(self) -> float:
-        return (self.tpot_s or 0.0) * self.tpot_factor
+    def safe_tpot_s(self, target_s: float) -> float:
+        """With the margin, of a request with this target."""
+        return min((self.tpot_s or 0.0) * self.tpot_factor, tpot_bound_s(self.raw_tpot_s, target_s) * self.bound_factor)
 
     @property
     def idle_ttft_s(self) -> float:
         """With the margin, with an empty queue."""
         return self.safe_ttft_s * max(0.0, 1.0 - self.queue_s / self.raw_ttft_s) if self.raw_ttft_s else 0.0
+
+
+BATCH_RISE = 2.0
+LONG_PROMPT = 2.0
+"""From how many times a mean prompt's uncached tokens on a prompt is long."""
+
+
+def tpot_bound_s(raw_s: float, target_s: float) -> float:
+    """The most seconds per token of a request with this target on a worker whose decode steps take `raw_s`.
+
+    Workers hold steps with prompts to a part of the tightest target there. A batch may rise to `BATCH_RISE` times
+    what was predicted, which costs a target that is not far above the decode step.
+    """
+    return max(BATCH_RISE * raw_s, ITL_SHARE * target_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from kvrelay.engine.scheduling.preempt import MeasuredSpeeds, Preemption
 from kvrelay.engine.scheduling.sequence import Scheduled, Sequence, State
 from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.types import ITL_SHARE
 
-ITL_SHARE = 0.8
-"""The part of the wanted inter-token latency that a step with prompts may take."""
 CALM_SHARE = 0.33
 """The same while the prompts here will meet their TTFT targets easily."""
 CALM, URGENT = 0.3, 0.6

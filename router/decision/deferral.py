@@ -35,7 +35,7 @@ from kvrelay.router.decision.snapshot import MAX_RETRY_S, MIN_RETRY_S
 from kvrelay.router.fleet.account import NUM_BLOCKS
 from kvrelay.router.fleet.ledger import Ledger, LiveWorkers
 from kvrelay.router.policies.base import Floats
-from kvrelay.router.types import Decision, Deferred, RouteRequest, RoutingRefusal
+from kvrelay.router.types import LONG_PROMPT, Decision, Deferred, RouteRequest, RoutingRefusal
 from kvrelay.types import Role
 
 OVERDUE_SHARE = 0.1
@@ -62,8 +62,6 @@ expected is a little too soon then.
 """
 FORGET_S = 60.0
 """Age of the last wait at which all are forgotten: what the workers can do may have changed."""
-LONG_PROMPT = 2.0
-"""Times the mean of prompts in time from which on an overdue prompt is long. Uncached tokens."""
 OVERDUE_WAIT, OVERDUE_TIMES = 1 / 4, 2.0
 """A full cluster is to compute it within this share of `max_queue_s`, or so many times what it takes while idle."""
 _KEEP = 1 - 1 / 64  # of the sums, for each further wait

@@ -209,14 +209,15 @@ class Router:
 
         def predict(index: int) -> Prediction:
             decision = decision_at(index)
-            return forecast.predict(request, decision, *self._workers.accounts_of(decision), now_s)
+            accounts, mean_tokens = self._workers.accounts_of(decision), self._ledger.mean_tokens
+            return forecast.predict(request, decision, *accounts, now_s, mean_tokens=mean_tokens)
 
         def clears_in_s(index: int, prediction: Prediction) -> float | None:
             """Seconds until the decode worker's batch meets the loosest target; None: not soon, or it meets it now."""
             assert request.slo is not None
             decode = pairs[index][1]
             loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
-            if decode is None or loosest is None or prediction.safe_tpot_s <= loosest:
+            if decode is None or loosest is None or prediction.safe_tpot_s(loosest) <= loosest:
                 return None
             return forecast.clears_in(self._workers.accounts[decode], request, loosest, now_s)
 

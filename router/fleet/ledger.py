@@ -27,7 +27,7 @@ OVERDUE_EVERY = 16
 """Requests in time that are placed between two overdue ones while workers are busy."""
 MAX_PENALTY = 16.0
 """Upper bound of an overdue prompt's length, in average prompts, by which its successor's turn is delayed."""
-_SMOOTHING = 0.05  # of the average prompt
+_SMOOTHING = 0.01  # of the average prompt
 
 Pair = tuple[str, str]
 """(prefill worker, decode worker), by id."""
@@ -113,7 +113,7 @@ class Ledger:
         tokens = assignment.compute_tokens
         if not assignment.is_overdue:
             self._num_in_time += 1
-            self.mean_tokens += _SMOOTHING * (tokens - self.mean_tokens)
+            self.mean_tokens += _SMOOTHING * (tokens - self.mean_tokens) if self.mean_tokens else tokens
             return
         length = tokens / self.mean_tokens if self.mean_tokens else 1.0
         self._num_in_time, self._num_required = 0, OVERDUE_EVERY * min(max(length, 1.0), MAX_PENALTY)

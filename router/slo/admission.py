@@ -2,12 +2,15 @@
 anything; and which of the ranked candidates it takes. Rules: docs/design/slo.md. Predictions: forecast.py. Pure.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvrelay.router.types import Prediction, SloRequirement, SloTarget, SloVerdict, VerdictKind
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+YIELD = 10.0
+"""Times that a long prompt's excess counts in a queue as long as the TTFT target; in half of it, a quarter of that."""
 
 
 def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: float | None) -> SloVerdict:
@@ -16,13 +19,14 @@ def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: f
     `clears_in_s`: seconds until the decode worker's batch has shrunk enough for the last target; None: not soon.
     """
     wanted = requirement.targets[0]
-    missed = _missed(wanted, prediction)
+    yields = requirement.on_miss == "refuse"
+    missed = _missed(wanted, prediction, yields=yields)
     for target in requirement.targets:
-        if not _missed(target, prediction):
+        if not _missed(target, prediction, yields=yields):
             kind: VerdictKind = "admitted" if target is wanted else "degraded"
             return SloVerdict(kind, wanted, target, prediction, missed)
-    is_stale = {"ttft": prediction.is_ttft_stale, "tpot": prediction.is_tpot_stale, "others": False}
-    if all(is_stale[what] for what in _missed(requirement.targets[-1], prediction)):
+    is_stale = {"ttft": prediction.is_ttft_stale, "tpot": prediction.is_tpot_stale}
+    if all(is_stale.get(what) for what in _missed(requirement.targets[-1], prediction, yields=yields)):
         return SloVerdict("probe", wanted, None, prediction, missed)
     if requirement.on_miss == "queue":
         return SloVerdict("queued", wanted, None, prediction, missed)
@@ -30,11 +34,16 @@ def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: f
     return SloVerdict("refused", wanted, None, prediction, missed, retry_after_s, is_hopeless)
 
 
-def _missed(target: SloTarget, prediction: Prediction) -> tuple[str, ...]:
+def _missed(target: SloTarget, prediction: Prediction, *, yields: bool) -> tuple[str, ...]:
+    """yields: whether a long prompt leaves what is left of a long queue to shorter ones."""
     missed = []
-    if target.ttft_s is not None and prediction.safe_ttft_s > target.ttft_s:
-        missed.append("ttft")
-    if target.tpot_s is not None and prediction.safe_tpot_s > target.tpot_s:
+    if target.ttft_s is not None:
+        crowding = min(prediction.queue_s / target.ttft_s, 1.0) ** 2 if yields else 0.0
+        if prediction.safe_ttft_s > target.ttft_s:
+            missed.append("ttft")
+        elif prediction.safe_ttft_s + YIELD * prediction.excess_s * crowding > target.ttft_s:
+            missed.append("length")
+    if target.tpot_s is not None and prediction.safe_tpot_s(target.tpot_s) > target.tpot_s:
         missed.append("tpot")
     if prediction.crowded_tpot_s is not None and (target.tpot_s is None or target.tpot_s > prediction.crowded_tpot_s):
         missed.append("others")
@@ -43,11 +52,15 @@ def _missed(target: SloTarget, prediction: Prediction) -> tuple[str, ...]:
 
 def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float | None) -> tuple[float, bool]:
     """(seconds until the prediction would meet the target without further arrivals, whether it never would)."""
-    missed = _missed(target, prediction)
+    missed = _missed(target, prediction, yields=True)
     waits, is_hopeless = [MIN_RETRY_S], False
     if "ttft" in missed and target.ttft_s is not None:
         is_hopeless |= prediction.idle_ttft_s > target.ttft_s
         waits.append(prediction.safe_ttft_s - target.ttft_s)  # a queue shortens by one second per second
+    if "length" in missed and target.ttft_s is not None:
+        half_s = (target.ttft_s - prediction.idle_ttft_s) / 2  # for the queue; the other half for the excess
+        share = math.sqrt(half_s / (YIELD * prediction.excess_s))
+        waits.append(prediction.queue_s - min(half_s, share * target.ttft_s))
     if "tpot" in missed or "others" in missed:
         is_hopeless |= prediction.batch <= prediction.own_sequences and "tpot" in missed
         waits.append(MAX_RETRY_S if clears_in_s is None else clears_in_s)
@@ -81,8 +94,13 @@ def refusal_message(verdict: SloVerdict) -> str:
         reasons.append(
             f"the first token is predicted after {prediction.safe_ttft_s:.3g} s, wanted within {wanted.ttft_s:g} s"
         )
+    if "length" in verdict.missed:
+        reasons.append(
+            f"prompts of {prediction.queue_s:.3g} s are queued, and one as long as this would make several others late"
+        )
     if "tpot" in verdict.missed:
-        reasons.append(f"{prediction.safe_tpot_s:.3g} s are predicted per token, wanted at most {wanted.tpot_s:g} s")
+        predicted_s = prediction.safe_tpot_s(wanted.tpot_s or 0.0)
+        reasons.append(f"{predicted_s:.3g} s are predicted per token, wanted at most {wanted.tpot_s:g} s")
     if "others" in verdict.missed:
         reasons.append(
             f"it would break {prediction.crowded_tpot_s:g} s per token that another request there has as its target"

@@ -13,7 +13,7 @@ from kvrelay.plane.messages import Timings
 from kvrelay.plane.reports import LoadReport, WorkerInfo
 from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.slo.learning import Bias, DurationFit, Errors, LengthDistribution
-from kvrelay.router.types import Decision, Prediction, RouteRequest
+from kvrelay.router.types import LONG_PROMPT, Decision, Prediction, RouteRequest, tpot_bound_s
 
 CONFIDENCE = 0.7
 """Share of requests whose latency is to stay below the `safe_*` predictions; a higher share refuses earlier."""
@@ -116,7 +116,7 @@ class Forecast:
         self._workers: dict[str, _Worker] = {}
         self._open: dict[str, _Open] = {}
         self.lengths = LengthDistribution()
-        self.ttft_errors, self.tpot_errors = Errors(), Errors()
+        self.ttft_errors, self.tpot_errors, self.bound_errors = Errors(), Errors(), Errors()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -152,11 +152,16 @@ class Forecast:
         compute: WorkerAccount,
         decode: WorkerAccount | None,
         now_s: float,
+        *,
+        mean_tokens: float,
     ) -> Prediction:
-        """The latency that `request` would see now. It must not have been assigned yet."""
+        """The latency that `request` would see now. It must not have been assigned yet. mean_tokens: of a prompt, not
+        cached.
+        """
         source = self._workers[compute.info.worker_id]
         costs = source.prefill_costs(now_s)
-        own_s = _dot(costs, _prompt_features(request.num_tokens, decision.cached_tokens_prefill))
+        features = _prompt_features(request.num_tokens, decision.cached_tokens_prefill)
+        own_s = _dot(costs, features)
         queue_s = self._queue_s(source, costs, now_s) + compute.foreign_tokens * costs[1]
         raw_ttft_s = decision.terms["handoff"] + decision.terms["decode_wait"] + queue_s + own_s
         ttft_s = source.ttft_bias.corrected(raw_ttft_s, now_s)
@@ -170,6 +175,7 @@ class Forecast:
             1.0,
             is_ttft_stale=source.is_silent(now_s),
             raw_ttft_s=raw_ttft_s,
+            excess_s=own_s * max(0.0, 1 - LONG_PROMPT * mean_tokens / features[1]) if is_known else 0.0,
         )
         if decode is None:
             return of_ttft
@@ -190,6 +196,7 @@ class Forecast:
             is_tpot_stale=target.is_silent(now_s),
             raw_tpot_s=raw_tpot_s,
             own_sequences=own,
+            bound_factor=self.bound_errors.quantile(CONFIDENCE),
         )
 
     @staticmethod
@@ -236,7 +243,10 @@ class Forecast:
         tightest = min(targets, default=None)
         if tightest is None:
             return None
-        return tightest if worker.tpot_s(without_s, now_s) <= tightest < worker.tpot_s(with_s, now_s) else None
+        before_s, after_s = (
+            min(worker.tpot_s(raw_s, now_s), tpot_bound_s(raw_s, tightest)) for raw_s in (without_s, with_s)
+        )
+        return tightest if before_s <= tightest < after_s else None
 
     def clears_in(self, account: WorkerAccount, request: RouteRequest, tpot_s: float, now_s: float) -> float | None:
         """Seconds until a step of the decode worker takes at most `tpot_s`, without further arrivals; None: not in a
@@ -248,7 +258,8 @@ class Forecast:
         for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0):
             others = self._batch_at(worker, account, request.num_tokens, wait_s, now_s)
             raw_s = _dot(costs, (1.0, others[0] + own, others[1] + own * request.num_tokens))
-            if worker.tpot_s(raw_s, now_s) * factor <= tpot_s:
+            bound_s = tpot_bound_s(raw_s, tpot_s) * self.bound_errors.quantile(CONFIDENCE)
+            if min(worker.tpot_s(raw_s, now_s) * factor, bound_s) <= tpot_s:
                 return wait_s
         return None
 
@@ -296,6 +307,8 @@ class Forecast:
         if num_tokens < MIN_TPOT_TOKENS or item.prediction.tpot_s is None:
             return
         self.tpot_errors.observe(item.prediction.tpot_s, tpot_s)
+        if item.target_tpot_s is not None:
+            self.bound_errors.observe(tpot_bound_s(item.prediction.raw_tpot_s, item.target_tpot_s), tpot_s)
         expected_s = item.decode.tpot_s(item.prediction.raw_tpot_s, now_s)
         seen_s = min(max(tpot_s, expected_s / _MOST_OFF), expected_s * _MOST_OFF)
         item.decode.tpot.observe((1.0, item.prediction.raw_tpot_s), seen_s, _AS_PREDICTED, now_s)

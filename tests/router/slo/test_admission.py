@@ -16,7 +16,7 @@ CHAT, BATCH = SloTarget("chat", 1.0, 0.02), SloTarget("batch", 60.0, 0.1)
 
 
 def seen(tpot_s, *, ttft_s=0.1, **rest):
-    return Prediction(ttft_s, tpot_s, 1.0, 1.0, 0.0, 9.0, **rest)
+    return Prediction(ttft_s, tpot_s, 1.0, 1.0, 0.0, 9.0, raw_tpot_s=tpot_s, **rest)
 
 
 def chosen(predictions, *, candidates=None, ask=None, clears=None, spare=None):

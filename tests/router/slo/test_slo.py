@@ -357,6 +357,71 @@ def test_a_request_of_a_loose_class_does_not_break_the_promise_to_another():
     assert "another request" in loose[-1].message
 
 
+def stalled(cluster, tpot_s, *, slo, times=40):
+    """Outputs of which every second one shared its steps with prompts, and took `tpot_s` per token."""
+    for number in range(times):
+        request = cluster.ask(50, slo=slo)
+        choice = cluster.send(request)
+        if isinstance(choice, Decision):
+            cluster.first_token(request, choice)
+            cluster.router.on_finished(request.request_id, 100, tpot_s if number % 2 else 0.011, cluster.now_s)
+            cluster.router.on_end(request.request_id)
+    return cluster.send(cluster.ask(50, slo=slo))
+
+
+@pytest.fixture
+def seven_of_ten(monkeypatch):
+    monkeypatch.setattr("kvrelay.router.slo.forecast.CONFIDENCE", 0.7)
+
+
+@pytest.mark.usefixtures("seven_of_ten")
+def test_a_worker_that_holds_its_steps_to_the_target_refuses_nobody_for_them():
+    """Steps with prompts take up to 0.8 of the target, others a tenth: a margin over the mean says nothing of that."""
+    choice = stalled(Cluster(), 0.08, slo=wants(tpot_s=0.1))
+    prediction = choice.verdict.prediction
+    assert verdict(choice) == "admitted" and prediction.tpot_s * prediction.tpot_factor > 0.06
+    assert prediction.safe_tpot_s(0.1) <= 0.08
+
+
+@pytest.mark.usefixtures("seven_of_ten")
+def test_a_worker_that_does_not_hold_its_steps_to_the_target_is_not_believed_to():
+    choice = stalled(Cluster(), 0.3, slo=wants(tpot_s=0.1))
+    assert verdict(choice) == "refused" and choice.verdict.missed == ("tpot",)
+
+
+# ---- long prompts
+
+
+def queued(tokens, **asked):
+    """The verdict on a prompt of so many tokens behind prompts of 3 s, where a mean one takes half a second."""
+    cluster = Cluster()
+    for _ in range(200):
+        cluster.serve(cluster.ask(500))
+    cluster.ahead = [cluster.ask(500) for _ in range(6)]
+    cluster.sent = [cluster.send(request) for request in cluster.ahead]
+    return cluster, cluster.send(cluster.ask(tokens, slo=wants(ttft_s=5.0, **asked)))
+
+
+def test_a_long_prompt_leaves_a_long_queue_to_shorter_ones():
+    for tokens, kind in ((500, "admitted"), (1000, "admitted"), (1900, "refused")):
+        _, choice = queued(tokens)
+        assert (verdict(choice), choice.verdict.prediction.safe_ttft_s < 5.0) == (kind, True)
+    assert choice.verdict.missed == ("length",) and "several others late" in choice.message
+    assert verdict(queued(1900, on_miss="queue")[1]) == "admitted"
+    assert verdict(Cluster().send(Cluster().ask(1900, slo=wants(ttft_s=5.0)))) == "admitted"
+
+
+def test_a_long_prompt_is_admitted_once_its_retry_after_has_passed():
+    cluster, refusal = queued(1900)
+    assert 1.0 <= refusal.retry_after_s < 3.0
+    until_s = cluster.now_s + refusal.retry_after_s
+    for request, decision in zip(cluster.ahead, cluster.sent, strict=True):
+        if cluster.now_s + 0.5 <= until_s:
+            cluster.first_token(request, decision)
+    cluster.now_s = until_s
+    assert verdict(cluster.send(cluster.ask(1900, slo=wants(ttft_s=5.0)))) == "admitted"
+
+
 # ---- verdicts
 
 
