@@ -43,7 +43,7 @@ class CostModel:
     decode_load_weight: float = 0.1  # of a step, per sequence on the decode worker
     stall_weight: float = 0.1  # of the prefill's time, per sequence that it stalls
     next_stall_weight: float = 1.0  # of the prefill's time, for the sequences that will arrive during it
-    max_pressure: float = 16.0  # seconds of harm to later requests per second of prefill while all workers compute
+    max_pressure: float = 64.0  # seconds of harm to later requests per second of prefill while all workers compute
     missed_s: float = 8.0  # cost of one missed target
     ttft_s: float = 5.0  # default TTFT target
     tpot_s: float = 0.1  # default TPOT target

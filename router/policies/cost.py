@@ -95,14 +95,26 @@ class CommonCost:
 
         Near saturation a cached prefix *is* capacity: a second of own prefill delays all later requests by one. So it
         counts `max_pressure` times more as soon as all workers that compute prompts have some, and hardly more while a
-        few are idle: by the fourth power of the share that is busy.
+        few are idle: by the sixth power of the share that is busy. But no more than it would cost on a decode worker.
         """
         self.context, self.request, self.model = context, context.request, model
         self.ttft_s, self.tpot_s = targets(self.request, model)
+        self._caution = 1.0 if self.request.slo is not None else 2.0  # how often harm to running sequences counts
         self._is_split = bool(np.count_nonzero(prefills.decodes == 0))  # whether some compute prompts and do not decode
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
-        self._pressure = model.max_pressure * (busy * busy * (busy * busy))
+        self._pressure = (
+            min(model.max_pressure, self._local_price(decodes)) * (busy * busy * busy) * (busy * busy * busy)
+        )
+
+    def _local_price(self, decodes: WorkerTable) -> float:
+        """What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the
+        fewest sequences.
+        """
+        if not self._is_split or self.request.force == "remote" or not len(decodes):
+            return math.inf
+        worker = row_of(decodes, int(np.argmin(decodes.sequences)))
+        return self._caution * self.stall(worker) / self._prompt_s(worker)[0]
 
     def uncached_tokens(self, worker: WorkerRow) -> int:
         """Tokens of the prompt that a worker has to compute."""
@@ -124,10 +136,14 @@ class CommonCost:
 
     def _work(self, worker: WorkerRow) -> tuple[float, float, float, float]:
         """Own prefill, the queue ahead, harm to requests behind, loading."""
-        speed = worker.prefill_tokens_per_s
-        source = prefix_source(self.context, worker, self.model)
-        own_s = (self.request.num_tokens - source.cached - source.loaded) / speed
-        return own_s, worker.queued_tokens / speed, own_s * self._pressure, source.load_s
+        own_s, queue_s, load_s = self._prompt_s(worker)
+        return own_s, queue_s, own_s * self._pressure, load_s
+
+    def _prompt_s(self, worker: WorkerRow) -> tuple[float, float, float]:
+        """Own prefill, the queue ahead, loading."""
+        speed, source = worker.prefill_tokens_per_s, prefix_source(self.context, worker, self.model)
+        own_tokens = self.request.num_tokens - source.cached - source.loaded
+        return own_tokens / speed, worker.queued_tokens / speed, source.load_s
 
     def decode(self, worker: WorkerRow) -> tuple[float, float, float]:
         """Load of the running sequences, share of the free memory, wait for free blocks."""
@@ -149,14 +165,14 @@ class CommonCost:
         Output lengths are assumed exponential; those running at any moment are length-biased. Sequences that miss their
         target because of prompts queued before this one do not count, but where all workers decode they do: else long
         prompts would go where the queue is long. There stalls weigh twice, so that a few workers compute most prompts,
-        unless an SLO says what counts.
+        unless an SLO says what sequences need.
         """
         if self.is_near(worker):
             return 0.0
-        model, (own_s, queue_s, _, _) = self.model, self._work(worker)
+        model, (own_s, queue_s, _) = self.model, self._prompt_s(worker)
         output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
         queue_s = queue_s if self._is_split else 0.0
-        weight = model.stall_weight * (1.0 if self._is_split or self.request.slo is not None else 2.0)
+        weight = model.stall_weight * (1.0 if self._is_split else self._caution)
         slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)

@@ -170,6 +170,12 @@ static inline int is_near(const struct ranking *r, const struct work *work)
     return work->uncached <= (int64_t)r->n.local_prefill_tokens;
 }
 
+/* How often harm to running sequences counts: twice unless an SLO says what they need. */
+static inline double caution(const struct numbers *n)
+{
+    return n->has_slo != 0.0 ? 1.0 : 2.0;
+}
+
 static inline double stall_s(const struct ranking *r, const struct table *table, Py_ssize_t row, const struct work *work)
 {
     if (is_near(r, work)) return 0.0;
@@ -177,10 +183,22 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double output_tokens = float_at(table, OUTPUT, row), sequences = (double)int_at(table, SEQUENCES, row);
     if (!(output_tokens > 0)) output_tokens = n->expected_output_tokens;
     double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens;
-    double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split || n->has_slo != 0.0 ? 1.0 : 2.0);
+    double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
     return (weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed;
+}
+
+/* What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the fewest sequences. */
+static double local_price(const struct ranking *r)
+{
+    const struct table *decodes = &r->decodes;
+    Py_ssize_t fewest = 0;
+    if (!r->is_split || r->n.is_remote != 0.0 || decodes->count == 0) return INFINITY;
+    for (Py_ssize_t i = 1; i < decodes->count; i++)
+        if (int_at(decodes, SEQUENCES, i) < int_at(decodes, SEQUENCES, fewest)) fewest = i;
+    const struct work *work = &r->work[r->prefills.count + fewest];
+    return caution(&r->n) * stall_s(r, decodes, fewest, work) / work->compute_s;
 }
 
 static inline double prefill_stall_s(const struct ranking *r, Py_ssize_t row)
@@ -316,8 +334,8 @@ static int prepare(struct ranking *r)
     int64_t num_busy = 0;
     for (Py_ssize_t i = 0; i < computing->count; i++) num_busy += int_at(computing, QUEUED_REQUESTS, i) != 0;
     double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
-    r->pressure = r->n.max_pressure * (busy * busy * (busy * busy));
     for (Py_ssize_t i = 0; i < num_prefills && !r->is_split; i++) r->is_split = int_at(&r->prefills, DECODES, i) == 0;
+    r->pressure = least(r->n.max_pressure, local_price(r)) * (busy * busy * busy) * (busy * busy * busy);
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)
             if (r->work[i].uncached < r->work[fewest].uncached) fewest = i;

@@ -150,6 +150,22 @@ def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
     assert stall(0.02, 0) == pytest.approx(CostModel().next_stall_weight * 1.0)  # only who comes meanwhile waits
 
 
+def test_a_second_of_prefill_costs_no_more_than_it_would_on_a_decode_worker():
+    def pressure_s(sequences, decodes=0, **fields):
+        """Of a second, while all workers that compute prompts have some."""
+        prefills, both = side(2, queued_requests=[1, 1], decodes=[decodes] * 2), side(2, sequences=sequences)
+        terms = CommonCost(asked(ask(**fields)), prefills, both, CostModel()).terms(
+            row_of(prefills, 0), row_of(both, 0)
+        )
+        return terms[TERM_NAMES.index("prefill_pressure")]
+
+    default = SloRequirement((SloTarget("default"),))
+    assert pressure_s([0, 40], slo=default) == CostModel().next_stall_weight, "the one that is idle could compute it"
+    assert pressure_s([0, 40]) == 2 * CostModel().next_stall_weight, "and nothing says what its sequences will need"
+    assert pressure_s([0, 40]) < pressure_s([20, 40]) < pressure_s([400, 400]) == CostModel().max_pressure
+    assert pressure_s([0, 40], force="remote") == pressure_s([0, 40], decodes=1) == CostModel().max_pressure
+
+
 def test_where_all_workers_do_both_a_prompt_is_sent_only_away_from_a_much_fuller_one():
     """Whichever computes it stalls its sequences, and a second copy of the KV takes room."""
 

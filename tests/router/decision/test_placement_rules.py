@@ -179,16 +179,16 @@ def test_when_every_prefill_worker_queues_a_prefix_is_worth_more_than_its_own_se
     assert choice.terms["prefill_pressure"] > 0
 
 
-@pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode", "decode")])
-def test_own_seconds_count_the_more_the_fewer_workers_that_compute_prompts_are_idle(roles):
+@pytest.mark.parametrize(("roles", "force"), [(("prefill", "decode"), "remote"), (("decode", "decode"), None)])
+def test_own_seconds_count_the_more_the_fewer_workers_that_compute_prompts_are_idle(roles, force):
     """Without prefill workers these are the decode workers."""
     names = [f"w{number}" for number in range(4)]
     router = cluster(**{roles[0]: names}) if roles[0] == roles[1] else cluster(names, ["d1"])
     for number, name in enumerate(["", *names]):
         if name:
             load(router, name, waiting=1, queued_tokens=100)
-        terms = decided(router.select_and_reserve(ask("r"), 0.0)).terms
-        assert terms["prefill_pressure"] == pytest.approx(16 * terms["prefill_compute"] * (number / 4) ** 4)
+        terms = decided(router.select_and_reserve(ask("r", force=force), 0.0)).terms
+        assert terms["prefill_pressure"] == pytest.approx(64 * terms["prefill_compute"] * (number / 4) ** 6)
         router.on_end("r")
 
 
