@@ -103,9 +103,8 @@ class CommonCost:
         self._is_split = bool(np.count_nonzero(prefills.decodes == 0))  # whether some compute prompts and do not decode
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
-        self._pressure = (
-            min(model.max_pressure, self._local_price(decodes)) * (busy * busy * busy) * (busy * busy * busy)
-        )
+        price = min(model.max_pressure, self._local_price(decodes))
+        self._pressure = price * (busy * busy * busy) * (busy * busy * busy)
 
     def _local_price(self, decodes: WorkerTable) -> float:
         """What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the
