@@ -231,7 +231,7 @@ def test_a_cache_that_cannot_be_written_is_reported(folder: Path, tmp_path: Path
 
 
 _RACER = """
-import shutil, sys, time
+import os, shutil, sys, time
 from pathlib import Path
 from kvrelay.engine.checkpoints.checkpoint import cached
 
@@ -243,6 +243,9 @@ def build(work, target, report):
     time.sleep(0.5)
     shutil.copytree(source, target, dirs_exist_ok=True)
 
+Path(f"{log}-{os.getpid()}").touch()
+while len(list(Path(log).parent.glob("log-*"))) < 3:
+    time.sleep(0.01)  # until all have imported: whatever the machine's load, they race
 cached("x", "key", build, lambda what, share: print(what))
 """
 
