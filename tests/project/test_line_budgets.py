@@ -13,7 +13,8 @@ life in the pool, and Ray Serve's rule beside the planner; for cluster: several 
 process, and parts of a local Ray that start beside each other. For router, cluster and bench: the planner of workers
 that do both, how long starts took, and static and reactive counts of such workers. For bench: servers that take turns.
 For router: which overdue requests a full cluster refuses, and roles that wait for what the other is about to spare.
-For router, cluster and bench: past days of the load from a file. For router: overloads that last.
+For router, cluster and bench: past days of the load from a file. For router: overloads that last. For router: SLO
+admission that knows what workers hold their steps to, and long prompts that yield.
 """
 
 from pathlib import Path
@@ -24,14 +25,14 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
-    "kvrelay": 5_610,
+    "kvrelay": 5_615,
     "kernels": 6_660,
     "kvcache": 6_655,
     "engine": 11_864,
     "kvtransfer": 5_900,
     "prefill": 1_050,
     "decode": 1_300,
-    "router": 6_605,
+    "router": 6_670,
     "serve": 10_000,
     "cluster": 21_720,
     "bench": 13_060,
