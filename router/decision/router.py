@@ -219,7 +219,7 @@ class Router:
             loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
             if decode is None or loosest is None or prediction.safe_tpot_s(loosest) <= loosest:
                 return None
-            return forecast.clears_in(self._workers.accounts[decode], request, loosest, now_s)
+            return forecast.clears_in(self._workers.accounts[decode], request, prediction, loosest, now_s)
 
         if request.slo is None:
             return replace(decision_at(0), forecast=predict(0))

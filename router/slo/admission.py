@@ -19,14 +19,17 @@ def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: f
     `clears_in_s`: seconds until the decode worker's batch has shrunk enough for the last target; None: not soon.
     """
     wanted = requirement.targets[0]
-    yields = requirement.on_miss == "refuse"
-    missed = _missed(wanted, prediction, yields=yields)
+    if requirement.on_miss == "queue":
+        prediction = replace(
+            prediction, excess_s=0.0
+        )  # long prompts leave their place to others where misses are refused
+    missed = _missed(wanted, prediction)
     for target in requirement.targets:
-        if not _missed(target, prediction, yields=yields):
+        if not _missed(target, prediction):
             kind: VerdictKind = "admitted" if target is wanted else "degraded"
             return SloVerdict(kind, wanted, target, prediction, missed)
     is_stale = {"ttft": prediction.is_ttft_stale, "tpot": prediction.is_tpot_stale}
-    if all(is_stale.get(what) for what in _missed(requirement.targets[-1], prediction, yields=yields)):
+    if all(is_stale.get(what) for what in _missed(requirement.targets[-1], prediction)):
         return SloVerdict("probe", wanted, None, prediction, missed)
     if requirement.on_miss == "queue":
         return SloVerdict("queued", wanted, None, prediction, missed)
@@ -34,11 +37,10 @@ def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: f
     return SloVerdict("refused", wanted, None, prediction, missed, retry_after_s, is_hopeless)
 
 
-def _missed(target: SloTarget, prediction: Prediction, *, yields: bool) -> tuple[str, ...]:
-    """yields: whether a long prompt leaves what is left of a long queue to shorter ones."""
+def _missed(target: SloTarget, prediction: Prediction) -> tuple[str, ...]:
     missed = []
     if target.ttft_s is not None:
-        crowding = min(prediction.queue_s / target.ttft_s, 1.0) ** 2 if yields else 0.0
+        crowding = min(prediction.queue_s / target.ttft_s, 1.0) ** 2
         if prediction.safe_ttft_s > target.ttft_s:
             missed.append("ttft")
         elif prediction.safe_ttft_s + YIELD * prediction.excess_s * crowding > target.ttft_s:
@@ -52,7 +54,7 @@ def _missed(target: SloTarget, prediction: Prediction, *, yields: bool) -> tuple
 
 def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float | None) -> tuple[float, bool]:
     """(seconds until the prediction would meet the target without further arrivals, whether it never would)."""
-    missed = _missed(target, prediction, yields=True)
+    missed = _missed(target, prediction)
     waits, is_hopeless = [MIN_RETRY_S], False
     if "ttft" in missed and target.ttft_s is not None:
         is_hopeless |= prediction.idle_ttft_s > target.ttft_s

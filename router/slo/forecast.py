@@ -243,23 +243,22 @@ class Forecast:
         tightest = min(targets, default=None)
         if tightest is None:
             return None
-        before_s, after_s = (
-            min(worker.tpot_s(raw_s, now_s), tpot_bound_s(raw_s, tightest)) for raw_s in (without_s, with_s)
-        )
-        return tightest if before_s <= tightest < after_s else None
+        return tightest if worker.tpot_s(without_s, now_s) <= tightest < worker.tpot_s(with_s, now_s) else None
 
-    def clears_in(self, account: WorkerAccount, request: RouteRequest, tpot_s: float, now_s: float) -> float | None:
-        """Seconds until a step of the decode worker takes at most `tpot_s`, without further arrivals; None: not in a
-        minute.
+    def clears_in(
+        self, account: WorkerAccount, request: RouteRequest, prediction: Prediction, tpot_s: float, now_s: float
+    ) -> float | None:
+        """Seconds until `tpot_s` would be met on the decode worker, without further arrivals; None: not in a minute.
+        prediction: for now, as made by `predict`.
         """
         worker = self._workers[account.info.worker_id]
         costs = worker.step_costs(now_s)
-        factor, own = self.tpot_errors.quantile(CONFIDENCE), request.width + request.companions
+        own = prediction.own_sequences
         for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0):
             others = self._batch_at(worker, account, request.num_tokens, wait_s, now_s)
             raw_s = _dot(costs, (1.0, others[0] + own, others[1] + own * request.num_tokens))
-            bound_s = tpot_bound_s(raw_s, tpot_s) * self.bound_errors.quantile(CONFIDENCE)
-            if min(worker.tpot_s(raw_s, now_s) * factor, bound_s) <= tpot_s:
+            later = replace(prediction, tpot_s=worker.tpot_s(raw_s, now_s), raw_tpot_s=raw_s)
+            if later.safe_tpot_s(tpot_s) <= tpot_s:
                 return wait_s
         return None
 

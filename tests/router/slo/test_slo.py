@@ -1,6 +1,7 @@
 """SLO admission: what is predicted, how the prediction learns, and who is let in. Time is a number that we pass."""
 
 import random
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -376,11 +377,13 @@ def seven_of_ten(monkeypatch):
 
 @pytest.mark.usefixtures("seven_of_ten")
 def test_a_worker_that_holds_its_steps_to_the_target_refuses_nobody_for_them():
-    """Steps with prompts take up to 0.8 of the target, others a tenth: a margin over the mean says nothing of that."""
-    choice = stalled(Cluster(), 0.08, slo=wants(tpot_s=0.1))
+    """Steps with prompts take nearly the target, others a tenth: a margin over the mean would be beyond it."""
+    choice = stalled(Cluster(), 0.095, slo=wants(tpot_s=0.1))
     prediction = choice.verdict.prediction
-    assert verdict(choice) == "admitted" and prediction.tpot_s * prediction.tpot_factor > 0.06
-    assert prediction.safe_tpot_s(0.1) <= 0.08
+    assert verdict(choice) == "admitted" and prediction.tpot_s * prediction.tpot_factor > 0.1
+    assert prediction.safe_tpot_s(0.1) == pytest.approx(0.095)
+    unbounded = judge(wants(tpot_s=0.1), replace(prediction, raw_tpot_s=1.0), clears_in_s=None)
+    assert (unbounded.kind, unbounded.missed) == ("refused", ("tpot",)), "the control: its decode steps are no shorter"
 
 
 @pytest.mark.usefixtures("seven_of_ten")
