@@ -20,9 +20,7 @@ def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: f
     """
     wanted = requirement.targets[0]
     if requirement.on_miss == "queue":
-        prediction = replace(
-            prediction, excess_s=0.0
-        )  # long prompts leave their place to others where misses are refused
+        prediction = replace(prediction, excess_s=0.0)  # long prompts yield only where a miss is refused
     missed = _missed(wanted, prediction)
     for target in requirement.targets:
         if not _missed(target, prediction):
