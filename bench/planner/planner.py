@@ -132,6 +132,9 @@ def main() -> None:
     parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
     parser.add_argument("--drain", type=float, default=300.0)
     parser.add_argument("--hold", type=float, default=300.0, help="planner.scale_down_delay_s")
+    parser.add_argument(
+        "--slo", choices=("yes", "no"), default="yes", help="yes: targets are set as slo.*, a miss is refused; all ways"
+    )
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
     parser.add_argument("--ways", default="planner,static", help="also: second, history, reactive, aggregated")
     parser.add_argument("--out", type=Path, required=True)
@@ -151,6 +154,7 @@ def main() -> None:
                 given.most,
                 given.traces,
                 given.hold,
+                given.slo == "yes",
             )
             found = figures_of(Day(setting, runs), given.ways.split(","))
             rows += [row_of(load, seed, way, chosen, one, found) for way, (chosen, one) in found.items()]

@@ -66,6 +66,7 @@ class Setting:
     most: int  # workers of a role
     traces: Path | None
     hold_s: float = 300.0  # planner.scale_down_delay_s
+    is_slo: bool = True  # the targets are the cluster's slo.ttft_s and slo.tpot_s as well
 
     @property
     def kind(self) -> Kind:
@@ -235,6 +236,8 @@ class Day:
     def scenario(self, counts: WorkerCounts, **fields: Any) -> Scenario:
         own, kind = self.setting, self.setting.kind
         settings = {"router": {"max_inflight": 10_000}, "serve": {"request_timeout_s": 600 * own.slow}}
+        if own.is_slo:
+            settings["slo"] = {"ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s}
         settings |= fields.pop("settings", {})
         return scenario_from(
             {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `kvrelay plan --help` is to import no numpy
     from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 
 AT = "kvrelay_at_s"  # when an ingress reported, by its own clock
-REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
+REQUESTS, TAKEN, REFUSED = "kvrelay_requests", "kvrelay_taken", "kvrelay_refused"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
 CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
 TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": cumulative counts of a histogram
@@ -33,6 +33,7 @@ PREFILL_SPEED, STEP_S, CONTEXT = "kvrelay_prefill_tokens_per_s", "kvrelay_decode
 POOL_TOKENS, BLOCK_SIZE, MAX_RUNNING = "kvrelay_pool_tokens", "kvrelay_block_size", "kvrelay_max_running"
 KV_BYTES_PER_TOKEN = "kvrelay_kv_bytes_per_token"
 
+_REFUSALS = "slo", "deadline", "overloaded"  # outcomes, of serve/requests/retries.py
 ROLE_BITS = {Role.PREFILL: 1.0, Role.DECODE: 2.0}
 
 Values = Mapping[str, float]
@@ -49,6 +50,7 @@ def ingress_report(
         AT: at_s,
         REQUESTS: float(ended + stats.running),
         TAKEN: float(stats.taken),
+        REFUSED: float(sum(stats.outcomes[name] for name in _REFUSALS)),
         PROMPT_TOKENS: float(stats.prompt_tokens),
         PROMPT_SQUARES: float(stats.prompt_squares),
         CACHED_TOKENS: float(stats.cached_prefix_tokens),
@@ -123,7 +125,7 @@ class Feed:
             return None
         arrivals, taken = grown.get(REQUESTS, 0.0), grown.get(TAKEN, 0.0)
         scale = arrivals / taken if taken else 1.0  # requests refused before tokenisation count like the others
-        firsts = grown.get(f"{TTFT}/{math.inf:g}", 0.0)
+        firsts, refused = grown.get(f"{TTFT}/{math.inf:g}", 0.0), grown.get(REFUSED, 0.0)
         return Interval(
             start_s,
             seen.at_s,
@@ -134,9 +136,9 @@ class Feed:
             ended=round(firsts),
             output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
             queued=round(sum(values.get(QUEUED, 0.0) for values in (seen.prefills or seen.decodes).values())),
-            ttft_kept=kept_share(grown, TTFT, self.target.ttft_s, self.target.share),
-            tpot_kept=kept_share(grown, TPOT, self.target.tpot_s, self.target.share),
-            first_tokens=round(firsts),
+            ttft_kept=kept_share(grown, TTFT, self.target.ttft_s, self.target.share, refused),
+            tpot_kept=kept_share(grown, TPOT, self.target.tpot_s, self.target.share, refused),
+            judged=round(firsts + refused),
             prefill_slowness=_prefill_slowness(seen.prefills.values(), model, load),
             decode_slowness=_decode_slowness(seen.decodes.values(), model),
             is_changing=seen.is_changing,
@@ -158,8 +160,9 @@ class Feed:
         return grown
 
 
-def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float | None:
-    """Share of a histogram's new values at or below `limit_s`, precise enough to compare it with `wanted`.
+def kept_share(grown: Values, name: str, limit_s: float, wanted: float, refused: float = 0.0) -> float | None:
+    """Share of a histogram's new values at or below `limit_s`, precise enough to compare it with `wanted`. refused:
+    requests that have no value because they were refused: they missed it.
 
     Where the limit lies between two of the histogram's bounds, the share lies between theirs. None: that leaves open
     whether `wanted` is reached, or there are no values.
@@ -167,7 +170,7 @@ def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float
     pairs = sorted(
         (float(key.partition("/")[2]), count) for key, count in grown.items() if key.partition("/")[0] == name
     )
-    total = pairs[-1][1] if pairs else 0.0
+    total = pairs[-1][1] + refused if pairs else 0.0
     if total <= 0:
         return None
     low = max((count for bound_s, count in pairs if bound_s <= limit_s), default=0.0) / total

@@ -21,7 +21,7 @@ STRAIN_STEP = 1.1
 STRAIN_LEFT = 0.97
 MOST_STRAIN = 2.0
 BARE_STEPS = 1.1  # a TPOT target below so many steps of one sequence is unreachable
-FEWEST_SEEN = 10  # first tokens from which a share is reliable
+FEWEST_SEEN = 10  # requests from which a share is reliable
 RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before workers are started
 
 
@@ -144,7 +144,7 @@ class Planner:
         First learns from targets that are missed with enough workers by the model.
         """
         wanted = self._needs(load, waiting), self._needs(least, 0.0)
-        if seen.is_changing or seen.first_tokens < FEWEST_SEEN:
+        if seen.is_changing or seen.judged < FEWEST_SEEN:
             return wanted
         for role, kept in (("prefill", seen.ttft_kept), ("decode", seen.tpot_kept)):
             counted = "decode" if self.limits.is_aggregated else role

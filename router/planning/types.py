@@ -186,9 +186,9 @@ class Interval:
     ended: int = 0
     output_tokens: int = 0
     queued: int = 0  # prompts queued for prefill, at the end
-    ttft_kept: float | None = None  # share of first tokens within the target
+    ttft_kept: float | None = None  # share of the judged requests that had their first token within the target
     tpot_kept: float | None = None
-    first_tokens: int = 0  # number of first tokens
+    judged: int = 0  # requests that had their first token or were refused: a refused one kept no target
     prefill_slowness: float | None = None  # measured prefill time over the curve's
     decode_slowness: float | None = None
     is_changing: bool = False  # workers are starting or draining

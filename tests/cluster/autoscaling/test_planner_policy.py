@@ -72,7 +72,7 @@ def test_an_interval_is_what_the_sums_of_all_ingresses_grew_by():
     assert it.interval(look(0.0, stats(50), stats(7)), None, None) is None
     seen = it.interval(look(10.0, stats(80, late=6), stats(17)), None, None)
     assert seen is not None
-    assert (seen.arrivals, seen.input_tokens, seen.output_tokens, seen.first_tokens) == (40, 4000, 400, 40)
+    assert (seen.arrivals, seen.input_tokens, seen.output_tokens, seen.judged) == (40, 4000, 400, 40)
     assert seen.input_squares == 400_000
     assert seen.ttft_kept == pytest.approx(34 / 40) and seen.tpot_kept == 1.0
 
@@ -97,6 +97,24 @@ def test_requests_that_were_read_and_then_turned_away_do_not_make_prompts_look_l
     it.interval(look(0.0, stats(10)), None, None)
     seen = it.interval(look(10.0, stats(20, read=30)), None, None)
     assert seen is not None and (seen.arrivals, seen.input_tokens) == (40, 4000)
+
+
+@pytest.mark.parametrize("outcome", ["slo", "deadline", "overloaded"])
+def test_a_refused_request_kept_no_target(outcome: str):
+    it, after = feed.Feed(TARGET), stats(40, late=2)
+    it.interval(look(0.0, stats(10)), None, None)
+    fine = replace(it).interval(look(10.0, after), None, None)
+    after.outcomes[outcome] += 10
+    seen = it.interval(look(10.0, after), None, None)
+    assert fine is not None and (fine.judged, fine.tpot_kept) == (30, 1.0) and fine.ttft_kept == pytest.approx(28 / 30)
+    assert seen is not None and (seen.judged, seen.ttft_kept, seen.tpot_kept) == (40, 28 / 40, 30 / 40)
+
+
+def test_where_all_are_refused_none_kept_its_targets():
+    it, after = feed.Feed(TARGET), stats(10, overloaded=20)
+    it.interval(look(0.0, stats(10)), None, None)
+    seen = it.interval(look(10.0, after), None, None)
+    assert seen is not None and (seen.judged, seen.ttft_kept, seen.tpot_kept) == (20, 0.0, 0.0)
 
 
 def test_an_ingress_that_restarts_or_comes_late_adds_only_what_was_seen_to_grow():

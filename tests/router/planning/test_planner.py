@@ -565,7 +565,7 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
             queued=queued[number],
             ttft_kept=kept[number],
             tpot_kept=kept[-number],
-            first_tokens=50,
+            judged=50,
             prefill_slowness=slow[number],
             decode_slowness=slow[-number],
         )
@@ -591,7 +591,7 @@ def test_a_constant_load_leads_to_constant_counts(rate, start, kept, slow, first
     others = {
         "ttft_kept": kept,
         "tpot_kept": kept,
-        "first_tokens": 50,
+        "judged": 50,
         "prefill_slowness": slow,
         "decode_slowness": slow,
     }
@@ -615,7 +615,7 @@ def test_a_planner_that_goes_on_from_another_ones_state_decides_as_that_one_woul
     one = Planner(MODEL, TARGET, CountLimits(), rules, WorkerCounts(1, 1))
     other = Planner(MODEL, TARGET, CountLimits(), rules, WorkerCounts(1, 1))
     for number, rate in enumerate(rates):
-        interval = seen(number, rate, ttft_kept=kept[number], first_tokens=50, prefill_slowness=1.3)
+        interval = seen(number, rate, ttft_kept=kept[number], judged=50, prefill_slowness=1.3)
         assert one.observe(interval) == other.observe(interval)
         if number in cuts:
             learned = msgspec.msgpack.decode(msgspec.msgpack.encode(other.state), type=PlannerState)
@@ -631,7 +631,7 @@ def test_a_queue_that_answers_to_its_workers_settles():
         counts = [it.counts]
         for number in range(400):
             kept = 0.97 if it.counts.prefill >= enough else 0.4
-            counts.append(it.observe(seen(number, 4.0, ttft_kept=kept, tpot_kept=1.0, first_tokens=40)).counts)
+            counts.append(it.observe(seen(number, 4.0, ttft_kept=kept, tpot_kept=1.0, judged=40)).counts)
         assert len(set(counts[150:])) == 1, enough
         assert not turns([each.prefill for each in counts])
 
@@ -679,7 +679,7 @@ def test_slow_workers_are_believed_to_be_slow():
 def test_a_tpot_out_of_reach_does_not_ask_for_all_workers_for_ever():
     it = planner()
     for number in range(120):
-        plan = it.observe(seen(number, 1.0, decode_slowness=4.0, tpot_kept=0.0, first_tokens=50))
+        plan = it.observe(seen(number, 1.0, decode_slowness=4.0, tpot_kept=0.0, judged=50))
     assert it.counts.decode < 10
     assert any("out of reach" in reason for reason in plan.reasons)
     for number in range(120, 160):
@@ -752,7 +752,7 @@ def test_the_count_of_aggregated_workers_follows_the_load_within_the_total_and_t
 @pytest.mark.parametrize("missed", ["ttft_kept", "tpot_kept"])
 def test_a_target_that_aggregated_workers_miss_is_planned_for_once_there_are_enough_by_the_model(missed):
     it, fine = aggregated(), aggregated()
-    kept = {"ttft_kept": 1.0, "tpot_kept": 1.0, "first_tokens": 50}
+    kept = {"ttft_kept": 1.0, "tpot_kept": 1.0, "judged": 50}
     for number in range(3):  # too few are there: no reason to doubt the model
         it.observe(seen(number, 12.0, **{**kept, missed: 0.5}, is_changing=True))
         fine.observe(seen(number, 12.0, **kept))
