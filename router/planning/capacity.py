@@ -102,10 +102,10 @@ def hopeless_share(alone_s: tuple[float, ...], ttft_s: float) -> float:
     return sum(own > ttft_s for own in alone_s) / len(alone_s)
 
 
-def allowed_share(prompts: "Prompts | Mixed", target: PlanningTarget) -> float:
+def _allowed(alone_s: tuple[float, ...], target: PlanningTarget) -> float:
     """Share of misses that is planned for. Where hopeless prompts use it up, waiting may add a quarter of it."""
     missing = 1.0 - target.share
-    return max(missing, hopeless_share(prompts.alone_s, target.ttft_s) + missing / 4)
+    return max(missing, hopeless_share(alone_s, target.ttft_s) + missing / 4)
 
 
 def prefill_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
@@ -117,7 +117,7 @@ def prefill_fits(load: Workload, model: WorkerModel, target: PlanningTarget, wor
 
 def _ttft_fits(prompts: "Prompts | Mixed", load: Workload, target: PlanningTarget, workers: int) -> bool:
     wait = wait_of(prompts.work_s, prompts.work_cv2, load.rate, load.burstiness, workers)
-    return wait is not None and missed_share(prompts.alone_s, wait, target.ttft_s) <= allowed_share(prompts, target)
+    return wait is not None and missed_share(prompts.alone_s, wait, target.ttft_s) <= _allowed(prompts.alone_s, target)
 
 
 @dataclass(frozen=True, slots=True)
