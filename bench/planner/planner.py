@@ -17,9 +17,9 @@ static       searched for anew on each day (bench/planner/search.py): what it kn
 aggregated   the planner, the rule (its default target, and the best of three) and the best static count of workers that
              all do both (`cluster.prefill: 0`), up to twice `--most`
 
-A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes
-and bursts last as long as they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made
-again when they are there.
+The targets are set as SLOs, so that a miss is refused, unless `--slo no`. A day is 8 hours unless `--hours` says
+otherwise: its slopes are three times a real day's, while starts, holds, rushes and bursts last as long as they do. Each
+seed is a day of its own. Runs are written to `--out` one by one, and not made again when they are there.
 """
 
 import argparse
@@ -143,19 +143,8 @@ def main() -> None:
     for load in given.load.split(","):
         days = []
         for seed in range(given.seeds):
-            setting = Setting(
-                load,
-                seed,
-                given.profile,
-                given.slow,
-                given.hours,
-                given.start,
-                given.drain,
-                given.most,
-                given.traces,
-                given.hold,
-                given.slo == "yes",
-            )
+            sizes = given.profile, given.slow, given.hours, given.start, given.drain, given.most
+            setting = Setting(load, seed, *sizes, given.traces, given.hold, given.slo == "yes")
             found = figures_of(Day(setting, runs), given.ways.split(","))
             rows += [row_of(load, seed, way, chosen, one, found) for way, (chosen, one) in found.items()]
             days.append(found)

@@ -33,7 +33,6 @@ PREFILL_SPEED, STEP_S, CONTEXT = "kvrelay_prefill_tokens_per_s", "kvrelay_decode
 POOL_TOKENS, BLOCK_SIZE, MAX_RUNNING = "kvrelay_pool_tokens", "kvrelay_block_size", "kvrelay_max_running"
 KV_BYTES_PER_TOKEN = "kvrelay_kv_bytes_per_token"
 
-_REFUSALS = "slo", "deadline", "overloaded"  # outcomes, of serve/requests/retries.py
 ROLE_BITS = {Role.PREFILL: 1.0, Role.DECODE: 2.0}
 
 Values = Mapping[str, float]
@@ -50,7 +49,7 @@ def ingress_report(
         AT: at_s,
         REQUESTS: float(ended + stats.running),
         TAKEN: float(stats.taken),
-        REFUSED: float(sum(stats.outcomes[name] for name in _REFUSALS)),
+        REFUSED: float(sum(stats.outcomes[name] for name in ("slo", "deadline", "overloaded"))),
         PROMPT_TOKENS: float(stats.prompt_tokens),
         PROMPT_SQUARES: float(stats.prompt_squares),
         CACHED_TOKENS: float(stats.cached_prefix_tokens),
