@@ -49,7 +49,7 @@ def ingress_report(
         AT: at_s,
         REQUESTS: float(ended + stats.running),
         TAKEN: float(stats.taken),
-        REFUSED: float(sum(stats.outcomes[name] for name in ("slo", "deadline", "overloaded"))),
+        REFUSED: float(sum(stats.outcomes[name] for name in ("slo", "deadline", "overloaded")) - stats.hopeless),
         PROMPT_TOKENS: float(stats.prompt_tokens),
         PROMPT_SQUARES: float(stats.prompt_squares),
         CACHED_TOKENS: float(stats.cached_prefix_tokens),
@@ -161,7 +161,7 @@ class Feed:
 
 def kept_share(grown: Values, name: str, limit_s: float, wanted: float, refused: float = 0.0) -> float | None:
     """Share of a histogram's new values at or below `limit_s`, precise enough to compare it with `wanted`. refused:
-    requests that have no value because they were refused: they missed it.
+    requests that have no value because they were refused, for want of workers: they missed it.
 
     Where the limit lies between two of the histogram's bounds, the share lies between theirs. None: that leaves open
     whether `wanted` is reached, or there are no values.

@@ -96,6 +96,7 @@ class SimulatedRequestDriver:
             self._retry(error)
         else:
             self.job.retry_after_s = refusal.retry_after_s
+            self._ingress.stats.hopeless += refusal.verdict is not None and refusal.verdict.is_hopeless
             self.end(outcome_of(error))
 
     # ---- reports of workers

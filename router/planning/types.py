@@ -188,7 +188,7 @@ class Interval:
     queued: int = 0  # prompts queued for prefill, at the end
     ttft_kept: float | None = None  # share of the judged requests that had their first token within the target
     tpot_kept: float | None = None
-    judged: int = 0  # requests that had their first token or were refused: a refused one kept no target
+    judged: int = 0  # requests that had their first token, or were refused for want of workers: they kept no target
     prefill_slowness: float | None = None  # measured prefill time over the curve's
     decode_slowness: float | None = None
     is_changing: bool = False  # workers are starting or draining

@@ -78,6 +78,7 @@ class ServeStats:
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     decisions: Counter[str] = field(default_factory=Counter)  # by path
     slo_verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of requests, by class and verdict
+    hopeless: int = 0  # sequences refused for an SLO that idle workers would miss, too
     slo_outcomes: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by promised class; True: it was met
     ignored_fields: Counter[str] = field(default_factory=Counter)  # of requests' bodies, by name
     responses: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STATUSES, 0)))  # by HTTP status
@@ -304,6 +305,7 @@ class RequestObserver:
 
     def judged(self, verdict: SloVerdict) -> None:
         self._stats.slo_verdicts[verdict.wanted.name, verdict.kind] += 1
+        self._stats.hopeless += self._num_sequences * verdict.is_hopeless
 
     # ---- reserve, prefill, commit
 

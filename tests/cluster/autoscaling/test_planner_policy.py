@@ -110,6 +110,14 @@ def test_a_refused_request_kept_no_target(outcome: str):
     assert seen is not None and (seen.judged, seen.ttft_kept, seen.tpot_kept) == (40, 28 / 40, 30 / 40)
 
 
+def test_a_request_that_idle_workers_would_miss_too_is_no_reason_for_more_workers():
+    it, after = feed.Feed(TARGET), stats(40, late=2)
+    it.interval(look(0.0, stats(10)), None, None)
+    after.outcomes["slo"], after.hopeless = 10, 9
+    seen = it.interval(look(10.0, after), None, None)
+    assert seen is not None and (seen.judged, seen.ttft_kept, seen.tpot_kept) == (31, 28 / 31, 30 / 31)
+
+
 def test_where_all_are_refused_none_kept_its_targets():
     it, after = feed.Feed(TARGET), stats(10, overloaded=20)
     it.interval(look(0.0, stats(10)), None, None)

@@ -105,6 +105,8 @@ async def test_several_samples_are_admitted_as_one_request(make_cluster):
     assert cluster.dispatcher.stats.slo_verdicts == {("slow", "admitted"): 1, ("default", "admitted"): MIN_EVIDENCE}
     assert (await complete(cluster, {**TIGHT, "n": 3})).status_code == 429
     await cluster.all_released()
+    stats = cluster.dispatcher.stats
+    assert stats.outcomes["slo"] == stats.hopeless == 3  # no number of workers would meet that
 
 
 async def test_verdicts_outcomes_and_errors_are_metrics(make_cluster):
