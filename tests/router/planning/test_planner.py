@@ -588,13 +588,7 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
 @settings(max_examples=25, deadline=None)
 def test_a_constant_load_leads_to_constant_counts(rate, start, kept, slow, first):
     it = Planner(MODEL, TARGET, CountLimits(), RULES, WorkerCounts(*first))
-    others = {
-        "ttft_kept": kept,
-        "tpot_kept": kept,
-        "judged": 50,
-        "prefill_slowness": slow,
-        "decode_slowness": slow,
-    }
+    others = {"ttft_kept": kept, "tpot_kept": kept, "judged": 50, "prefill_slowness": slow, "decode_slowness": slow}
     for number in range(10):
         it.observe(seen(number, start, **others))
     settled = (
