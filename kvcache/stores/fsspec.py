@@ -37,13 +37,15 @@ class FsspecStore(EnvelopeStore):
         *,
         codec: Codec | None = None,
         num_threads: int = 8,
+        timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
         """`url`: what follows `?` goes to the file system as options, e.g.
         s3://bucket/kv?endpoint_url=http://host:9000.
 
-        `options`: the same, of any type. Raises ConfigError: an invalid URL.
+        `options`: the same, of any type. `timeout_s`: of one call over a network, its retries included.
+        Raises ConfigError: an invalid URL.
         """
         parts = urlsplit(url)
         self._scheme = parts.scheme
@@ -53,6 +55,7 @@ class FsspecStore(EnvelopeStore):
         self._url = url.partition("?")[0].rstrip("/")
         self._options = dict(parse_qsl(parts.query)) | options
         self._num_threads = num_threads
+        self._limit = {"timeout": timeout_s}
         self._fs: Any = None
         self._root = ""
         self._threads: ThreadPoolExecutor | None = None
@@ -67,12 +70,14 @@ class FsspecStore(EnvelopeStore):
         except Exception as error:  # each file system has errors of its own
             raise StoreError(self._url, f"{error}; check that cache.remote is right") from error
         self._root = f"{root.rstrip('/')}/{self._namespace.hex()}"
+        if not getattr(self._fs, "async_impl", False):  # not over a network: these know no timeout
+            self._limit = {}
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kv-fsspec")
         try:
-            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.makedirs(self._root, exist_ok=True, **self._limit)
             probe = f"{self._root}/probe"
-            self._fs.pipe_file(probe, b"kvrelay")
-            self._fs.rm_file(probe)
+            self._fs.pipe_file(probe, b"kvrelay", **self._limit)
+            self._fs.rm_file(probe, **self._limit)
         except Exception as error:
             self.close()
             raise StoreError(
@@ -103,11 +108,11 @@ class FsspecStore(EnvelopeStore):
         return f"{self._root}/{name[:2]}/{name}"
 
     def _exists(self, digest: BlockHash) -> bool:
-        return bool(self._fs.exists(self._path(digest)))
+        return bool(self._fs.exists(self._path(digest), **self._limit))
 
     def _load_one(self, digest: BlockHash, view: memoryview, meta: BlockMeta) -> bool:
         try:
-            value = self._fs.cat_file(self._path(digest))
+            value = self._fs.cat_file(self._path(digest), **self._limit)
         except FileNotFoundError:
             return False
         return self._opened(digest, view, value, meta)
@@ -122,12 +127,12 @@ class FsspecStore(EnvelopeStore):
             self._fs.pipe_file(new, value)
             self._fs.mv(new, path)
         else:
-            self._fs.pipe_file(path, value)
+            self._fs.pipe_file(path, value, **self._limit)
         return True
 
     def _delete_one(self, digest: BlockHash) -> bool:
         try:
-            self._fs.rm_file(self._path(digest))
+            self._fs.rm_file(self._path(digest), **self._limit)
         except FileNotFoundError:
             return False
         return True

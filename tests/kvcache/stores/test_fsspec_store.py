@@ -4,11 +4,13 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from kvrelay.errors import ConfigError, StoreError
@@ -109,6 +111,31 @@ def test_a_bucket_opened_with_another_secret_is_told_at_the_start(s3_url, open_s
     with pytest.raises(StoreError, match="cannot be written"):
         FsspecStore(s3_url, BLOCK, NAMESPACE, key=S3_KEY[0], secret="another").start()
     open_store(s3_url, key=S3_KEY[0], secret=S3_KEY[1])  # the negative control
+
+
+@pytest.fixture
+def mute_url(s3_url, s3_server):
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        yield s3_url.replace(s3_server, f"http://127.0.0.1:{mute.getsockname()[1]}")
+
+
+def test_a_server_that_does_not_answer_costs_one_timeout_at_the_start(mute_url):
+    """Without ours s3fs tries for minutes, and the test would time out; so in the next one."""
+    with pytest.raises(StoreError, match="cannot be written"):
+        FsspecStore(mute_url, BLOCK, NAMESPACE, timeout_s=0.5).start()
+
+
+@pytest.mark.parametrize("call", ["contains", "load", "store", "delete"])
+def test_a_server_that_no_longer_answers_is_a_miss(call, s3_url, mute_url, open_store):
+    store, (hashes, data) = open_store(s3_url, timeout_s=0.5), blocks(3)
+    assert store.store(hashes, data, [META] * 3) == [True] * 3
+    store._fs, _ = fsspec.core.url_to_fs(mute_url.partition("?")[0], **FsspecStore(mute_url, BLOCK, NAMESPACE)._options)
+    if call == "store":
+        assert store.store(*blocks(1), [META]) == [False]
+    else:
+        assert getattr(store, call)(hashes, *([room(3)] if call == "load" else [])) in ([False] * 3, None)
+    assert store._is_backing_off()
 
 
 def test_what_was_changed_there_is_refused_and_deleted(url, open_store):
