@@ -23,6 +23,7 @@ AT = "kvrelay_at_s"  # when an ingress reported, by its own clock
 REQUESTS, TAKEN, REFUSED = "kvrelay_requests", "kvrelay_taken", "kvrelay_refused"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
 CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
+REFUSES_LATE = "kvrelay_refuses_late"  # 1: an ingress refuses requests that would miss the TTFT target
 TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": cumulative counts of a histogram
 ALONE = "kvrelay_alone"  # "<name>/<worker id>": share of its blocks that no other worker has
 RUNNING, QUEUED, CACHED = "kvrelay_running", "kvrelay_queued", "kvrelay_cached_blocks"
@@ -50,6 +51,7 @@ def ingress_report(
         REQUESTS: float(ended + stats.running),
         TAKEN: float(stats.taken),
         REFUSED: float(sum(stats.outcomes[name] for name in ("slo", "deadline", "overloaded")) - stats.hopeless),
+        REFUSES_LATE: float(stats.refuses_late),
         PROMPT_TOKENS: float(stats.prompt_tokens),
         PROMPT_SQUARES: float(stats.prompt_squares),
         CACHED_TOKENS: float(stats.cached_prefix_tokens),
@@ -141,6 +143,7 @@ class Feed:
             prefill_slowness=_prefill_slowness(seen.prefills.values(), model, load),
             decode_slowness=_decode_slowness(seen.decodes.values(), model),
             is_changing=seen.is_changing,
+            refuses_late=any(values.get(REFUSES_LATE) for values in seen.ingresses.values()),
         )
 
     def _grown(self, ingresses: Mapping[str, Values], seconds: float) -> dict[str, float]:

@@ -102,10 +102,10 @@ def hopeless_share(alone_s: tuple[float, ...], ttft_s: float) -> float:
     return sum(own > ttft_s for own in alone_s) / len(alone_s)
 
 
-def _allowed(alone_s: tuple[float, ...], target: PlanningTarget) -> float:
+def allowed_share(prompts: "Prompts | Mixed", target: PlanningTarget) -> float:
     """Share of misses that is planned for. Where hopeless prompts use it up, waiting may add a quarter of it."""
     missing = 1.0 - target.share
-    return max(missing, hopeless_share(alone_s, target.ttft_s) + missing / 4)
+    return max(missing, hopeless_share(prompts.alone_s, target.ttft_s) + missing / 4)
 
 
 def prefill_fits(load: Workload, model: WorkerModel, target: PlanningTarget, workers: int) -> bool:
@@ -115,9 +115,29 @@ def prefill_fits(load: Workload, model: WorkerModel, target: PlanningTarget, wor
     return _ttft_fits(prompts_of(load, model.prefill, model.token_budget), load, target, workers)
 
 
+def refused_share(prompts: "Prompts | Mixed", load: Workload, target: PlanningTarget, workers: int) -> float:
+    """Share of prompts that are refused because their first token would be late, so that no other waits longer.
+
+    The queue's work is taken as a Brownian motion between none and the longest wait in time (Harrison, "Brownian Motion
+    and Stochastic Flow Systems", 1985).
+    """
+    timely = [own for own in prompts.alone_s if own <= target.ttft_s]
+    share = len(timely) / len(prompts.alone_s)
+    busy = load.rate * share * prompts.work_s / workers
+    if not busy:
+        return 1.0 - share
+    longest_s = target.ttft_s - sum(timely) / len(timely) + prompts.work_s / workers  # the last one may exceed it
+    variance_s = max(busy * prompts.work_s / workers * (load.burstiness + prompts.work_cv2), 1e-9)  # of a second's work
+    depth = 2.0 * (1.0 - busy) * longest_s / variance_s
+    lost = (1.0 - busy) / math.expm1(min(depth, 500.0)) if abs(depth) > 1e-9 else variance_s / (2.0 * longest_s)
+    return 1.0 - share * (1.0 - min(lost / busy, 1.0))
+
+
 def _ttft_fits(prompts: "Prompts | Mixed", load: Workload, target: PlanningTarget, workers: int) -> bool:
+    if target.refuses_late:
+        return refused_share(prompts, load, target, workers) <= allowed_share(prompts, target)
     wait = wait_of(prompts.work_s, prompts.work_cv2, load.rate, load.burstiness, workers)
-    return wait is not None and missed_share(prompts.alone_s, wait, target.ttft_s) <= _allowed(prompts.alone_s, target)
+    return wait is not None and missed_share(prompts.alone_s, wait, target.ttft_s) <= allowed_share(prompts, target)
 
 
 @dataclass(frozen=True, slots=True)

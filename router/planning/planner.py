@@ -1,27 +1,28 @@
 """How many prefill and decode workers to run: both roles together, from observed load, with reasons. Pure.
 
 Each interval: the demand is learned and forecast (demand.py), the workers' speed curves are corrected by measured step
-times, the capacity model returns what the load needs (capacity.py), and each role's count is damped (damping.py). Until
-requests miss their targets although nothing starts or drains the model is trusted; then more load is planned for
-(`strain`), reduced only as far as no count changes by it. So a constant load leads to constant counts.
+times, the capacity model returns what the load needs (capacity.py), and each role's count is damped (damping.py). What
+the model does not know is learned from the share of requests that keep their targets: while it is too small the load is
+planned for with a growing factor (`strain`), which falls again only as far as no count changes by it. So a constant
+load leads to constant counts.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 from kvrelay.router.planning import split
-from kvrelay.router.planning.capacity import context_of
+from kvrelay.router.planning.capacity import allowed_share, context_of, prompts_of
 from kvrelay.router.planning.damping import Damper
 from kvrelay.router.planning.demand import Demand, SeasonalPattern
 from kvrelay.router.planning.types import CountLimits, Interval, PlanningTarget, WorkerCounts, WorkerModel, Workload
 
 CORRECTION_GAIN = 0.2
 MOST_CORRECTION = 4.0
-STRAIN_STEP = 1.1
-STRAIN_LEFT = 0.97
 MOST_STRAIN = 2.0
+STRAIN_GAIN = 0.007  # of a request, on the logarithm
+STRAIN_S = 300.0  # an interval's gain is at most its seconds over these: workers that start need minutes
+BOTH_SHARE = 0.01  # by so much more requests are to keep each target, because a request is to keep both
 BARE_STEPS = 1.1  # a TPOT target below so many steps of one sequence is unreachable
-FEWEST_SEEN = 10  # requests from which a share is reliable
 RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before workers are started
 
 
@@ -99,14 +100,15 @@ class Planner:
     def observe(self, seen: Interval) -> ScalingPlan:
         """Learn from an interval; returns the counts from now on."""
         self.state.demand.observe(seen)
+        self.target = replace(self.target, refuses_late=seen.refuses_late)
         self._correct("prefill", seen.prefill_slowness)
         self._correct("decode", seen.decode_slowness)
         load = self.state.demand.shape.workload(self.state.demand.expected(self.target.share))
         if load is None:
             return ScalingPlan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
         waiting = self._overdue_rate(seen, load)
-        least = load.at(load.rate * (1.0 + self.rules.margin))
-        need, low = self._strained(seen, load, least, waiting)
+        self._learn_strain(seen, load, waiting)
+        need, low = self._needs(load, waiting)
         before = self.counts
         taken = self._step(need, low, load, seen.end_s)
         return ScalingPlan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low, taken)))
@@ -125,9 +127,12 @@ class Planner:
         punctual = load.rate * self.target.ttft_s
         return max(0.0, seen.queued - punctual) / self.rules.catch_up_s
 
-    def _needs(self, load: Workload, waiting: float) -> split.Needs:
-        prompts = load.at((load.rate + waiting) * self.state.strain["prefill"])
-        sequences = load.at((load.rate + waiting) * self.state.strain["decode"])
+    def _needs(self, load: Workload, waiting: float) -> tuple[split.Needs, split.Needs]:
+        """(what the load needs, below which no count falls): the second with the margin."""
+        return self._needs_at(load.rate + waiting, load), self._needs_at(load.rate * (1.0 + self.rules.margin), load)
+
+    def _needs_at(self, rate: float, load: Workload) -> split.Needs:
+        prompts, sequences = (load.at(rate * self.state.strain[role]) for role in ("prefill", "decode"))
         return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
 
     def _reachable(self, load: Workload) -> PlanningTarget:
@@ -136,30 +141,23 @@ class Planner:
         least_s = BARE_STEPS * worker.decode.decode_step_s(1, round(context_of(load)))
         return replace(self.target, tpot_s=max(self.target.tpot_s, least_s))
 
-    def _strained(
-        self, seen: Interval, load: Workload, least: Workload, waiting: float
-    ) -> tuple[split.Needs, split.Needs]:
-        """What the load needs, now and with the margin.
-
-        First learns from targets that are missed with enough workers by the model.
+    def _learn_strain(self, seen: Interval, load: Workload, waiting: float) -> None:
+        """From the requests that kept and missed each target. Prompts that would be late on an idle worker, too, are no
+        reason for more workers; nor are, while workers start, those behind a queue that these will shorten.
         """
-        wanted = self._needs(load, waiting), self._needs(least, 0.0)
-        if seen.is_changing or seen.judged < FEWEST_SEEN:
-            return wanted
-        for role, kept in (("prefill", seen.ttft_kept), ("decode", seen.tpot_kept)):
-            counted = "decode" if self.limits.is_aggregated else role
-            need, old = getattr(wanted[0], counted), self.state.strain[role]
+        if seen.is_changing and not seen.refuses_late:
+            return
+        target = replace(self.target, share=self.target.share + BOTH_SHARE)
+        curve = self.corrected.decode if self.limits.is_aggregated else self.corrected.prefill
+        ttft_share = 1.0 - allowed_share(prompts_of(load, curve, self.model.token_budget), target)
+        gain = min(STRAIN_GAIN * seen.judged, seen.seconds / STRAIN_S)
+        for role, wanted, kept in (("prefill", ttft_share, seen.ttft_kept), ("decode", target.share, seen.tpot_kept)):
             if kept is None:
                 continue
-            if kept < self.target.share:
-                if need is not None and need <= getattr(self.counts, counted):
-                    self.state.strain[role] = min(old * STRAIN_STEP, MOST_STRAIN)
-                    wanted = self._needs(load, waiting), self._needs(least, 0.0)
-            elif old > 1.0:
-                self.state.strain[role] = max(1.0, old * STRAIN_LEFT)
-                if (self._needs(load, waiting), self._needs(least, 0.0)) != wanted:
-                    self.state.strain[role] = old
-        return wanted
+            old, before = self.state.strain[role], self._needs(load, waiting)
+            self.state.strain[role] = min(max(old * math.exp(gain * (wanted - kept)), 1.0), MOST_STRAIN)
+            if kept > wanted and self._needs(load, waiting) != before:
+                self.state.strain[role] = old
 
     # ---- counts
 
@@ -214,9 +212,7 @@ class Planner:
                 reasons.append(f"{role} takes {slow:.2f} of its curve's time")
         for name, strain in zip(("TTFT", "TPOT"), self.state.strain.values(), strict=True):
             if strain > 1.0:
-                reasons.append(
-                    f"{name} is missed although the model has enough workers: planned for {strain:.2f} x load"
-                )
+                reasons.append(f"too few requests keep the {name} target: planned for {strain:.2f} x load")
         if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
             reasons.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
         for role in ("decode",) if self.limits.is_aggregated else ("prefill", "decode"):

@@ -116,11 +116,14 @@ class WorkerModel:
 
 @dataclass(frozen=True, slots=True)
 class PlanningTarget:
-    """`share` of the requests are to have a TTFT of at most ttft_s, and a mean time per token of at most tpot_s."""
+    """`share` of the requests are to have a TTFT of at most ttft_s, and a mean time per token of at most tpot_s.
+    refuses_late: a request whose first token would be late is refused, so it does not delay the others.
+    """
 
     ttft_s: float
     tpot_s: float
     share: float = 0.9
+    refuses_late: bool = False
 
 
 class WorkerCounts(NamedTuple):
@@ -192,6 +195,7 @@ class Interval:
     prefill_slowness: float | None = None  # measured prefill time over the curve's
     decode_slowness: float | None = None
     is_changing: bool = False  # workers are starting or draining
+    refuses_late: bool = False  # the ingresses refuse requests whose first token would be late
 
     @property
     def seconds(self) -> float:

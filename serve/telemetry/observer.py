@@ -87,6 +87,7 @@ class ServeStats:
     retries: int = 0
     moves: MoveStats = field(default_factory=MoveStats)
     taken: int = 0  # sequences whose prompts are counted: not those refused because router.max_inflight run
+    refuses_late: bool = False  # requests whose first token would be late
     prompt_tokens: int = 0
     prompt_squares: int = 0  # sum of squared prompt lengths: how much lengths vary
     output_tokens: int = 0
@@ -101,7 +102,7 @@ class ServeStats:
         given = settings.slo, settings.planner
         ttft = tuple(sorted({*_TTFT_BOUNDS_S, *filter(None, (section.ttft_s for section in given))}))
         tpot = tuple(sorted({*_TPOT_BOUNDS_S, *filter(None, (section.tpot_s for section in given))}))
-        return cls(Histogram(ttft), Histogram(tpot), Histogram(tpot))
+        return cls(Histogram(ttft), Histogram(tpot), Histogram(tpot), refuses_late=settings.slo.ttft_s is not None)
 
 
 # ---- the log of requests

@@ -1,9 +1,11 @@
 """The planner: what a load needs, how counts are damped, and that they do not swing."""
 
+import heapq
 import math
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from kvrelay.router.planning import capacity, split
 from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefill_fits, rate_of, workers_for
 from kvrelay.router.planning.damping import Damper
 from kvrelay.router.planning.demand import Demand, RequestShape, SeasonalPattern
-from kvrelay.router.planning.planner import Planner, PlannerRules, PlannerState, ScalingPlan
+from kvrelay.router.planning.planner import BOTH_SHARE, MOST_STRAIN, Planner, PlannerRules, PlannerState, ScalingPlan
 from kvrelay.router.planning.types import (
     CountLimits,
     Interval,
@@ -35,6 +37,7 @@ TARGET = PlanningTarget(ttft_s=3.0, tpot_s=0.06, share=0.9)
 LOAD = Workload(rate=4.0, input_tokens=2000, output_tokens=200, input_cv2=0.5)
 RULES = PlannerRules(horizon_s=30.0, hold_s=120.0, period_s=0.0)
 LOOK_S = 10.0
+WANTED = TARGET.share + BOTH_SHARE  # of each target
 
 
 def turns(counts: list[int]) -> list[int]:
@@ -581,7 +584,7 @@ def test_whatever_is_seen_the_counts_stay_in_bounds_and_turn_no_more_than_the_bo
 @given(
     rate=st.floats(0.0, 40),
     start=st.floats(0.0, 40),
-    kept=st.sampled_from([None, 0.0, 0.89, 0.95]),
+    kept=st.sampled_from([None, 0.0, WANTED, 0.95]),
     slow=st.sampled_from([None, 0.5, 1.0, 1.7]),
     first=st.tuples(st.integers(1, 30), st.integers(1, 30)),
 )
@@ -743,20 +746,106 @@ def test_the_count_of_aggregated_workers_follows_the_load_within_the_total_and_t
     assert 2 <= most_in_a_span(at, 600.0) <= most_turns(600.0, RULES.hold_s)
 
 
+# ---- where late requests are refused
+
+
+def refused_in_a_queue(rate: float, workers: int, ttft_s: float, number: int = 30_000) -> float:
+    """Share of Poisson arrivals, with exponential work of one second, that a first-come queue would not have ended in
+    time.
+    """
+    rng, free_s, now_s, refused = random.Random(1), [0.0] * workers, 0.0, 0
+    for _ in range(number):
+        now_s += rng.expovariate(rate)
+        begin_s = max(free_s[0], now_s)
+        if begin_s + 1.0 - now_s > ttft_s:
+            refused += 1
+        else:
+            heapq.heapreplace(free_s, begin_s + rng.expovariate(1.0))
+    return refused / number
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("busy", [0.6, 0.8, 0.9, 1.0, 1.1, 1.3])
+def test_the_refused_share_is_that_of_a_queue_that_refuses(workers, busy):
+    load, own = Workload(busy * workers, 1000, 100), capacity.Prompts((1.0,) * 8, 1.0, 1.0, 1000, 1)
+    for ttft_s in (5.0, 10.0):
+        share = capacity.refused_share(own, load, PlanningTarget(ttft_s, 0.1), workers)
+        assert share == pytest.approx(refused_in_a_queue(load.rate, workers, ttft_s), abs=0.06)
+
+
+def test_what_an_idle_worker_misses_is_refused_whatever_the_number_of_workers():
+    own = capacity.Prompts((1.0, 1.0, 8.0, 8.0), 4.5, 1.0, 1000, 1)
+    shares = [capacity.refused_share(own, LOAD.at(rate), TARGET, 100) for rate in (0.0, 1e-6, 1.0)]
+    assert shares == pytest.approx([0.5] * 3)
+    assert capacity.refused_share(own, LOAD, replace(TARGET, ttft_s=0.5), 100) == 1.0
+
+
+def test_fewer_workers_are_enough_where_late_requests_are_refused_and_twice_the_load_needs_more():
+    refusing = replace(TARGET, refuses_late=True)
+    for rate in (4.0, 12.0, 40.0):
+        waits, refuses, twice = (
+            workers_for(prefill_fits, LOAD.at(load), MODEL, target, 500)
+            for load, target in ((rate, TARGET), (rate, refusing), (2 * rate, refusing))
+        )
+        assert refuses < waits and refuses < twice <= 2 * refuses
+    it, other = planner(), planner()
+    for number in range(30):
+        it.observe(seen(number, 12.0, refuses_late=True))
+        other.observe(seen(number, 12.0))
+    assert it.counts.prefill < other.counts.prefill and it.counts.decode == other.counts.decode
+
+
 @pytest.mark.parametrize("missed", ["ttft_kept", "tpot_kept"])
-def test_a_target_that_aggregated_workers_miss_is_planned_for_once_there_are_enough_by_the_model(missed):
+def test_a_target_that_too_few_requests_keep_is_planned_for_with_more_aggregated_workers(missed):
     it, fine = aggregated(), aggregated()
-    kept = {"ttft_kept": 1.0, "tpot_kept": 1.0, "judged": 50}
-    for number in range(3):  # too few are there: no reason to doubt the model
-        it.observe(seen(number, 12.0, **{**kept, missed: 0.5}, is_changing=True))
-        fine.observe(seen(number, 12.0, **kept))
-    assert it.counts == fine.counts and set(it.state.strain.values()) == {1.0}
-    for number in range(3, 30):
+    kept = {"ttft_kept": WANTED, "tpot_kept": WANTED, "judged": 50}
+    for number in range(30):
         plan = it.observe(seen(number, 12.0, **{**kept, missed: 0.5}))
         fine.observe(seen(number, 12.0, **kept))
-    assert it.counts.decode > fine.counts.decode
-    assert any("although the model has enough workers" in reason for reason in plan.reasons)
+    assert it.counts.decode > fine.counts.decode and list(fine.state.strain.values()) == pytest.approx([1.0, 1.0])
+    assert any(reason.startswith("too few requests keep the") for reason in plan.reasons)
     assert not any(reason.startswith("prefill") for reason in plan.reasons)
+
+
+# ---- what requests that keep their targets say of the model
+
+
+def after(kept: float, rate: float = 4.0, number: int = 300, **others: Any) -> Planner:
+    """A planner that has seen so many intervals in which this share kept both targets."""
+    it, judged = planner(), {"ttft_kept": kept, "tpot_kept": kept, "judged": 40}
+    for index in range(number):
+        it.observe(seen(index, rate, **{**judged, **others}))
+    return it
+
+
+def test_more_requests_than_wanted_change_nothing():
+    fine, exact = after(1.0), after(WANTED)
+    assert fine.counts == exact.counts
+    assert list(fine.state.strain.values()) == pytest.approx([1.0, 1.0])
+
+
+def test_while_workers_start_what_queues_is_late_and_no_reason_for_more_but_what_is_refused_is():
+    assert set(after(0.5, is_changing=True).state.strain.values()) == {1.0}
+    assert min(after(0.5, is_changing=True, refuses_late=True).state.strain.values()) > 1.5
+
+
+def test_few_requests_say_little():
+    many, few = after(0.5, number=12), after(0.5, number=12, judged=1)
+    assert min(many.state.strain.values()) > 1.1 > 1.04 > max(few.state.strain.values()) > 1.0
+
+
+def test_prompts_that_are_late_on_an_idle_worker_are_no_reason_for_more():
+    lengths = {
+        "input_tokens": 40 * 10_000,
+        "input_squares": 40 * 3.0 * 10_000.0**2,
+        "ttft_kept": 0.75,
+        "tpot_kept": 0.91,
+    }
+    hopeless = after(WANTED, **lengths)
+    late = capacity.prompts_of(hopeless.state.demand.shape.workload(4.0), hopeless.corrected.prefill, 512).alone_s
+    assert 0.2 < capacity.hopeless_share(late, TARGET.ttft_s) < 0.3  # of those lengths
+    assert hopeless.state.strain["prefill"] == 1.0
+    assert after(0.75).state.strain["prefill"] == MOST_STRAIN  # control: shorter ones are late for want of workers
 
 
 # ---- roles that change
