@@ -23,7 +23,8 @@ AT = "kvrelay_at_s"  # when an ingress reported, by its own clock
 REQUESTS, TAKEN, REFUSED = "kvrelay_requests", "kvrelay_taken", "kvrelay_refused"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
 CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
-REFUSES_LATE = "kvrelay_refuses_late"  # 1: an ingress refuses requests that would miss the TTFT target
+# 1: an ingress refuses requests that would miss the TTFT target; has decode workers with time to spare compute prompts
+REFUSES_LATE, PREFILLS_ON_DECODE = "kvrelay_refuses_late", "kvrelay_prefills_on_decode"
 TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": cumulative counts of a histogram
 ALONE = "kvrelay_alone"  # "<name>/<worker id>": share of its blocks that no other worker has
 RUNNING, QUEUED, CACHED = "kvrelay_running", "kvrelay_queued", "kvrelay_cached_blocks"
@@ -52,6 +53,7 @@ def ingress_report(
         TAKEN: float(stats.taken),
         REFUSED: float(sum(stats.outcomes[name] for name in ("slo", "deadline", "overloaded")) - stats.hopeless),
         REFUSES_LATE: float(stats.refuses_late),
+        PREFILLS_ON_DECODE: float(stats.prefills_on_decode),
         PROMPT_TOKENS: float(stats.prompt_tokens),
         PROMPT_SQUARES: float(stats.prompt_squares),
         CACHED_TOKENS: float(stats.cached_prefix_tokens),
@@ -144,6 +146,7 @@ class Feed:
             decode_slowness=_decode_slowness(seen.decodes.values(), model),
             is_changing=seen.is_changing,
             refuses_late=any(values.get(REFUSES_LATE) for values in seen.ingresses.values()),
+            prefills_on_decode=any(values.get(PREFILLS_ON_DECODE) for values in seen.ingresses.values()),
         )
 
     def _grown(self, ingresses: Mapping[str, Values], seconds: float) -> dict[str, float]:

@@ -78,6 +78,7 @@ class Planner:
         days.
         """
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
+        self.prefills_on_decode = False
         start = limits.clipped(counts, within_total=True)._asdict()
         dampers = {role: Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for role, count in start.items()}
         if learned is None:
@@ -101,6 +102,7 @@ class Planner:
         """Learn from an interval; returns the counts from now on."""
         self.state.demand.observe(seen)
         self.target = replace(self.target, refuses_late=seen.refuses_late)
+        self.prefills_on_decode = seen.prefills_on_decode
         self._correct("prefill", seen.prefill_slowness)
         self._correct("decode", seen.decode_slowness)
         load = self.state.demand.shape.workload(self.state.demand.expected(self.target.share))
@@ -133,7 +135,8 @@ class Planner:
 
     def _needs_at(self, rate: float, load: Workload) -> split.Needs:
         prompts, sequences = (load.at(rate * self.state.strain[role]) for role in ("prefill", "decode"))
-        return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
+        sizes = self.corrected, self._reachable(load), self.limits
+        return split.needs(prompts, sequences, *sizes, prefills_on_decode=self.prefills_on_decode)
 
     def _reachable(self, load: Workload) -> PlanningTarget:
         """The target, with a TPOT not below that of a few sequences: no number of workers makes a step shorter."""

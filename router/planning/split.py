@@ -104,14 +104,21 @@ class Needs:
 
 
 def needs(
-    prompts: Workload, sequences: Workload, model: WorkerModel, target: PlanningTarget, limits: CountLimits
+    prompts: Workload,
+    sequences: Workload,
+    model: WorkerModel,
+    target: PlanningTarget,
+    limits: CountLimits,
+    *,
+    prefills_on_decode: bool = False,
 ) -> Needs:
     """Least counts: for prefill of the load `prompts`, for decode of `sequences`, whose rates may differ. Of aggregated
-    workers, which do both, for the higher rate.
+    workers, which do both, for the higher rate. prefills_on_decode: decode workers compute prompts while they have time
+    to spare, so that both roles together need not be more than aggregated workers.
     """
+    higher = max(prompts, sequences, key=lambda load: load.rate)
     if limits.is_aggregated:
-        both = max(prompts, sequences, key=lambda load: load.rate)
-        return Needs(0, needed_aggregated(both, model, target, limits.max_decode))
+        return Needs(0, needed_aggregated(higher, model, target, limits.max_decode))
 
     def needed(crowded: WorkerModel) -> Needs:
         return Needs(
@@ -119,7 +126,11 @@ def needs(
             workers_for(decode_fits, sequences, crowded, target, max(limits.max_decode, 1)),
         )
 
-    return _among_themselves(model, needed, lambda found: found.counts(limits).total)
+    found = _among_themselves(model, needed, lambda found: found.counts(limits).total)
+    if not prefills_on_decode or found.prefill is None or found.decode is None:
+        return found
+    both = needed_aggregated(higher, model, target, found.prefill + found.decode)
+    return found if both is None else Needs(max(1, both - found.decode), found.decode)
 
 
 def needed_aggregated(load: Workload, model: WorkerModel, target: PlanningTarget, most: int) -> int | None:

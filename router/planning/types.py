@@ -196,6 +196,7 @@ class Interval:
     decode_slowness: float | None = None
     is_changing: bool = False  # workers are starting or draining
     refuses_late: bool = False  # the ingresses refuse requests whose first token would be late
+    prefills_on_decode: bool = False  # and have decode workers compute prompts while these have time to spare
 
     @property
     def seconds(self) -> float:

@@ -87,7 +87,8 @@ class ServeStats:
     retries: int = 0
     moves: MoveStats = field(default_factory=MoveStats)
     taken: int = 0  # sequences whose prompts are counted: not those refused because router.max_inflight run
-    refuses_late: bool = False  # requests whose first token would be late
+    refuses_late: bool = False  # requests whose first token would be late; for the planner, as the next
+    prefills_on_decode: bool = False  # prompts are computed on decode workers while these have time to spare
     prompt_tokens: int = 0
     prompt_squares: int = 0  # sum of squared prompt lengths: how much lengths vary
     output_tokens: int = 0
@@ -102,7 +103,9 @@ class ServeStats:
         given = settings.slo, settings.planner
         ttft = tuple(sorted({*_TTFT_BOUNDS_S, *filter(None, (section.ttft_s for section in given))}))
         tpot = tuple(sorted({*_TPOT_BOUNDS_S, *filter(None, (section.tpot_s for section in given))}))
-        return cls(Histogram(ttft), Histogram(tpot), Histogram(tpot), refuses_late=settings.slo.ttft_s is not None)
+        is_shared = settings.router.policy == "joint" and settings.router.local_prefill_tokens > 0
+        facts = {"refuses_late": settings.slo.ttft_s is not None, "prefills_on_decode": is_shared}
+        return cls(Histogram(ttft), Histogram(tpot), Histogram(tpot), **facts)
 
 
 # ---- the log of requests

@@ -156,6 +156,24 @@ def test_the_kept_share_of_a_target_in_the_settings_is_exact(values: list[float]
         assert feed.kept_share(feed.ingress_report(made), name, limit_s, 0.9) == pytest.approx(kept)
 
 
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, (False, True)),
+        ({"slo": {"ttft_s": 2.0}}, (True, True)),
+        ({"slo": {"tpot_s": 0.1}, "router": {"policy": "round_robin"}}, (False, False)),
+        ({"router": {"local_prefill_tokens": 0}}, (False, False)),
+        ({"planner": {"ttft_s": 2.0}}, (False, True)),
+    ],
+)
+def test_the_planner_knows_what_the_ingresses_do_with_late_requests_and_with_prompts(settings, wanted):
+    it, made = feed.Feed(TARGET), ServeStats.with_targets(settings_from(settings))
+    it.interval(look(0.0, made), None, None)
+    for ingresses in ([made], [ServeStats(), made]):
+        seen = it.interval(look(it.at_s + 10.0, *ingresses), None, None)
+        assert (seen.refuses_late, seen.prefills_on_decode) == wanted
+
+
 @given(
     st.lists(st.floats(0.0, 70.0), min_size=1, max_size=60), st.floats(0.001, 80.0), st.sampled_from([0.5, 0.9, 0.99])
 )

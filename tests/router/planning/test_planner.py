@@ -787,7 +787,8 @@ def test_fewer_workers_are_enough_where_late_requests_are_refused_and_twice_the_
             workers_for(prefill_fits, LOAD.at(load), MODEL, target, 500)
             for load, target in ((rate, TARGET), (rate, refusing), (2 * rate, refusing))
         )
-        assert refuses < waits and refuses < twice <= 2 * refuses
+        assert refuses <= waits and refuses < twice <= 2 * refuses
+    assert refuses < waits
     it, other = planner(), planner()
     for number in range(30):
         it.observe(seen(number, 12.0, refuses_late=True))
@@ -805,6 +806,24 @@ def test_a_target_that_too_few_requests_keep_is_planned_for_with_more_aggregated
     assert it.counts.decode > fine.counts.decode and list(fine.state.strain.values()) == pytest.approx([1.0, 1.0])
     assert any(reason.startswith("too few requests keep the") for reason in plan.reasons)
     assert not any(reason.startswith("prefill") for reason in plan.reasons)
+
+
+def test_where_decode_workers_compute_prompts_both_roles_are_no_more_than_aggregated_workers():
+    fewer = 0
+    for rate, tokens in ((2.0, 2000), (8.0, 2000), (30.0, 2000), (8.0, 6000), (30.0, 200)):
+        load = replace(LOAD, rate=rate, input_tokens=tokens)
+        apart = split.needs(load, load, MODEL, TARGET, CountLimits())
+        shared = split.needs(load, load, MODEL, TARGET, CountLimits(), prefills_on_decode=True)
+        both = split.needed_aggregated(load, MODEL, TARGET, 100)
+        assert shared.decode == apart.decode and 1 <= shared.prefill <= apart.prefill
+        assert shared.prefill + shared.decode == max(min(apart.prefill + apart.decode, both), apart.decode + 1)
+        fewer += shared.prefill < apart.prefill
+    assert fewer >= 2
+    it, other = planner(), planner()
+    for number in range(30):
+        it.observe(seen(number, 30.0, prefills_on_decode=True))
+        other.observe(seen(number, 30.0))
+    assert it.counts.prefill < other.counts.prefill and it.counts.decode == other.counts.decode
 
 
 # ---- what requests that keep their targets say of the model
