@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parents[1]))  # appended, so that nothing of ours hides an installed package
 
-settings.register_profile("untimed", deadline=None)  # a test's first example may compile a kernel
+# a test's first example may compile a kernel, and pure tests wait for those that run beside them
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 pytest.register_assert_rewrite("tests.kvcache.stores.store_contract")

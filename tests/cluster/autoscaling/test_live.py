@@ -25,6 +25,7 @@ def test_a_prefill_heavy_and_then_a_decode_heavy_load_move_the_right_counts_up_a
         assert len(run.names) == 3, run.names
 
 
+@pytest.mark.long  # test_planner_policy.py has the counts, and the test above the cluster
 def test_workers_that_do_both_are_one_count_that_moves_up_and_down_again():
     with tempfile.TemporaryDirectory(prefix="kva", dir="/tmp") as folder:
         run = autoscaled(Path(folder), hold_s=10.0, least_s=0.0, aggregated=True)

@@ -35,6 +35,7 @@ def test_a_model_takes_over_without_a_failed_or_wrong_answer(old: str):
     assert row.requests > 3
 
 
+@pytest.mark.long  # the test above switches, too, and test_rolling.py deploys in place
 def test_a_new_version_replaces_the_old_one_without_a_failed_or_wrong_answer(old: str):
     with ChangingCode(old) as cluster:
         row = asyncio.run(measure("code", cluster, 3))

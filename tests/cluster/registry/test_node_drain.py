@@ -26,7 +26,8 @@ def model() -> Iterator[str]:
 
 
 # with the longer deadline replacements start first; with the shorter one Serve stops the host's replicas at once
-@pytest.mark.parametrize("kind", [SpotHosts, pytest.param(DrainedHosts, marks=pytest.mark.long)])
+@pytest.mark.long  # test_draining.py drains a node without clients, tests/cluster/launch what clients see
+@pytest.mark.parametrize("kind", [SpotHosts, DrainedHosts])
 def test_a_drained_node_fails_no_request_and_changes_no_answer(
     model: str, monkeypatch: pytest.MonkeyPatch, kind: type[DrainedHosts]
 ):

@@ -19,7 +19,7 @@ from kvrelay.plane.messages import GrammarSpec, Group
 from kvrelay.serve.requests.dispatcher import RequestDriver
 from tests.cluster.live.test_faults import collect, every_pool_adds_up, nothing_held, oracle, request, settings, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 BLOCK = 16
 

@@ -19,7 +19,7 @@ from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import sides
 from tests.scale import scaled
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 SETTINGS = settings_from(
     {
