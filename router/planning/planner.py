@@ -145,8 +145,9 @@ class Planner:
         return replace(self.target, tpot_s=max(self.target.tpot_s, least_s))
 
     def _learn_strain(self, seen: Interval, load: Workload, waiting: float) -> None:
-        """From the requests that kept and missed each target. Prompts that would be late on an idle worker, too, are no
-        reason for more workers; nor are, while workers start, those behind a queue that these will shorten.
+        """From the requests that kept and missed each target, unless there may be no more workers. Prompts that would be
+        late on an idle worker, too, are no reason for more; nor are, while workers start, those behind a queue that
+        these will shorten.
         """
         if seen.is_changing and not seen.refuses_late:
             return
@@ -155,7 +156,9 @@ class Planner:
         ttft_share = 1.0 - allowed_share(prompts_of(load, curve, self.model.token_budget), target)
         gain = min(STRAIN_GAIN * seen.judged, seen.seconds / STRAIN_S)
         for role, wanted, kept in (("prefill", ttft_share, seen.ttft_kept), ("decode", target.share, seen.tpot_kept)):
-            if kept is None:
+            counted = "decode" if self.limits.is_aggregated else role
+            is_most = getattr(self.counts, counted) >= getattr(self.limits, f"max_{counted}")
+            if kept is None or (kept < wanted and (is_most or self.counts.total >= self.limits.total)):
                 continue
             old, before = self.state.strain[role], self._needs(load, waiting)
             self.state.strain[role] = min(max(old * math.exp(gain * (wanted - kept)), 1.0), MOST_STRAIN)

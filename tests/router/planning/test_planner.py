@@ -848,6 +848,16 @@ def test_while_workers_start_what_queues_is_late_and_no_reason_for_more_but_what
     assert min(after(0.5, is_changing=True, refuses_late=True).state.strain.values()) > 1.5
 
 
+def test_misses_where_there_may_be_no_more_workers_say_nothing_of_the_model():
+    for limits in ({"max_prefill": 2, "max_decode": 2}, {"total": 4}):
+        it, missed = planner(**limits), {"ttft_kept": 0.2, "tpot_kept": 0.2, "judged": 60}
+        for number in range(100):
+            it.observe(seen(number, 40.0, **missed, refuses_late=True))
+        assert it.counts.total == 4
+        assert max(it.state.strain.values()) < 1.2  # from before the counts were reached
+    assert min(after(0.2, 40.0, 100, refuses_late=True).state.strain.values()) == MOST_STRAIN  # control
+
+
 def test_few_requests_say_little():
     many, few = after(0.5, number=12), after(0.5, number=12, judged=1)
     assert min(many.state.strain.values()) > 1.1 > 1.04 > max(few.state.strain.values()) > 1.0
