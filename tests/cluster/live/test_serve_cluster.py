@@ -418,7 +418,7 @@ def test_a_killed_decode_worker_ends_its_stream_cleanly_and_is_replaced(served: 
     pieces, failure = 0, None
     with served.client() as client:
         stream = client.completions.create(
-            model=served.model(), prompt=PROMPT, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+            model=served.model(), prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         )
         try:
             for _ in stream:
@@ -428,7 +428,7 @@ def test_a_killed_decode_worker_ends_its_stream_cleanly_and_is_replaced(served: 
         except openai.APIError as error:
             failure = error
     assert pieces >= 5
-    assert failure is not None or pieces >= 1000  # told, or carried on by another worker
+    assert failure is not None or pieces >= 200  # told, or carried on by another worker
     assert failure is None or victim["worker_id"] in str(failure) or "worker" in str(failure)
 
     kvrelay("scale", "--decode", "1", "--address", served.dashboard)  # waits while Serve says UNHEALTHY
