@@ -102,7 +102,8 @@ class Planner:
         """Learn from an interval; returns the counts from now on."""
         self.state.demand.observe(seen)
         self.target = replace(self.target, refuses_late=seen.refuses_late)
-        self.prefills_on_decode = seen.prefills_on_decode
+        # without refusals a short cluster is late with all, so no time of a decode worker is planned as spare
+        self.prefills_on_decode = seen.prefills_on_decode and seen.refuses_late
         self._correct("prefill", seen.prefill_slowness)
         self._correct("decode", seen.decode_slowness)
         load = self.state.demand.shape.workload(self.state.demand.expected(self.target.share))

@@ -819,11 +819,13 @@ def test_where_decode_workers_compute_prompts_both_roles_are_no_more_than_aggreg
         assert shared.prefill + shared.decode == max(min(apart.prefill + apart.decode, both), apart.decode + 1)
         fewer += shared.prefill < apart.prefill
     assert fewer >= 2
-    it, other = planner(), planner()
+    it, other, queued = planner(), planner(), planner()
     for number in range(30):
-        it.observe(seen(number, 30.0, prefills_on_decode=True))
-        other.observe(seen(number, 30.0))
-    assert it.counts.prefill < other.counts.prefill and it.counts.decode == other.counts.decode
+        it.observe(seen(number, 30.0, prefills_on_decode=True, refuses_late=True))
+        other.observe(seen(number, 30.0, refuses_late=True))
+        queued.observe(seen(number, 30.0, prefills_on_decode=True))
+    assert it.counts.prefill < other.counts.prefill <= queued.counts.prefill
+    assert it.counts.decode == other.counts.decode == queued.counts.decode
 
 
 # ---- what requests that keep their targets say of the model
