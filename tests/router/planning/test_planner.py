@@ -821,9 +821,9 @@ def test_where_decode_workers_compute_prompts_both_roles_are_no_more_than_aggreg
     assert fewer >= 2
     it, other, queued = planner(), planner(), planner()
     for number in range(30):
-        it.observe(seen(number, 6.0, prefills_on_decode=True, refuses_late=True))
-        other.observe(seen(number, 6.0, refuses_late=True))
-        queued.observe(seen(number, 6.0, prefills_on_decode=True))
+        it.observe(seen(number, 5.0, prefills_on_decode=True, refuses_late=True))
+        other.observe(seen(number, 5.0, refuses_late=True))
+        queued.observe(seen(number, 5.0, prefills_on_decode=True))
     assert it.counts.prefill < other.counts.prefill <= queued.counts.prefill
     assert it.counts.decode == other.counts.decode == queued.counts.decode
 
