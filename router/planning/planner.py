@@ -21,9 +21,11 @@ MOST_CORRECTION = 4.0
 MOST_STRAIN = 2.0
 STRAIN_GAIN = 0.007  # of a request, on the logarithm
 STRAIN_S = 300.0  # an interval's gain is at most its seconds over these: workers that start need minutes
-BOTH_SHARE = 0.01  # by so much more requests are to keep each target, because a request is to keep both
+BOTH_SHARE = 0.02  # by so much more requests are to keep each target, because a request is to keep both
 BARE_STEPS = 1.1  # a TPOT target below so many steps of one sequence is unreachable
-RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before workers are started
+# of a worker's start time: the need must last so long before workers are started; where late requests are refused, none
+# pile up meanwhile, and a rush that is over before the workers are there has lost no more
+RISE_SHARE, REFUSING_RISE_SHARE = 0.25, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class Planner:
         """Learn from an interval; returns the counts from now on."""
         self.state.demand.observe(seen)
         self.target = replace(self.target, refuses_late=seen.refuses_late)
+        for damper in self.state.dampers.values():
+            damper.rise_s = (REFUSING_RISE_SHARE if seen.refuses_late else RISE_SHARE) * self.rules.horizon_s
         # without refusals a short cluster is late with all, so no time of a decode worker is planned as spare
         self.prefills_on_decode = seen.prefills_on_decode and seen.refuses_late
         self._correct("prefill", seen.prefill_slowness)

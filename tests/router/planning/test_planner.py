@@ -808,6 +808,15 @@ def test_a_target_that_too_few_requests_keep_is_planned_for_with_more_aggregated
     assert not any(reason.startswith("prefill") for reason in plan.reasons)
 
 
+def test_where_late_requests_are_refused_workers_start_later():
+    first = {}
+    for refuses_late in (False, True):
+        it = Planner(MODEL, TARGET, CountLimits(), replace(RULES, horizon_s=200.0), WorkerCounts(1, 1))
+        counts = [it.observe(seen(number, 20.0, refuses_late=refuses_late)).counts.total for number in range(30)]
+        first[refuses_late] = next(index for index, count in enumerate(counts) if count > 2) * LOOK_S
+    assert first[False] < 0.3 * 200.0 < 0.5 * 200.0 <= first[True] < 0.6 * 200.0
+
+
 def test_where_decode_workers_compute_prompts_both_roles_are_no_more_than_aggregated_workers():
     fewer = 0
     for rate, tokens in ((2.0, 2000), (8.0, 2000), (30.0, 2000), (8.0, 6000), (30.0, 200)):
