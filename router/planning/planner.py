@@ -150,8 +150,8 @@ class Planner:
         return replace(self.target, tpot_s=max(self.target.tpot_s, least_s))
 
     def _learn_strain(self, seen: Interval, load: Workload, waiting: float) -> None:
-        """From the requests that kept and missed each target, unless there may be no more workers. Prompts that would be
-        late on an idle worker, too, are no reason for more; nor are, while workers start, those behind a queue that
+        """From the requests that kept and missed each target, unless there may be no more workers. Prompts that would
+        be late on an idle worker, too, are no reason for more; nor are, while workers start, those behind a queue that
         these will shorten.
         """
         if seen.is_changing and not seen.refuses_late:
