@@ -103,9 +103,10 @@ class ServeStats:
         given = settings.slo, settings.planner
         ttft = tuple(sorted({*_TTFT_BOUNDS_S, *filter(None, (section.ttft_s for section in given))}))
         tpot = tuple(sorted({*_TPOT_BOUNDS_S, *filter(None, (section.tpot_s for section in given))}))
-        is_shared = settings.router.policy == "joint" and settings.router.local_prefill_tokens > 0
-        facts = {"refuses_late": settings.slo.ttft_s is not None, "prefills_on_decode": is_shared}
-        return cls(Histogram(ttft), Histogram(tpot), Histogram(tpot), **facts)
+        found = cls(Histogram(ttft), Histogram(tpot), Histogram(tpot))
+        found.refuses_late = settings.slo.ttft_s is not None
+        found.prefills_on_decode = settings.router.policy == "joint" and settings.router.local_prefill_tokens > 0
+        return found
 
 
 # ---- the log of requests
