@@ -46,7 +46,7 @@ test: $(STAMP) links
 	@log=$$(mktemp); status=0; \
 	OMP_NUM_THREADS=1 setsid sh -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$$@"' - \
 		$(VENV)/bin/pytest -n 2 --dist worksteal -m "pure and not alone" tests >$$log 2>&1 & pure=$$!; \
-	trap 'kill -- -$$pure 2>/dev/null; rm -f $$log' EXIT; \
+	trap 'kill -- -$$pure 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
 	$(VENV)/bin/pytest --durations=10 -m alone tests || status=1; \
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 3 --dist loadfile --durations=10 -m "processes and not alone" tests || status=1; \
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal --durations=10 -m "not (pure or processes or alone)" tests || status=1; \
