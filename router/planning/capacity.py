@@ -122,7 +122,7 @@ def refused_share(prompts: "Prompts | Mixed", load: Workload, target: PlanningTa
     and Stochastic Flow Systems", 1985).
     """
     timely = [own for own in prompts.alone_s if own <= target.ttft_s]
-    share = len(timely) / len(prompts.alone_s)
+    share = 1.0 - hopeless_share(prompts.alone_s, target.ttft_s)
     busy = load.rate * share * prompts.work_s / workers
     if not busy:
         return 1.0 - share

@@ -165,9 +165,10 @@ class Planner:
             is_most = getattr(self.counts, counted) >= getattr(self.limits, f"max_{counted}")
             if kept is None or (kept < wanted and (is_most or self.counts.total >= self.limits.total)):
                 continue
-            old, before = self.state.strain[role], self._needs(load, waiting)
+            old = self.state.strain[role]
+            before = self._needs(load, waiting) if kept > wanted and old > 1.0 else None
             self.state.strain[role] = min(max(old * math.exp(gain * (wanted - kept)), 1.0), MOST_STRAIN)
-            if kept > wanted and self._needs(load, waiting) != before:
+            if before is not None and self._needs(load, waiting) != before:
                 self.state.strain[role] = old
 
     # ---- counts
