@@ -7,6 +7,7 @@ Ray itself is not imported: commands address a cluster from a machine that is no
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from kvrelay.cluster.registry.names import APP_NAME
 
 TIMEOUT_S = 10.0
 HINT_S = 3.0
+DEPLOY_TRIES = 3
+DEPLOY_PAUSE_S = 2.0
 _MOST_ROWS = 1000  # of Ray's state API in one answer
 
 
@@ -37,8 +40,18 @@ class RayDashboard:
         return dict(self.details().get("applications", {}).get(name, {}))
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """Have Serve run this configuration; returns before its replicas run."""
-        self._request("PUT", APPLICATIONS, config, timeout_s=DEPLOY_S)
+        """Have Serve run this configuration; returns before its replicas run.
+
+        Asks again where the dashboard fails, as it may on a busy host whose Ray has just been started.
+        """
+        for left in reversed(range(DEPLOY_TRIES)):
+            try:
+                self._request("PUT", APPLICATIONS, config, timeout_s=DEPLOY_S)
+                return
+            except RequestRefused as error:
+                if not left or error.status < 500:
+                    raise
+            time.sleep(DEPLOY_PAUSE_S)
 
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes that are alive: node_id, node_ip, resources_total."""

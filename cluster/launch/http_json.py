@@ -59,7 +59,10 @@ def request_text(
         try:
             text = json.loads(text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            text = text.strip()[:200] or str(error)
+            text = text.strip()
+            if text.startswith("Traceback"):  # Ray's dashboard
+                text = text.splitlines()[-1]
+            text = text[:200] or str(error)
         raise RequestRefused(url, text, error.code) from error
     except (ValueError, http.client.HTTPException) as error:
         raise ClusterError(f"{url} does not answer: {error}") from error

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; KV never passes through it
 LONGEST_FOLDER = 16
+OWN_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below Linux's ephemeral ones
+OWN_PORTS_TRIED = 100
 # all parts of Ray's dashboard but those of Ray Data and Ray Train, a process each
 DASHBOARD = "EventHead,JobHead,MetricsHead,NodeHead,PlatformEventsHead,ReportHead,ServeHead,StateHead,TaskEventsHead"
 RAY_FOLDER = "r"  # in our own, since Ray opens its folders to every user; short, as its sockets' paths must be
@@ -285,6 +288,11 @@ def held_port(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago. It is none that the system gives to sockets which ask for any, of which a
+    starting Ray opens dozens, unless all others are taken.
+    """
+    for port in random.sample(OWN_PORTS, OWN_PORTS_TRIED):
+        if why_not_free(host, port) is None:
+            return port
     with held_port(host, 0) as probe:
         return int(probe.getsockname()[1])

@@ -1,14 +1,19 @@
 """Where the API of a cluster is, by what Serve's details at Ray's dashboard say."""
 
+import contextlib
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.cluster.deployments.serve_config import IMPORT_PATH
-from kvrelay.cluster.errors import ClusterError, ServerUnreachable
+from kvrelay.cluster.errors import ClusterError, RequestRefused, ServerUnreachable
+from kvrelay.cluster.launch.dashboard import RayDashboard
 from kvrelay.cluster.launch.endpoints import Endpoints, RunningCluster, api_urls, endpoints, note, reachable
 
 
@@ -94,3 +99,57 @@ def test_an_ingress_that_was_replaced_is_found_at_its_new_port(monkeypatch: pyte
         monkeypatch.setattr(cluster.dashboard, "details", lambda: found)
         assert cluster.api_url == now
         assert endpoints(was, None).api_url == was  # it was asked for
+
+
+# ---- a dashboard that fails
+
+
+@contextlib.contextmanager
+def failing_dashboard(answers: list[tuple[int, str]]) -> Iterator[RayDashboard]:
+    """A dashboard that gives these answers, one after the other."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            status, text = answers.pop(0)
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield RayDashboard(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+
+
+FAILED = (500, 'Traceback (most recent call last):\n  File "x.py", line 241, in decorator\nTimeoutError: too slow\n')
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cluster.launch.dashboard.DEPLOY_PAUSE_S", 0)
+
+
+@pytest.mark.usefixtures("without_pauses")
+def test_a_dashboard_that_fails_is_asked_again_to_deploy():
+    answers = [FAILED, FAILED, (200, ""), (200, "")]
+    with failing_dashboard(answers) as dashboard:
+        dashboard.deploy({})
+    assert answers == [(200, "")]
+
+
+@pytest.mark.usefixtures("without_pauses")
+@pytest.mark.parametrize(("answer", "asked"), [(FAILED, 3), ((400, "TimeoutError: too slow"), 1)])
+def test_a_dashboard_that_goes_on_failing_or_refuses_is_quoted_without_the_traceback(
+    answer: tuple[int, str], asked: int
+):
+    answers = [answer] * 4
+    with failing_dashboard(answers) as dashboard, pytest.raises(RequestRefused) as caught:
+        dashboard.deploy({})
+    assert caught.value.message == "TimeoutError: too slow"
+    assert len(answers) == 4 - asked

@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,8 +81,25 @@ def given_port(low: int) -> int | None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
+def test_a_free_port_is_none_that_the_system_gives_to_others():
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first_given < 32_768:
+        pytest.skip("this system gives more ports than Linux does by default")
+    assert all(free_port("127.0.0.1") < first_given for _ in range(50))
+
+
+def test_a_free_port_is_found_where_all_of_the_usual_ones_are_taken(monkeypatch):
+    with held_port("127.0.0.1", 0) as taken:
+        taken.listen()
+        monkeypatch.setattr(ray_session, "OWN_PORTS", [taken.getsockname()[1]])
+        monkeypatch.setattr(ray_session, "OWN_PORTS_TRIED", 1)
+        assert why_not_free("127.0.0.1", free_port("127.0.0.1")) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
 def test_a_held_port_is_given_to_nobody_and_can_be_listened_at():
-    port = free_port("127.0.0.1")
+    with held_port("127.0.0.1", 0) as probe:  # of those that the system gives
+        port = int(probe.getsockname()[1])
     assert given_port(port) == port  # the control
     with held_port("127.0.0.1", port):
         assert given_port(port) is None
