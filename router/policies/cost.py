@@ -145,13 +145,23 @@ class CommonCost:
         return own_tokens / speed, worker.queued_tokens / speed, source.load_s
 
     def decode(self, worker: WorkerRow) -> tuple[float, float, float]:
-        """Load of the running sequences, share of the free memory, wait for free blocks."""
+        """Load of the running sequences, share of the free memory, wait for free blocks.
+
+        Each sequence makes the others' steps longer, throughout its output. Where all workers decode that hardly
+        counts: a few are to have most sequences, while the others compute prompts.
+        """
         request, model, size, step_s = self.request, self.model, worker.block_size, worker.decode_step_s
         num_others = request.width - 1  # sequences of the group; they share the prompt's full blocks
         grown = -(-(request.num_tokens + min(request.max_tokens, model.expected_output_tokens)) // size)
         later = grown - worker.held // size + num_others * (grown - request.num_tokens // size)
         memory_s = step_s * min(later / max(worker.free_blocks, 1), 1.0)
-        return model.decode_load_weight * step_s * worker.sequences, memory_s, decode_wait_s(request, worker)
+        per_token = model.decode_load_weight * self._output_tokens(worker)
+        weight = per_token if self._is_split else model.both_load_weight
+        return weight * step_s * worker.sequences, memory_s, decode_wait_s(request, worker)
+
+    def _output_tokens(self, worker: WorkerRow) -> float:
+        """Mean length of a worker's outputs."""
+        return worker.output_tokens if worker.output_tokens > 0 else self.model.expected_output_tokens
 
     def is_near(self, worker: WorkerRow) -> bool:
         """Whether a worker lacks at most `local_prefill_tokens` of the prompt."""
@@ -169,10 +179,9 @@ class CommonCost:
         if self.is_near(worker):
             return 0.0
         model, (own_s, queue_s, _) = self.model, self._prompt_s(worker)
-        output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
         queue_s = queue_s if self._is_split else 0.0
         weight = model.stall_weight * (1.0 if self._is_split else self._caution)
-        slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
+        slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * self._output_tokens(worker)
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
         stalled_s = (weight * worker.sequences + model.next_stall_weight) * own_s

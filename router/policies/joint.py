@@ -109,7 +109,8 @@ def _numbers(context: RoutingContext, model: CostModel) -> tuple[float, ...]:
         *targets(request, model),
         request.slo is not None,
         *(model.tier_bytes_per_s, model.other_node_share, model.unhidden_share, model.handoff_s, model.displaced_share),
-        *(model.decode_load_weight, model.stall_weight, model.next_stall_weight, model.max_pressure, model.missed_s),
+        *(model.decode_load_weight, model.both_load_weight, model.stall_weight, model.next_stall_weight),
+        *(model.max_pressure, model.missed_s),
         *(model.expected_output_tokens, model.local_prefill_tokens),
         *(SURE_SHARE, LOST_SHARE, FRESH_S, SAME_SHARE, OVERDUE_WEIGHT, MAX_EXCESS, _GOLDEN, UNIT),
     )

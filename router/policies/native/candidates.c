@@ -33,7 +33,7 @@ struct numbers {
     double stored_tokens, draw, unreported_share, arrivals_per_s, tenant_excess;
     double ttft_s, tpot_s, has_slo;
     double tier_rate, other_node_share, unhidden_share, handoff_s, displaced_share;
-    double decode_load_weight, stall_weight, next_stall_weight, max_pressure, missed_s;
+    double decode_load_weight, both_load_weight, stall_weight, next_stall_weight, max_pressure, missed_s;
     double expected_output_tokens, local_prefill_tokens;
     double sure_share, lost_share, fresh_s, same_share, overdue_weight, max_excess, golden, unit;
 };
@@ -149,6 +149,13 @@ static inline void add_work(const struct ranking *r, const struct work *work, do
     parts[LOAD] = work->load_s;
 }
 
+/* Mean length of a worker's outputs. */
+static inline double output_tokens(const struct numbers *n, const struct table *table, Py_ssize_t row)
+{
+    double mean = float_at(table, OUTPUT, row);
+    return mean > 0 ? mean : n->expected_output_tokens;
+}
+
 static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
 {
     const struct numbers *n = &r->n;
@@ -160,7 +167,8 @@ static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
     int64_t sequences = int_at(table, SEQUENCES, row), num_free = int_at(table, FREE_BLOCKS, row);
     double step_s = float_at(table, DECODE_STEP, row);
     int64_t missing = now * (1 + int_at(table, WAITING, row)) - num_free;
-    parts[DECODE_LOAD] = n->decode_load_weight * step_s * (double)sequences;
+    double weight = r->is_split ? n->decode_load_weight * output_tokens(n, table, row) : n->both_load_weight;
+    parts[DECODE_LOAD] = weight * step_s * (double)sequences;
     parts[DECODE_MEMORY] = step_s * least((double)later / (double)most_int(num_free, 1), 1.0);
     parts[DECODE_WAIT] = missing > 0 ? (double)(missing * blocks->size) * step_s / (double)most_int(sequences, 1) : 0.0;
 }
@@ -180,9 +188,8 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
 {
     if (is_near(r, work)) return 0.0;
     const struct numbers *n = &r->n;
-    double output_tokens = float_at(table, OUTPUT, row), sequences = (double)int_at(table, SEQUENCES, row);
-    if (!(output_tokens > 0)) output_tokens = n->expected_output_tokens;
-    double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens;
+    double sequences = (double)int_at(table, SEQUENCES, row);
+    double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens(n, table, row);
     double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);

@@ -235,6 +235,20 @@ def test_sequences_go_to_decode_workers_that_keep_their_pace():
     assert terms(best)["slo_miss"] == 0.0
 
 
+@pytest.mark.parametrize(("output_tokens", "decodes", "chosen"), [(300.0, 0, 1), (30.0, 0, 0), (300.0, 1, 0)])
+def test_a_prefix_is_worth_its_transfer_and_more_sequences_cost_their_whole_outputs(output_tokens, decodes, chosen):
+    """But where all workers do both (the last case), a few are to have most sequences."""
+    targets = side(
+        2,
+        prefix="d",
+        held=[144, 0],
+        sequences=[20, 4],
+        output_tokens=[output_tokens] * 2,
+        kv_bytes_per_token=[10_000_000] * 2,
+    )
+    assert ranked(ask(force="remote"), side(1, prefix="p", decodes=[decodes]), targets)[0].decode == chosen
+
+
 def test_a_decision_says_how_soon_the_first_token_is_wanted():
     slo = SloRequirement((SloTarget("c", ttft_s=3.0),))
     for policy, request, wanted in (
