@@ -40,7 +40,7 @@ class CostModel:
     unhidden_share: float = 0.05  # of a transfer, even under a long prefill: its last layers
     handoff_s: float = 0.002
     displaced_share: float = 0.04  # of KV that arrives at a worker: so much displaces what would have been found again
-    decode_load_weight: float = 0.016  # of a step, per sequence on the decode worker and token of its outputs
+    decode_load_weight: float = 0.016  # of a step, per sequence on the decode worker and token of the mean output
     both_load_weight: float = 0.1  # of a step, per sequence, where all workers decode: see CommonCost.decode
     stall_weight: float = 0.1  # of the prefill's time, per sequence that it stalls
     next_stall_weight: float = 1.0  # of the prefill's time, for the sequences that will arrive during it

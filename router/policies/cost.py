@@ -101,6 +101,9 @@ class CommonCost:
         self.ttft_s, self.tpot_s = targets(self.request, model)
         self._caution = 1.0 if self.request.slo is not None else 2.0  # how often harm to running sequences counts
         self._is_split = bool(np.count_nonzero(prefills.decodes == 0))  # whether some compute prompts and do not decode
+        known = decodes.output_tokens[decodes.output_tokens > 0]
+        mean = known.cumsum()[-1].item() / len(known) if len(known) else model.expected_output_tokens  # summed as in C
+        self._load_weight = model.decode_load_weight * mean if self._is_split else model.both_load_weight
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
         price = min(model.max_pressure, self._local_price(decodes))
@@ -155,13 +158,7 @@ class CommonCost:
         grown = -(-(request.num_tokens + min(request.max_tokens, model.expected_output_tokens)) // size)
         later = grown - worker.held // size + num_others * (grown - request.num_tokens // size)
         memory_s = step_s * min(later / max(worker.free_blocks, 1), 1.0)
-        per_token = model.decode_load_weight * self._output_tokens(worker)
-        weight = per_token if self._is_split else model.both_load_weight
-        return weight * step_s * worker.sequences, memory_s, decode_wait_s(request, worker)
-
-    def _output_tokens(self, worker: WorkerRow) -> float:
-        """Mean length of a worker's outputs."""
-        return worker.output_tokens if worker.output_tokens > 0 else self.model.expected_output_tokens
+        return self._load_weight * step_s * worker.sequences, memory_s, decode_wait_s(request, worker)
 
     def is_near(self, worker: WorkerRow) -> bool:
         """Whether a worker lacks at most `local_prefill_tokens` of the prompt."""
@@ -179,9 +176,10 @@ class CommonCost:
         if self.is_near(worker):
             return 0.0
         model, (own_s, queue_s, _) = self.model, self._prompt_s(worker)
+        output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
         queue_s = queue_s if self._is_split else 0.0
         weight = model.stall_weight * (1.0 if self._is_split else self._caution)
-        slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * self._output_tokens(worker)
+        slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
         stalled_s = (weight * worker.sequences + model.next_stall_weight) * own_s

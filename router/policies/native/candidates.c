@@ -65,6 +65,7 @@ struct ranking {
     struct work *work; /* of the prefill workers, then of the decode workers */
     double pressure;   /* harm per second of prefill */
     int is_split;      /* some workers compute prompts and do not decode */
+    double load_weight; /* of a step, for each sequence on a decode worker */
     double least_s, held_share, lacking_share; /* see replica_s; lacking_share 0: no replica is wanted */
 };
 
@@ -149,11 +150,15 @@ static inline void add_work(const struct ranking *r, const struct work *work, do
     parts[LOAD] = work->load_s;
 }
 
-/* Mean length of a worker's outputs. */
-static inline double output_tokens(const struct numbers *n, const struct table *table, Py_ssize_t row)
+/* A sequence costs those that it joins for as long as the mean output. */
+static double load_weight(const struct ranking *r)
 {
-    double mean = float_at(table, OUTPUT, row);
-    return mean > 0 ? mean : n->expected_output_tokens;
+    double tokens, sum = 0.0;
+    int64_t num_known = 0;
+    if (!r->is_split) return r->n.both_load_weight;
+    for (Py_ssize_t i = 0; i < r->decodes.count; i++)
+        if ((tokens = float_at(&r->decodes, OUTPUT, i)) > 0) sum += tokens, num_known++;
+    return r->n.decode_load_weight * (num_known ? sum / (double)num_known : r->n.expected_output_tokens);
 }
 
 static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
@@ -167,8 +172,7 @@ static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
     int64_t sequences = int_at(table, SEQUENCES, row), num_free = int_at(table, FREE_BLOCKS, row);
     double step_s = float_at(table, DECODE_STEP, row);
     int64_t missing = now * (1 + int_at(table, WAITING, row)) - num_free;
-    double weight = r->is_split ? n->decode_load_weight * output_tokens(n, table, row) : n->both_load_weight;
-    parts[DECODE_LOAD] = weight * step_s * (double)sequences;
+    parts[DECODE_LOAD] = r->load_weight * step_s * (double)sequences;
     parts[DECODE_MEMORY] = step_s * least((double)later / (double)most_int(num_free, 1), 1.0);
     parts[DECODE_WAIT] = missing > 0 ? (double)(missing * blocks->size) * step_s / (double)most_int(sequences, 1) : 0.0;
 }
@@ -188,8 +192,9 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
 {
     if (is_near(r, work)) return 0.0;
     const struct numbers *n = &r->n;
-    double sequences = (double)int_at(table, SEQUENCES, row);
-    double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens(n, table, row);
+    double output_tokens = float_at(table, OUTPUT, row), sequences = (double)int_at(table, SEQUENCES, row);
+    if (!(output_tokens > 0)) output_tokens = n->expected_output_tokens;
+    double slack_s = most(n->tpot_s - float_at(table, RECENT_STEP, row), 0.1 * n->tpot_s) * output_tokens;
     double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
@@ -342,6 +347,7 @@ static int prepare(struct ranking *r)
     for (Py_ssize_t i = 0; i < computing->count; i++) num_busy += int_at(computing, QUEUED_REQUESTS, i) != 0;
     double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
     for (Py_ssize_t i = 0; i < num_prefills && !r->is_split; i++) r->is_split = int_at(&r->prefills, DECODES, i) == 0;
+    r->load_weight = load_weight(r);
     r->pressure = least(r->n.max_pressure, local_price(r)) * (busy * busy * busy) * (busy * busy * busy);
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)
