@@ -304,4 +304,4 @@ def test_past_saturation_who_is_begun_is_still_in_time(monkeypatch):
     monkeypatch.setattr("kvrelay.cluster.simulator.worker.RESERVE_TIMEOUT_S", 600.0)
     monkeypatch.setattr(types, "MAX_WAITING", 10_000)
     kept = flood("joint", {"done", "overloaded"}, ttft_s=3.0)  # it lasts for 20 s
-    assert kept > 1.5 * flood("least_loaded", {"done"})  # control: first come, first served
+    assert kept > 2.5 * flood("least_loaded", {"done"})  # control: first come, first served
