@@ -52,14 +52,14 @@ QUEUED_PER_WORKER = 2
 """Prompts per worker from which on they are queued rather than being computed."""
 LEAST_WAITS = 8
 """Waits that are observed before any is expected."""
-SURPLUS, LEAST_SURPLUS, SURPLUS_SPANS, SPAN = 0.1, 8, 2, 1 / 6
-"""An overload lasts once more requests have come than were started, by this share of them and by so many, in so many
-spans of this share of `max_queue_s`.
-"""
+SURPLUS, LEAST_SURPLUS, SURPLUS_SPANS = 0.1, 6, 2
+"""An overload lasts once more requests came than were started, by this share and by so many, in so many spans."""
+SPAN, SPAN_REQUESTS, LONGEST_SPAN = 1 / 6, 24, 3
+"""A span's share of `max_queue_s`; it is up to so many times as long while fewer requests come, or start, in it."""
 LASTING_SHARE = 0.9
-"""Share of its TTFT target within which a new request's first token is expected while an overload lasts: what is
-expected is a little too soon then.
-"""
+"""Share of its TTFT target within which a new request's first token is to be expected while an overload lasts."""
+PESSIMISM = 1.15
+"""Times that a predicted TTFT counts: a request is better deferred a little too early than a little too late."""
 FORGET_S = 60.0
 """Age of the last wait at which all are forgotten: what the workers can do may have changed."""
 OVERDUE_WAIT, OVERDUE_TIMES = 1 / 4, 2.0
@@ -99,9 +99,10 @@ class Surplus:
     num_spans: int = 0
 
     def observe(self, now_s: float, *, come: int = 0, started: int = 0) -> None:
-        if now_s - self.begun_s >= self.span_s:
+        age = (now_s - self.begun_s) / self.span_s
+        if age >= 1 and (max(self.num_come, self.num_started) >= SPAN_REQUESTS or age >= LONGEST_SPAN):
             has_surplus = self.num_come - self.num_started >= max(LEAST_SURPLUS, SURPLUS * self.num_started)
-            is_next = now_s - self.begun_s < 2 * self.span_s
+            is_next = age < LONGEST_SPAN + 1
             self.num_spans = self.num_spans + 1 if has_surplus and is_next else 0
             self.begun_s, self.num_come, self.num_started = now_s, 0, 0
         self.num_come += come
@@ -294,13 +295,14 @@ class Deferral:
         target_s *= share_of_target
         if waited_s + self.wait.at_workers_s() > target_s:
             return True
-        if waited_s + decision.predicted_ttft_s <= target_s:  # so it is in a cluster that keeps up
+        if waited_s + PESSIMISM * decision.predicted_ttft_s <= target_s:  # so it is in a cluster that keeps up
             return False
         compute = self.workers.accounts_of(decision)[0]
         speed = self.workers.prefill_tokens_per_s(compute.info.worker_id)
         overtaken_s = compute.unreported_overdue_tokens / speed
         queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
-        return waited_s + decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s > target_s
+        predicted_s = decision.predicted_ttft_s - min(queue_s, overtaken_s) - blocks_s
+        return waited_s + PESSIMISM * predicted_s > target_s
 
     def place(
         self,

@@ -29,6 +29,8 @@ from kvrelay.types import MAX_WAITING, Role
 
 HASHES_PER_BLOCK = 16
 """Hashes per block of its pool (lower tiers included) that a worker may announce before its index is DEGRADED."""
+SPARE_SHARE = 0.5
+"""Share of the workers for prompts that must be idle for one to compute a prompt that will be late in any case."""
 _SMOOTHING = 0.2
 
 
@@ -330,9 +332,9 @@ class Router:
 
 
 def _spare_candidate(ranking: Ranking, prefills: WorkerTable) -> int | None:
-    """Index of the best candidate with an idle prefill worker, if another one stays idle; None: there is none."""
+    """Index of the best candidate with an idle prefill worker; None while too few are idle, and others would wait."""
     is_idle = prefills.queued_requests == 0
-    if np.count_nonzero(is_idle) < 2:
+    if np.count_nonzero(is_idle) < max(2, SPARE_SHARE * len(is_idle)):
         return None
     candidates = enumerate(ranking.candidates)
     return next((index for index, one in candidates if one.prefill is not None and is_idle[one.prefill]), None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvrelay.router.types import Prediction, SloRequirement, SloTarget, SloVerdict, VerdictKind
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-YIELD = 10.0
+YIELD = 15.0
 """Times that a long prompt's excess counts in a queue as long as the TTFT target; in half of it, a quarter of that."""
 
 

@@ -15,8 +15,8 @@ from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.slo.learning import Bias, DurationFit, Errors, LengthDistribution
 from kvrelay.router.types import LONG_PROMPT, Decision, Prediction, RouteRequest, tpot_bound_s
 
-CONFIDENCE = 0.7
-"""Share of requests whose latency is to stay below the `safe_*` predictions; a higher share refuses earlier."""
+TTFT_CONFIDENCE, TPOT_CONFIDENCE = 0.5, 0.7
+"""Shares of requests whose latency is to stay below the `safe_*` predictions; a higher share refuses earlier."""
 MIN_EVIDENCE = 3  # durations observed before a worker counts as measured
 SILENT_S = 10.0  # time without an outcome after which a prediction is too old to refuse by
 MIN_TPOT_TOKENS = 4  # shorter outputs do not measure steps
@@ -169,7 +169,7 @@ class Forecast:
         of_ttft = Prediction(
             ttft_s if is_known else None,
             None,
-            self.ttft_errors.quantile(CONFIDENCE),
+            self.ttft_errors.quantile(TTFT_CONFIDENCE, ttft_s),
             1.0,
             queue_s,
             1.0,
@@ -190,13 +190,13 @@ class Forecast:
         return replace(
             of_ttft,
             tpot_s=target.tpot_s(raw_tpot_s, now_s) if is_known else None,
-            tpot_factor=self.tpot_errors.quantile(CONFIDENCE),
+            tpot_factor=self.tpot_errors.quantile(TPOT_CONFIDENCE),
             batch=features[1],
             crowded_tpot_s=crowded if is_known else None,
             is_tpot_stale=target.is_silent(now_s),
             raw_tpot_s=raw_tpot_s,
             own_sequences=own,
-            bound_factor=self.bound_errors.quantile(CONFIDENCE),
+            bound_factor=self.bound_errors.quantile(TPOT_CONFIDENCE),
         )
 
     @staticmethod

@@ -7,10 +7,12 @@ whatever the load.
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+import numpy as np
 
 GAIN = 0.15  # weight of the newest error in a worker's bias
 BIAS_HALF_LIFE_S = 60.0  # of a bias, without observations
@@ -47,11 +49,14 @@ class Bias:
 
 
 class Errors:
-    """Observed over predicted, of one quantity: the last `WINDOW` for the margin, all of them for the histogram."""
+    """Observed over predicted, of one quantity: the last `WINDOW`, of all sizes and of each, for margins; all of them
+    for the histogram.
+
+    Sizes are powers of two: what is over or under by a few percent for short prompts says little of long ones.
+    """
 
     def __init__(self) -> None:
-        self._order: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._windows: defaultdict[int | None, tuple[deque[float], list[float]]] = defaultdict(lambda: (deque(), []))
         self.counts = [0] * (len(RATIO_BOUNDS) + 1)
         self.total = 0.0
 
@@ -62,20 +67,26 @@ class Errors:
         ratio = observed_s / predicted_s
         self.counts[bisect_left(RATIO_BOUNDS, ratio)] += 1
         self.total += ratio
-        self._order.append(ratio)
-        insort(self._sorted, ratio)
-        if len(self._order) > WINDOW:
-            self._sorted.pop(bisect_left(self._sorted, self._order.popleft()))
+        for order, ranked in (self._windows[None], self._windows[round(math.log2(predicted_s))]):
+            order.append(ratio)
+            insort(ranked, ratio)
+            if len(order) > WINDOW:
+                ranked.pop(bisect_left(ranked, order.popleft()))
 
-    def quantile(self, share: float) -> float:
-        """The ratio below which `share` of the last ones stayed; 1.0 while there are too few."""
-        if len(self._sorted) < MIN_ERRORS:
-            return 1.0
-        return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
+    def quantile(self, share: float, predicted_s: float = 0.0) -> float:
+        """The ratio below which `share` of the last ones stayed: of those of about this size, if any is given and there
+        are enough, else of all; 1.0 while there are too few.
+        """
+        size = round(math.log2(predicted_s)) if predicted_s > 0 else None
+        for ranked in (self._windows[size][1], self._windows[None][1]):
+            if len(ranked) >= MIN_ERRORS:
+                return ranked[min(int(share * len(ranked)), len(ranked) - 1)]
+        return 1.0
 
     def mean_error(self) -> float:
         """Mean of |observed - predicted| / observed over the last ones; 0 before the first."""
-        return sum(abs(1 - 1 / ratio) for ratio in self._sorted) / max(len(self._sorted), 1)
+        ranked = self._windows[None][1]
+        return sum(abs(1 - 1 / ratio) for ratio in ranked) / max(len(ranked), 1)
 
 
 _WIDTH, _NUM_BUCKETS = 32, 256  # tokens; outputs of 8,192 and more share the last bucket
@@ -168,7 +179,7 @@ class DurationFit:
             pull = {i: self.pull * (self.scales[i] / expected) ** 2 for i in active}
             matrix = [[left * self.products[i][j] + (pull[i] if i == j else 0.0) for j in active] for i in active]
             values = [left * self.targets[i] + pull[i] * prior[i] for i in active]
-            solved = dict(zip(active, _solve(matrix, values), strict=True))
+            solved = dict(zip(active, np.linalg.solve(matrix, values).tolist(), strict=True))
             negative = [i for i in active if solved[i] < 0]
             if not negative:
                 return tuple(solved.get(i, 0.0) for i in range(len(self.scales)))
@@ -178,20 +189,3 @@ class DurationFit:
     def _left(self, now_s: float) -> float:
         """The share of the evidence that has not faded."""
         return float(0.5 ** (max(0.0, now_s - self.observed_at_s) / EVIDENCE_HALF_LIFE_S))
-
-
-def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:
-    """Gaussian elimination of a small, symmetric, positive definite system."""
-    size = len(values)
-    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        for lower in range(column + 1, size):
-            share = rows[lower][column] / rows[column][column]
-            rows[lower] = [x - share * y for x, y in zip(rows[lower], rows[column], strict=True)]
-    solved = [0.0] * size
-    for column in reversed(range(size)):
-        known = sum(rows[column][right] * solved[right] for right in range(column + 1, size))
-        solved[column] = (rows[column][size] - known) / rows[column][column]
-    return solved

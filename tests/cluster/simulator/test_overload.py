@@ -131,6 +131,18 @@ def test_an_overload_that_lasts_is_seen_before_the_queue_is_full(case, monkeypat
     assert with_it > 1.2 * in_time(), "the control: half a minute of requests has been queued first"
 
 
+@pytest.mark.parametrize("case", [PREFILL_BOUND, AGGREGATED], ids=lambda case: case.name)
+def test_where_few_requests_come_an_overload_that_lasts_is_seen_too(case, monkeypatch):
+    """About one and a half times what one worker can do."""
+
+    def in_time():
+        return sum(job.ttft_s <= 5.0 for job in done(overloaded(case, 2)))
+
+    with_it = in_time()
+    monkeypatch.setattr("kvrelay.router.decision.deferral.SURPLUS_SPANS", 1000)
+    assert with_it > 1.5 * in_time(), "the control: half of them are late"
+
+
 def test_a_burst_is_queued_whole():
     """Eight seconds of three times what it can start."""
     sim = overloaded(SEVERAL, 3, load_s=8.0)

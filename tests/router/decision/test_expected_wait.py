@@ -378,33 +378,41 @@ def test_neither_a_burst_nor_clients_that_wait_for_their_answers_are_a_lasting_s
 def test_after_a_time_without_anything_it_begins_anew():
     surplus = Surplus(5.0)
     for now_s in (0.0, 1.0, 5.0, 9.0, 10.0):
-        surplus.observe(now_s, come=10)
+        surplus.observe(now_s, come=12)
     assert surplus.num_spans == 2
-    surplus.observe(21.0, come=10)
+    surplus.observe(30.0, come=12)
     assert surplus.num_spans == 0
+
+
+def test_a_span_is_longer_where_few_requests_come():
+    def num_spans(come, started):
+        return spans_with_a_surplus(lambda now_s: come * (now_s % 1 == 0), lambda now_s: started * (now_s % 1 == 0), 32)
+
+    assert num_spans(come=2, started=1) == 2, "each of about twelve seconds"
+    assert num_spans(come=1, started=0.5) == 2, "each of fifteen seconds"
 
 
 def lasting(*, each_s):
     """So many new requests in every second, all of them overdue, and none is started."""
-    router = starting(left=5, every_s=0.5)
-    for now_s in range(12, 22):
+    router = starting(left=5, every_s=0.4)
+    for now_s in range(12, 28):
         for number in range(each_s):
             assert not isinstance(new(router, f"r{now_s}.{number}", now_s), RoutingRefusal)
     return router
 
 
 def test_while_an_overload_lasts_who_would_be_late_is_refused():
-    router = lasting(each_s=2)
-    refusal = refused(new(router, now_s=22))
-    assert refusal.message.endswith("for about 12 s, and more come than can be started")
+    router = lasting(each_s=4)
+    refusal = refused(new(router, now_s=28))
+    assert refusal.message.endswith("for about 28 s, and more come than can be started")
     assert refusal.reason == "full" and refusal.retry_after_s > 10.0
-    assert isinstance(new(router, "urgent", 22, priority=-1), Deferred)
-    assert isinstance(new(router, "known", 22, is_new=False), Deferred), "it was admitted"
-    assert isinstance(new(lasting(each_s=1), now_s=22), Deferred), "the control: too few to tell"
+    assert isinstance(new(router, "urgent", 28, priority=-1), Deferred)
+    assert isinstance(new(router, "known", 28, is_new=False), Deferred), "it was admitted"
+    assert isinstance(new(lasting(each_s=2), now_s=28), Deferred), "the control: too few to tell"
 
 
 def test_until_none_was_refused_for_as_long_as_requests_may_queue_though_less_come():
-    router = lasting(each_s=2)
-    for now_s in (22, 51, 80):
+    router = lasting(each_s=4)
+    for now_s in (28, 57, 86):
         refused(new(router, now_s=now_s))
-    assert isinstance(new(router, now_s=110), Deferred)
+    assert isinstance(new(router, now_s=116), Deferred)

@@ -34,7 +34,7 @@ NUMBERS = count()
 @pytest.fixture(autouse=True)
 def no_margin(monkeypatch):
     """The median of the errors, which is 1."""
-    monkeypatch.setattr("kvrelay.router.slo.forecast.CONFIDENCE", 0.5)
+    monkeypatch.setattr("kvrelay.router.slo.forecast.TPOT_CONFIDENCE", 0.5)
 
 
 def info(worker_id, role, epoch="e1"):
@@ -199,8 +199,20 @@ def test_the_margin_is_what_a_share_of_the_errors_stays_below_and_memory_is_boun
     for step in range(WINDOW):
         errors.observe(1.0, 1 + step / WINDOW)
     assert errors.quantile(0.9) == pytest.approx(1.9, abs=0.02)  # the fives are out of the window
-    assert len(errors._sorted) == len(errors._order) == WINDOW
+    assert {len(values) for window in errors._windows.values() for values in window} == {WINDOW}
     assert sum(errors.counts) == 4 * WINDOW
+
+
+def test_a_margin_is_learned_from_predictions_of_about_the_same_size():
+    errors = Errors()
+    for _ in range(WINDOW):
+        errors.observe(0.1, 0.15)
+    assert errors.quantile(0.5, 2.0) == errors.quantile(0.5, 0.0) == pytest.approx(1.5)  # no other is known
+    for _ in range(20):
+        errors.observe(2.2, 2.0)
+    assert errors.quantile(0.5, 1.9) == pytest.approx(2.0 / 2.2)
+    assert errors.quantile(0.5, 0.12) == pytest.approx(1.5)
+    assert errors.quantile(0.5, 8.0) == errors.quantile(0.5)
 
 
 def test_an_output_that_is_longer_than_most_goes_on_for_longer():
@@ -372,7 +384,7 @@ def stalled(cluster, tpot_s, *, slo, times=40):
 
 @pytest.fixture
 def seven_of_ten(monkeypatch):
-    monkeypatch.setattr("kvrelay.router.slo.forecast.CONFIDENCE", 0.7)
+    monkeypatch.setattr("kvrelay.router.slo.forecast.TPOT_CONFIDENCE", 0.7)
 
 
 @pytest.mark.usefixtures("seven_of_ten")
@@ -448,7 +460,7 @@ def test_the_margin_grows_with_the_errors_and_with_the_confidence(monkeypatch):
     """Times vary by a factor of two either way: who wants to be sure refuses earlier."""
     kinds = {}
     for confidence in (0.5, 0.95):
-        monkeypatch.setattr("kvrelay.router.slo.forecast.CONFIDENCE", confidence)
+        monkeypatch.setattr("kvrelay.router.slo.forecast.TTFT_CONFIDENCE", confidence)
         cluster, draw = Cluster(), random.Random(1)
         for _ in range(100):
             cluster.seconds_per_token = 2 ** draw.uniform(-1, 1) / RATE
@@ -676,4 +688,16 @@ def test_a_prompt_that_is_late_on_any_worker_is_served_while_another_one_stays_i
     cluster.router.worker_up(info("q", "prefill"))
     cluster.router.apply_snapshot("q", KvSnapshot(seq=0, hashes=[]))
     cluster.load("q", prefill_tokens_per_s=RATE / 2, queued_tokens=0 if idle == 2 else 100, waiting=int(idle == 1))
+    assert verdict(cluster.send(cluster.ask(9000, slo=wants(ttft_s=5.0)))) == kind
+
+
+@pytest.mark.parametrize(("busy", "kind"), [(3, "queued"), (4, "refused")])
+def test_a_prompt_that_is_late_on_any_worker_is_refused_where_less_than_half_of_them_is_idle(busy, kind):
+    """Two or three of six are: what comes next would soon wait for the one that it takes."""
+    cluster = Cluster()
+    for place, name in enumerate("qrstu"):
+        cluster.router.worker_up(info(name, "prefill"))
+        cluster.router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
+        is_busy = place < busy
+        cluster.load(name, prefill_tokens_per_s=RATE / 2, queued_tokens=100 * is_busy, waiting=int(is_busy))
     assert verdict(cluster.send(cluster.ask(9000, slo=wants(ttft_s=5.0)))) == kind
