@@ -17,6 +17,7 @@ from kvrelay.router.types import LONG_PROMPT, Decision, Prediction, RouteRequest
 
 TTFT_CONFIDENCE, TPOT_CONFIDENCE = 0.5, 0.7
 """Shares of requests whose latency is to stay below the `safe_*` predictions; a higher share refuses earlier."""
+LEAST_MARGIN = 0.95  # on a TTFT: else a queue that grows looks short, and the cluster admits all, then refuses all
 MIN_EVIDENCE = 3  # durations observed before a worker counts as measured
 SILENT_S = 10.0  # time without an outcome after which a prediction is too old to refuse by
 MIN_TPOT_TOKENS = 4  # shorter outputs do not measure steps
@@ -169,7 +170,7 @@ class Forecast:
         of_ttft = Prediction(
             ttft_s if is_known else None,
             None,
-            self.ttft_errors.quantile(TTFT_CONFIDENCE, ttft_s),
+            max(self.ttft_errors.quantile(TTFT_CONFIDENCE, ttft_s), LEAST_MARGIN),
             1.0,
             queue_s,
             1.0,

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numpy as np
-
 GAIN = 0.15  # weight of the newest error in a worker's bias
 BIAS_HALF_LIFE_S = 60.0  # of a bias, without observations
 WINDOW = 128  # errors that the margin and the mean error are taken over
@@ -172,6 +170,8 @@ class DurationFit:
 
     def coefficients(self, prior: Sequence[float], now_s: float) -> tuple[float, ...]:
         """Seconds per unit of each feature, as estimated now."""
+        import numpy as np  # here: `kvrelay plan --help` stays fast
+
         left = self._left(now_s)
         expected = sum(p * scale for p, scale in zip(prior, self.scales, strict=True)) or 1.0
         active = list(range(len(self.scales)))

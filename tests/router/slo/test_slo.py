@@ -456,6 +456,16 @@ def test_who_would_rather_wait_is_queued_without_a_promise():
     assert verdict(choice) == "queued" and choice.verdict.target is None and choice.verdict.missed == ("ttft",)
 
 
+def test_a_margin_hardly_shortens_a_prediction():
+    """Else a queue that builds up would look short until its requests have ended."""
+    cluster = Cluster()
+    errors = cluster.router.forecast.ttft_errors
+    for _ in range(WINDOW):
+        errors.observe(1.0, 0.5)
+    assert errors.quantile(0.5, 1.0) == pytest.approx(0.5)
+    assert cluster.send(cluster.ask(1000, slo=wants(ttft_s=2.0))).forecast.ttft_factor == 0.95
+
+
 def test_the_margin_grows_with_the_errors_and_with_the_confidence(monkeypatch):
     """Times vary by a factor of two either way: who wants to be sure refuses earlier."""
     kinds = {}
