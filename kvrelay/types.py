@@ -7,7 +7,7 @@ from typing import NamedTuple, NewType
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes, chained: see hashing.py
 MAX_WAITING = 256  # sequences that queue at a worker; more are refused, which clients see as 429
-ITL_SHARE = 0.8  # of the tightest TPOT target at a worker: what a step with prompts takes there at most
+ITL_SHARE = 0.7  # of the tightest TPOT target at a worker: what a step with prompts takes there at most
 
 
 @dataclass(frozen=True, slots=True)

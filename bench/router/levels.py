@@ -20,7 +20,7 @@ from kvrelay.cluster.commands.settings_flags import with_pairs
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.router.policies.base import CostModel, Options, RoutingContext, RoutingPolicy, WorkerTable
-from kvrelay.router.policies.cost import targets
+from kvrelay.router.policies.cost import UNSET_SHARE, targets
 from kvrelay.router.policies.selection import build_policy
 from kvrelay.router.types import Candidate, RouteRequest
 from kvrelay.settings.router import RouterSettings
@@ -170,4 +170,4 @@ class OnTerms(RoutingPolicy):
         return self._policy.rank(context, prefills, decodes)
 
     def latency_targets(self, request: RouteRequest) -> tuple[float, float] | None:
-        return targets(request, self._model) if self._has_rules else None
+        return targets(request, self._model, UNSET_SHARE) if self._has_rules else None

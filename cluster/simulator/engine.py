@@ -252,7 +252,7 @@ class SimulatedEngine:
     def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
         self.speed.note_batch(num_sequences, num_tokens, num_steps)
         self.speed.observe(num_tokens, num_decode, seconds, num_steps)
-        self._speeds.compute_tokens_per_s = self.speed.compute_tokens_per_s
+        self.speed.copy_to(self._speeds)
         if self.tiers is not None:
             self.tiers.lower.end_step(self.pool, self.speed.prefill_tokens_per_s)
 

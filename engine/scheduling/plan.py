@@ -17,16 +17,10 @@ from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.types import ITL_SHARE
 
-CALM_SHARE = 0.33
-"""The same while the prompts here will meet their TTFT targets easily."""
-CALM, URGENT = 0.3, 0.6
-"""Shares of the tightest TTFT target that computing all prompts here takes: up to the first they meet theirs easily,
-from the second on steps may take `ITL_SHARE`.
+MIN_PREFILL_CUT, MIN_PREFILL_TOKENS = 8, 256
+"""Prompts get at least this part of a step's token budget, or so many tokens if these are fewer, and the time of a step
+without prompts, whatever inter-token latency is wanted.
 """
-CROWD = 4
-"""Prompts wait for no calm where fewer sequences than so many times them would gain by it."""
-MIN_PREFILL_CUT = 8
-"""Prompts get at least this part of a step's token budget, whatever inter-token latency is wanted."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -68,12 +62,6 @@ class _Draft:
         self.budget -= take
 
 
-def _ttft_share(queued: list[Sequence], speed: float) -> float:
-    """What computing these prompts takes, as a share of the tightest TTFT target."""
-    target_s = min((seq.request.ttft_target_s or 0.0 for seq in queued), default=math.inf)
-    return sum(seq.num_uncomputed for seq in queued) / (speed * target_s) if target_s else math.inf
-
-
 class StepPlanner:
     """Plans the steps of one engine. Takes the blocks that a step needs; `Scheduler.advance` applies its tokens."""
 
@@ -106,7 +94,7 @@ class StepPlanner:
         self._admission.return_ready()
         prompts = self._schedule_decodes(running, draft)
         if prompts or self._queues.waiting:
-            draft.budget = min(draft.budget, self._itl_capped_tokens(num_others + len(draft.singles), prompts))
+            draft.budget = min(draft.budget, self._itl_capped_tokens(num_others + len(draft.singles)))
         self._schedule_prompts(prompts, draft)
         if not draft.preempted:
             self._swap_in(draft)
@@ -143,19 +131,14 @@ class StepPlanner:
         draft.budget = budget
         return others
 
-    def _itl_capped_tokens(self, num_decoding: int, prompts: list[Sequence]) -> int:
-        """Prompt tokens of a step after which sequences that decode still meet their wanted inter-token latency, or are
-        well below it, while prompts are few and have time enough.
-        """
-        speed, budget, urgency = self._speeds.compute_tokens_per_s, self._token_budget, 1.0
+    def _itl_capped_tokens(self, num_decoding: int) -> int:
+        """Prompt tokens of a step after which sequences that decode still meet their wanted inter-token latency."""
+        speed, budget = self._speeds.compute_tokens_per_s, self._token_budget
         target_s = min((seq.request.tpot_target_s or math.inf for seq in self._queues.running), default=math.inf)
         if not num_decoding or target_s == math.inf or not speed:
             return budget
-        if CROWD * (len(prompts) + len(self._queues.waiting)) <= num_decoding:
-            ttft_share = _ttft_share([*prompts, *self._queues.waiting], speed)
-            urgency = min(max((ttft_share - CALM) / (URGENT - CALM), 0.0), 1.0)
-        share = CALM_SHARE + (ITL_SHARE - CALM_SHARE) * urgency
-        return max(int(share * target_s * speed) - num_decoding, budget // MIN_PREFILL_CUT)
+        least = max(self._speeds.decode_step_s * speed, min(budget // MIN_PREFILL_CUT, MIN_PREFILL_TOKENS))
+        return int(max(ITL_SHARE * target_s * speed - num_decoding, least))
 
     def _schedule_prompts(self, prompts: list[Sequence], draft: _Draft) -> None:
         """Schedule the rest of prompts that have begun, in the order in which they were queued; a few may pass them."""

@@ -67,6 +67,7 @@ class MeasuredSpeeds:
     save_bytes_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
     swap_latency_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 def _over(amount: float, speed: float) -> float:

@@ -47,6 +47,9 @@ class StepTiming:
         """Of a prompt: as measured, or, on a worker that has computed none, at least what its decode steps reach."""
         return self.prefill_tokens_per_s or self.decode_tokens_per_s
 
+    def copy_to(self, speeds: MeasuredSpeeds) -> None:
+        speeds.compute_tokens_per_s, speeds.decode_step_s = self.compute_tokens_per_s, self.decode_step_s
+
     def observe(self, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
         """So many steps in a row were like this one."""
         self.step_s = _learnt(self.step_s, seconds, self.num_observed, num_steps)
@@ -200,7 +203,7 @@ class EngineMonitor:
             timing.observe(num_tokens, num_decode, seconds)
         if self._drafts.is_enabled:
             self._drafts.note_step(plan, seconds)
-        self._speeds.compute_tokens_per_s = timing.compute_tokens_per_s
+        timing.copy_to(self._speeds)
         if (tiers := self._scheduler.tiers) is not None:
             tiers.end_step(self._scheduler.pool, timing.prefill_tokens_per_s)
 

@@ -14,6 +14,8 @@ import numpy as np
 from kvrelay.router.policies.base import CostModel, RoutingContext, WorkerTable
 from kvrelay.router.types import RouteRequest
 
+UNSET_SHARE = 0.55  # of the default TPOT target: workers plan steps by it, as longer ones compute hardly more
+
 
 class WorkerRow(NamedTuple):
     """One row of a WorkerTable, in plain numbers: the columns that costs depend on."""
@@ -203,8 +205,11 @@ class CommonCost:
         return seconds
 
 
-def targets(request: RouteRequest, model: CostModel) -> tuple[float, float]:
-    """(TTFT target, TPOT target), seconds: those of the request's first SLO class, else the defaults."""
+def targets(request: RouteRequest, model: CostModel, unset_share: float = 1.0) -> tuple[float, float]:
+    """(TTFT target, TPOT target), seconds: those of the request's first SLO class, else the defaults.
+
+    unset_share: of the default TPOT.
+    """
     wanted = request.slo.targets[0] if request.slo is not None else None
     ttft_s, tpot_s = (wanted.ttft_s, wanted.tpot_s) if wanted is not None else (None, None)
-    return ttft_s or model.ttft_s, tpot_s or model.tpot_s
+    return ttft_s or model.ttft_s, tpot_s or unset_share * model.tpot_s

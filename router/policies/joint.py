@@ -27,7 +27,7 @@ from kvrelay.router.policies.base import (
     WorkerTable,
     parse_options,
 )
-from kvrelay.router.policies.cost import CommonCost, WorkerRow, columns_of, rows_of, targets
+from kvrelay.router.policies.cost import UNSET_SHARE, CommonCost, WorkerRow, columns_of, rows_of, targets
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6
@@ -95,7 +95,7 @@ class Joint(RoutingPolicy):
         return list(map(Candidate._make, found))
 
     def latency_targets(self, request: RouteRequest) -> tuple[float, float]:
-        return targets(request, self._model)
+        return targets(request, self._model, UNSET_SHARE)
 
 
 def _numbers(context: RoutingContext, model: CostModel) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from kvrelay.router.decision.router import Router
 from kvrelay.router.decision.snapshot import FADE_S, MAX_COUNTED, PrefixPopularity, candidate_scores
 from kvrelay.router.fleet.account import RECENT_STEP_WINDOW_S, StepTime
 from kvrelay.router.policies.base import CostModel, RoutingContext
-from kvrelay.router.policies.cost import CommonCost, prefix_source, row_of, rows_of
+from kvrelay.router.policies.cost import UNSET_SHARE, CommonCost, prefix_source, row_of, rows_of
 from kvrelay.router.policies.joint import OWN_TERMS, SHORTLIST, Joint
 from kvrelay.router.types import TERM_NAMES, SloRequirement, SloTarget
 from kvrelay.settings.router import RouterSettings
@@ -249,11 +249,12 @@ def test_a_prefix_is_worth_its_transfer_and_more_sequences_cost_their_whole_outp
     assert ranked(ask(force="remote"), side(1, prefix="p", decodes=[decodes]), targets)[0].decode == chosen
 
 
-def test_a_decision_says_how_soon_the_first_token_is_wanted():
-    slo = SloRequirement((SloTarget("c", ttft_s=3.0),))
+def test_a_decision_says_how_soon_tokens_are_wanted():
+    first_token, both = (SloRequirement((SloTarget("c", ttft_s=3.0, tpot_s=tpot_s),)) for tpot_s in (None, 0.2))
     for policy, request, wanted in (
-        ("joint", ask(), (5.0, 0.1)),
-        ("joint", ask(slo=slo), (3.0, 0.1)),
+        ("joint", ask(), (5.0, UNSET_SHARE * 0.1)),
+        ("joint", ask(slo=first_token), (3.0, UNSET_SHARE * 0.1)),
+        ("joint", ask(slo=both), (3.0, 0.2)),
         ("least_loaded", ask(), (None, None)),
     ):
         choice = decided(cluster(["p1"], ["d1"], policy=policy).select_and_reserve(request, 0.0))
