@@ -10,6 +10,7 @@ import pytest
 from kvrelay.hashing import tenant_of
 from kvrelay.plane import messages as wire
 from kvrelay.plane.reports import LoadReport
+from kvrelay.router.policies.cost import UNSET_SHARE
 from tests.serve.api.test_api import chat, complete, post
 
 
@@ -31,7 +32,7 @@ async def test_both_workers_are_told(make_cluster, ask):
         assert (seen.priority, seen.tenant, seen.hints.priority) == (-3, tenant_of("alice"), 5)
     assert 0 < prefill.deadline_s <= reserve.deadline_s <= 60  # what is left of it: the clocks are not compared
     assert (
-        0 < prefill.ttft_target_s <= reserve.ttft_target_s <= 5 and prefill.tpot_target_s == 0.1
+        0 < prefill.ttft_target_s <= reserve.ttft_target_s <= 5 and prefill.tpot_target_s == UNSET_SHARE * 0.1
     )  # the policy's, likewise
 
 
