@@ -48,6 +48,7 @@ class StepTiming:
         return self.prefill_tokens_per_s or self.decode_tokens_per_s
 
     def copy_to(self, speeds: MeasuredSpeeds) -> None:
+        """What the scheduler plans by."""
         speeds.compute_tokens_per_s, speeds.decode_step_s = self.compute_tokens_per_s, self.decode_step_s
 
     def observe(self, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
