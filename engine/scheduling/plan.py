@@ -17,9 +17,9 @@ from kvrelay.engine.scheduling.waiting_queue import Queues
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.types import ITL_SHARE
 
-MIN_PREFILL_CUT, MIN_PREFILL_TOKENS = 8, 256
-"""Prompts get at least this part of a step's token budget, or so many tokens if these are fewer, and the time of a step
-without prompts, whatever inter-token latency is wanted.
+MIN_PREFILL_CUT, MIN_PREFILL_TOKENS = 8, (28, 256)
+"""Prompts get at least this part of a step's token budget, between so many tokens, and the time of a step without
+prompts, whatever inter-token latency is wanted.
 """
 
 
@@ -137,7 +137,8 @@ class StepPlanner:
         target_s = min((seq.request.tpot_target_s or math.inf for seq in self._queues.running), default=math.inf)
         if not num_decoding or target_s == math.inf or not speed:
             return budget
-        least = max(self._speeds.decode_step_s * speed, min(budget // MIN_PREFILL_CUT, MIN_PREFILL_TOKENS))
+        low, high = MIN_PREFILL_TOKENS
+        least = max(self._speeds.decode_step_s * speed, low, min(budget // MIN_PREFILL_CUT, high))
         return int(max(ITL_SHARE * target_s * speed - num_decoding, least))
 
     def _schedule_prompts(self, prompts: list[Sequence], draft: _Draft) -> None:
