@@ -270,7 +270,6 @@ class SnapshotTaker:
         )
 
     def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float) -> RoutingContext:
-        hashes = request.block_hashes
         most = max(int(one.expected[one.expected.argmax()]) if len(one.expected) else 0 for one in held.values())
         stored = max(int(one.in_any_tier.max(initial=0)) for one in held.values()) if self.has_store else 0
         return RoutingContext(
@@ -278,7 +277,7 @@ class SnapshotTaker:
             _draw(request.request_id),
             now_s,
             unreported_share=self.workers.unreported_share(),
-            arrivals_per_s=self.popularity.arrivals_per_s(hashes, most // self.tokens_per_hash, now_s),
+            arrivals_per_s=self.popularity.arrivals_per_s(request.block_hashes, most // self.tokens_per_hash, now_s),
             tenant_excess=self.ledger.excess(request.tenant),
             stored_tokens=stored,
         )
@@ -287,7 +286,8 @@ class SnapshotTaker:
         self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
         columns, excluded = self.workers.columns(role), request.excluded | unpaired
-        if role is Role.PREFILL and self.workers.all_both and not (self.policy.weighs_both or request.force):
+        has_pairs = request.force or (request.slo and self.policy.weighs_both)
+        if role is Role.PREFILL and self.workers.all_both and not has_pairs:
             return columns.table(np.empty(0, np.int64), held[role], self.workers.prefill_rate, now_s)
         usable = partial(columns.usable, request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE)
         rows = usable(excluded=excluded | self.workers.suspected)

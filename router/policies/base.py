@@ -159,7 +159,7 @@ class RoutingPolicy(ABC):
     name: ClassVar[str]
     term_names: ClassVar[tuple[str, ...]]
     weighs_both: ClassVar[bool] = False
-    """Whether it is shown pairs where all workers compute prompts and decode; else each computes what it decodes."""
+    """Whether it is shown pairs under an SLO where all workers do both; else each computes what it decodes."""
 
     @abstractmethod
     def __init__(self, options: Options) -> None:

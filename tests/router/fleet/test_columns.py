@@ -16,13 +16,16 @@ from kvrelay.router.fleet.ledger import compatible_sets
 from kvrelay.router.policies.base import CostModel, RoutingPolicy, WorkerTable
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.selection import POLICIES
-from kvrelay.router.types import TERM_NAMES, Candidate, Decision
+from kvrelay.router.types import TERM_NAMES, Candidate, Decision, SloRequirement, SloTarget
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import WORKER_ROLES, Role, sides
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load, refused
 
 pytestmark = pytest.mark.pure
+
+
+SLO = SloRequirement((SloTarget("fast", ttft_s=1.0),))
 
 
 class Spy(RoutingPolicy):
@@ -336,23 +339,25 @@ def test_the_joint_policy_needs_no_router():
 def test_a_worker_of_both_roles_takes_a_prompt_itself_instead_of_sending_it_to_itself():
     router, _ = spied(["w1"], [])
     router.role_changed("w1", "both")
-    decision = decided(router.select_and_reserve(ask("r1"), 0.0))  # the spy ranks nothing but (w1, w1)
+    decision = decided(router.select_and_reserve(ask("r1", slo=SLO), 0.0))  # the spy ranks nothing but (w1, w1)
     assert (decision.prefill, decision.decode, decision.path) == (None, "w1", "local")
     router.on_end("r1")
 
 
-@pytest.mark.parametrize("weighs_both", [True, False])
-def test_only_a_policy_that_weighs_it_sends_prompts_elsewhere_where_all_workers_do_both(weighs_both, monkeypatch):
+@pytest.mark.parametrize(("weighs_both", "slo"), [(True, SLO), (True, None), (False, SLO)])
+def test_only_a_policy_that_weighs_it_sends_prompts_with_an_slo_elsewhere_where_all_workers_do_both(
+    weighs_both, slo, monkeypatch
+):
     monkeypatch.setattr(Spy, "weighs_both", weighs_both)
     router, spy = spied(["p1"], ["d1"])
-    router.select_and_reserve(ask("r1"), 0.0)
+    router.select_and_reserve(ask("r1", slo=slo), 0.0)
     for number, worker in enumerate(("p1", "d1")):
         router.role_changed(worker, "both")
-        router.select_and_reserve(ask(f"both{number}"), 0.0)
+        router.select_and_reserve(ask(f"both{number}", slo=slo), 0.0)
     p1_alone, p1_does_both, all_do = ([side.names for side in shown[1:]] for shown in spy.seen)
     assert p1_alone == [("p1",), ("d1",)]
     assert p1_does_both == [("p1",), ("d1", "p1")]
-    assert all_do == [("d1", "p1") if weighs_both else (), ("d1", "p1")]
+    assert all_do == [("d1", "p1") if weighs_both and slo else (), ("d1", "p1")]
 
 
 def test_a_changed_role_keeps_load_and_index_and_moves_between_the_tables():
