@@ -5,8 +5,8 @@ Levels:
     a   placement alone: one split for all, workers first come, first served, nothing deferred or refused, every prompt
         computed by a prefill worker
     b   the product's queue rules, deferral and limits for all, each contender at its own best split of the same number
-        of workers; decode workers that compute prompts of their own accord, and workers that do both,
-        are `joint`'s alone
+        of workers; decode workers that compute prompts of their own accord, and, under an SLO, workers that do
+        both and share requests, are `joint`'s alone
     c   as b, and each contender with its project's own conditional disaggregation and admission
 
 On all of them a worker has the profile's memory. Contenders that assume KV to be fetched have the profile's host memory
@@ -112,7 +112,7 @@ def scenario_of(
     pairs: tuple[str, ...] = (),
 ) -> Scenario:
     """The cluster: `prefill` of the `workers` are prefill workers; 0: all compute the prompts that they decode,
-    or also others' (joint).
+    or, under an SLO, also others' (joint).
 
     pairs: settings over the level's, as in --set.
     """

@@ -8,7 +8,7 @@ with the product's queue rules and deferral (b), and with its project's own cond
     capacity   the most requests per second of which 90 % are in time (first token, and then mean time per token),
                refused ones counted as missed: by bisection over steps of `--precision`
     split      of the workers, where it was found; `0 +`: all compute the prompts that they decode, under joint
-               also others'
+               and an SLO also others'
     there      hits, TTFT and TPOT of the answered requests, the share of all prompt tokens in time, and the share of
                the shortest and of the longest tenth of the prompts in time
     at 1.5 x   that load (b, c): requests in time per second, as a share of those at the capacity; and TTFT p99
