@@ -2,11 +2,10 @@
 
 Weights are integers (the likeliest token's is 2 ** scale_bits), so that totals do not depend on their order and every
 device gives the same token. A row's smallest kept logit is found without sorting the vocabulary, digit by digit in its
-bits (radix select), or on a GPU by a sort: top-k counts, top-p totals weights. Nothing here waits for the device: a
-batch's settings are read from its CPU tensors.
+bits (radix select): top-k counts, top-p totals weights. Nothing here waits for the device: a batch's settings are read
+from its CPU tensors.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from kvrelay.kernels.backend import SamplingBatch
 
 _DIGIT_BITS = 11
-Least = Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]  # as `least_kept`
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +100,6 @@ def least_kept(places: Tensor, num_bits: int, weights: Tensor, need: Tensor) -> 
     return found, above
 
 
-def least_kept_by_sort(places: Tensor, num_bits: int, weights: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
-    """As `least_kept`. On an H200 the reference, which sorts, took 0.4 to 1.2 times as long as the search."""
-    ordered, order = places.sort(dim=1, descending=True)
-    weights = weights.gather(1, order)
-    index = (weights.cumsum(dim=1) < need).sum(dim=1, keepdim=True).clamp(max=places.shape[1] - 1)  # NaN reach nothing
-    least = ordered.gather(1, index)
-    return least, (weights * (ordered > least)).sum(dim=1, keepdim=True)
-
-
 def whole_weights(logits: Tensor, temperature: Tensor) -> Tensor:
     """exp((logit - the row's largest) / temperature) as integers [R, V] int64; 0 for NaN."""
     largest = logits.amax(dim=1, keepdim=True)
@@ -120,33 +109,33 @@ def whole_weights(logits: Tensor, temperature: Tensor) -> Tensor:
     return shares.mul_(float(1 << scale_bits(logits.shape[1]))).add_(0.5).to(torch.int64)
 
 
-def _keep_top_p(weights: Tensor, top_p: Tensor, least_of: Least) -> Tensor:
+def _keep_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
     """Mask of [R, V]: the heaviest tokens until their sum reaches top_p of all; equal ones, lowest id first."""
     share, total = top_p.double().unsqueeze(1), weights.sum(dim=1, keepdim=True)
     need = torch.minimum((share * total).ceil().to(torch.int64), total).clamp(min=1)
-    least, above = least_of(weights, scale_bits(weights.shape[1]) + 1, weights, need)
+    least, above = least_kept(weights, scale_bits(weights.shape[1]) + 1, weights, need)
     is_least = weights == least
     num_equal = (need - above + least - 1) // least.clamp(min=1)
     return (weights > least) | (is_least & (is_least.cumsum(dim=1) <= num_equal)) | (share >= 1.0)
 
 
-def kept_weights(logits: Tensor, settings: SamplingSettings, least_of: Least = least_kept) -> Tensor:
+def kept_weights(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """`whole_weights` with zeros for what top-k, top-p and min-p remove."""
     weights = whole_weights(logits, settings.temperature)
     vocab = logits.shape[1]
     if settings.has_top_k:
         top_k, places = settings.top_k.unsqueeze(1), ordered_places(logits)
         count = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
-        weights.mul_(places >= least_of(places, 32, torch.ones_like(weights), count)[0])
+        weights.mul_(places >= least_kept(places, 32, torch.ones_like(weights), count)[0])
     if settings.has_top_p:
-        weights.mul_(_keep_top_p(weights, settings.top_p, least_of))
+        weights.mul_(_keep_top_p(weights, settings.top_p))
     if settings.has_min_p:
         floor = (settings.min_p.double() * float(1 << scale_bits(vocab)) + 0.5).to(torch.int64)
         weights.mul_(weights >= floor.unsqueeze(1))
     return weights
 
 
-def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor, least_of: Least = least_kept) -> Tensor:
+def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     """One token id for each row of float32 logits [R, V] -> [R] int64. uniform: [R] float64, on the same device.
 
     The token is the first id, in id order, whose cumulative weight exceeds uniform * total.
@@ -155,7 +144,7 @@ def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor, least_of: 
     if not settings.draws:
         assert greedy is not None
         return greedy
-    cumulative = kept_weights(logits, settings, least_of).cumsum(dim=1)
+    cumulative = kept_weights(logits, settings).cumsum(dim=1)
     total = cumulative[:, -1:]
     target = torch.minimum((uniform.unsqueeze(1) * total).to(torch.int64), total - 1)
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)

@@ -50,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 
 Draw = Callable[[Tensor, SamplingSettings, Tensor, TokenMasks | None], Tensor]
-# With top-k or top-p: the reference's sort was faster than Triton's program per row for 1 row, mostly for 64, and
-# seldom for 256 (bench/results/2026-11-26-h200.md). This sort has not been timed.
-_FEW_ROWS = 128
 
 
 class DeviceSampler:
@@ -65,9 +62,7 @@ class DeviceSampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         settings = self._settings.of(batch)
         uniform = to_device(batch.uniform, self._device) if settings.draws else batch.uniform
-        is_sorted = (settings.has_top_k or settings.has_top_p) and settings.draws and len(logits) <= _FEW_ROWS
-        draw = draw_by_torch if is_sorted else self._draw
-        return draw(logits, settings, uniform, token_masks_of(batch, logits))
+        return self._draw(logits, settings, uniform, token_masks_of(batch, logits))
 
     def _chosen(self) -> tuple[str, Draw]:
         """("triton" | "torch", the function). Builds Triton's kernels at start."""
@@ -86,8 +81,7 @@ class DeviceSampler:
 def draw_by_torch(logits: Tensor, settings: SamplingSettings, uniform: Tensor, masks: TokenMasks | None) -> Tensor:
     """As `sampling_triton.draw`."""
     logits = logits if masks is None else masks.applied(logits)
-    least_of = sampling_search.least_kept_by_sort if logits.is_cuda else sampling_search.least_kept
-    return sampling_search.draw(logits, settings, uniform, least_of)
+    return sampling_search.draw(logits, settings, uniform)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ For router, cluster and bench: past days of the load from a file. For router: ov
 admission that knows what workers hold their steps to, and long prompts that yield. For serve and cluster: which refused
 requests more workers would have served; for both and router: what share a cluster that refuses refuses at a load, and
 that decode workers compute prompts, too. For cluster: ports that nothing else is given, and
-deployments that are asked for again. For router: what a sequence costs those that it joins.
+deployments that are asked for again. For router: what a sequence costs those that it joins. For kernels: programs that
+share a row of which they draw a token.
 """
 
 from pathlib import Path
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # Python lines
     "kvrelay": 5_615,
-    "kernels": 6_660,
+    "kernels": 6_750,
     "kvcache": 6_655,
     "engine": 11_852,
     "kvtransfer": 5_900,

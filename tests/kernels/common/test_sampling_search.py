@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.kernels.backend import SamplingBatch
 from kvrelay.kernels.common import sampling_search
-from kvrelay.kernels.common.sampling_search import (
-    SettingsCache,
-    least_kept,
-    least_kept_by_sort,
-    ordered_places,
-    settings_of,
-)
+from kvrelay.kernels.common.sampling_search import SettingsCache, least_kept, ordered_places, settings_of
 from kvrelay.kernels.oracle import reference
 
 CPU = torch.device("cpu")
@@ -58,22 +52,16 @@ def mixture(seed, rows, vocab):
     return logits, batch
 
 
-WAYS = (least_kept, least_kept_by_sort)
-
-
 def drawn(logits, batch, draw=sampling_search.draw):
     return draw(logits, settings_of(batch, CPU), batch.uniform)
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 30), rows=st.integers(1, 5), vocab=st.sampled_from(VOCABS), least_of=st.sampled_from(WAYS)
-)
-def test_what_stays_and_the_token_are_the_rules(seed, rows, vocab, least_of):
+@given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 5), vocab=st.sampled_from(VOCABS))
+def test_what_stays_and_the_token_are_the_rules(seed, rows, vocab):
     logits, batch = mixture(seed, rows, vocab)
-    tokens = drawn(logits, batch, lambda *args: sampling_search.draw(*args, least_of))
-    assert tokens.tolist() == reference.draw(logits, batch).tolist()
-    weights = sampling_search.kept_weights(logits, settings_of(batch, CPU), least_of)
+    assert drawn(logits, batch).tolist() == reference.draw(logits, batch).tolist()
+    weights = sampling_search.kept_weights(logits, settings_of(batch, CPU))
     expected = reference.filtered_weights(logits, batch)
     shares = weights.double() / weights.sum(dim=1, keepdim=True)
     torch.testing.assert_close(shares, expected / expected.sum(dim=1, keepdim=True), atol=1e-12, rtol=1e-9)
@@ -89,19 +77,17 @@ def test_the_kth_largest_is_found_by_digits(values, data):
     places = ordered_places(torch.tensor([values], dtype=torch.float32))
     assert places[0].argsort(stable=True).tolist() == torch.tensor(values).argsort(stable=True).tolist()
     ones = torch.ones(1, len(values), dtype=torch.int64)
-    for least_of in WAYS:
-        least, above = least_of(places, 32, ones, torch.tensor([[k]]))
-        assert least.item() == places[0].sort(descending=True).values[k - 1]
-        assert above.item() == int((places > least).sum())
+    least, above = least_kept(places, 32, ones, torch.tensor([[k]]))
+    assert least.item() == places[0].sort(descending=True).values[k - 1]
+    assert above.item() == int((places > least).sum())
 
 
 def test_of_equal_ones_at_the_edge_of_top_p_the_lowest_ids_stay():
     logits = torch.zeros(1, 10)
     logits[0, 7] = 1.0
     batch = SamplingBatch(*(torch.tensor([x]) for x in (1.0, 0, 0.5, 0.0)), torch.tensor([0.999], dtype=torch.float64))
-    for least_of in WAYS:
-        kept = sampling_search.kept_weights(logits, settings_of(batch, CPU), least_of).nonzero()[:, 1].tolist()
-        assert kept == [0, 1, 2, 3, 7]  # e / (e + 9) = 0.232, and 0.085 each
+    kept = sampling_search.kept_weights(logits, settings_of(batch, CPU)).nonzero()[:, 1].tolist()
+    assert kept == [0, 1, 2, 3, 7]  # e / (e + 9) = 0.232, and 0.085 each
     assert drawn(logits, batch).tolist() == [7]
 
 
@@ -119,10 +105,8 @@ def test_rows_that_are_no_numbers_crash_nothing():
     logits[0, ::7], logits[1], logits[2] = math.nan, math.nan, -math.inf
     logits[3, [4, 9]] = math.inf
     _, batch = mixture(0, 4, 500)
-    for least_of in WAYS:
-        warm = dataclasses.replace(batch, temperature=torch.ones(4))
-        tokens = drawn(logits, warm, lambda *args, of=least_of: sampling_search.draw(*args, of))
-        assert ((tokens >= 0) & (tokens < 500)).all() and tokens[3] in (4, 9)
+    tokens = drawn(logits, dataclasses.replace(batch, temperature=torch.ones(4)))
+    assert ((tokens >= 0) & (tokens < 500)).all() and tokens[3] in (4, 9)
 
 
 def test_a_wrong_rule_is_seen():

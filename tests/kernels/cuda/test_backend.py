@@ -12,7 +12,6 @@ from kvrelay.engine.checkpoints.loading import load_model
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
-from kvrelay.kernels.cuda.backend import DeviceSampler
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, ladder, padded
 from kvrelay.kernels.cuda.graph_pieces import CapturingCudaBackend
 from kvrelay.kernels.cuda.plan import has_append, has_attention, paged_index
@@ -202,20 +201,6 @@ def test_masks_hold_where_torch_draws(fake_gpu, reference):
     batch = SamplingBatch(settings, torch.full((6,), 40), torch.full((6,), 0.9), torch.zeros(6), settings.double())
     batch = masked(batch, one_or_more(generator, 2, 333, 0.05), [0, 1, -1, 0, 1, -1])
     assert torch.equal(backend.sample(logits, batch), reference.sample(logits, batch))
-
-
-@pytest.mark.parametrize(
-    ("rows", "top_k", "top_p", "is_sorted"),
-    [(1, 50, 1.0, True), (128, 0, 0.9, True), (129, 0, 0.9, False), (1, 0, 1.0, False)],
-)
-def test_few_rows_with_top_k_or_top_p_are_drawn_by_sorting(rows, top_k, top_p, is_sorted, monkeypatch):
-    sampler, ways = DeviceSampler(torch.device("cpu")), []
-    monkeypatch.setattr(sampler, "_draw", lambda *args: ways.append("chosen at start"))
-    monkeypatch.setattr("kvrelay.kernels.cuda.backend.draw_by_torch", lambda *args: ways.append("sorted"))
-    ones = torch.ones(rows)
-    batch = SamplingBatch(ones, torch.full((rows,), top_k), torch.full((rows,), top_p), 0 * ones, ones.double())
-    sampler(torch.zeros(rows, 8), batch)
-    assert ways == ["sorted" if is_sorted else "chosen at start"]
 
 
 @pytest.mark.gpu
