@@ -38,7 +38,7 @@ class StepKind:
     shared: int = 0
     draft: str | None = None
     graphs: Callable[[int], int] = lambda num_layers: 1
-    kernels: int = 4  # beside the graphs, at most: head and drawing
+    kernels: int = 5  # beside the graphs, at most: head and drawing
     waits: int = 1
 
 
@@ -51,7 +51,7 @@ KINDS = {
     "decode, 5 rows": StepKind(sequences=5),
     "decode, 16 rows": StepKind(sequences=16),
     "decode, drawn at random": StepKind(sampling=_PLAINLY_DRAWN),
-    "decode, drawn with top-k and top-p": StepKind(sampling=_DRAWN, kernels=120),
+    "decode, drawn with top-k and top-p": StepKind(sampling=_DRAWN, kernels=28),
     "decode, constrained": StepKind(sampling=_MASKED),
     "decode, constrained and drawn at random": StepKind(sampling=_MASKED | _PLAINLY_DRAWN),
     "mixed, constrained": StepKind(sampling=_MASKED, prompt=700, graphs=_pieces, kernels=20),
