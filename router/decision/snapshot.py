@@ -286,7 +286,8 @@ class SnapshotTaker:
         self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
         columns, excluded = self.workers.columns(role), request.excluded | unpaired
-        has_pairs = request.force or (request.slo and self.policy.weighs_both)
+        most = max(int(one.expected.max(initial=0)) for one in held.values())
+        has_pairs = request.force or (request.slo and self.policy.weighs_both and 2 * most >= request.num_tokens)
         if role is Role.PREFILL and self.workers.all_both and not has_pairs:
             return columns.table(np.empty(0, np.int64), held[role], self.workers.prefill_rate, now_s)
         usable = partial(columns.usable, request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE)

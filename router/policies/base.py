@@ -159,7 +159,7 @@ class RoutingPolicy(ABC):
     name: ClassVar[str]
     term_names: ClassVar[tuple[str, ...]]
     weighs_both: ClassVar[bool] = False
-    """Whether it is shown pairs under an SLO where all workers do both; else each computes what it decodes."""
+    """Whether it is shown pairs, under an SLO, where all workers do both and one holds half of the prompt."""
 
     @abstractmethod
     def __init__(self, options: Options) -> None:

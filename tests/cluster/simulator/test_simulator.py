@@ -76,8 +76,13 @@ def test_without_prefill_workers_the_decode_worker_computes_the_prompt():
 
 
 def test_without_prefill_workers_prompts_are_computed_elsewhere_where_they_would_hold_up_too_many():
+    """Of each long prompt one worker holds the first half."""
+    shared = list(range(70))
     entries = [
-        entry(0.02 * index, 2000 if index % 8 == 0 else 16, 2 if index % 8 == 0 else 200) for index in range(200)
+        entry(0.02 * index, 2000, 2, [*shared, *range(100 * index + 100, 100 * index + 155)])
+        if index % 8 == 0
+        else entry(0.02 * index, 16, 200)
+        for index in range(200)
     ]
 
     def moved(tpot_s):

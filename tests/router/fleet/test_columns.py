@@ -339,25 +339,30 @@ def test_the_joint_policy_needs_no_router():
 def test_a_worker_of_both_roles_takes_a_prompt_itself_instead_of_sending_it_to_itself():
     router, _ = spied(["w1"], [])
     router.role_changed("w1", "both")
+    holds(router, "w1", chain("a", 1000 // BLOCK))
     decision = decided(router.select_and_reserve(ask("r1", slo=SLO), 0.0))  # the spy ranks nothing but (w1, w1)
     assert (decision.prefill, decision.decode, decision.path) == (None, "w1", "local")
     router.on_end("r1")
 
 
-@pytest.mark.parametrize(("weighs_both", "slo"), [(True, SLO), (True, None), (False, SLO)])
-def test_only_a_policy_that_weighs_it_sends_prompts_with_an_slo_elsewhere_where_all_workers_do_both(
-    weighs_both, slo, monkeypatch
+@pytest.mark.parametrize(
+    ("weighs_both", "slo", "num_held"), [(True, SLO, 2), (True, SLO, 1), (True, None, 4), (False, SLO, 4)]
+)
+def test_a_policy_that_weighs_it_shares_prompts_with_an_slo_that_a_worker_holds_where_all_workers_do_both(
+    weighs_both, slo, num_held, monkeypatch
 ):
     monkeypatch.setattr(Spy, "weighs_both", weighs_both)
     router, spy = spied(["p1"], ["d1"])
-    router.select_and_reserve(ask("r1", slo=slo), 0.0)
-    for number, worker in enumerate(("p1", "d1")):
-        router.role_changed(worker, "both")
-        router.select_and_reserve(ask(f"both{number}", slo=slo), 0.0)
+    holds(router, "p1", chain("x", num_held))
+    for worker in (None, "p1", "d1"):
+        if worker is not None:
+            router.role_changed(worker, "both")
+        hashes = chain("x", num_held) + chain(f"after {worker}", 4 - num_held)
+        router.select_and_reserve(ask(f"r {worker}", hashes=hashes, tokens=4 * BLOCK, slo=slo), 0.0)
     p1_alone, p1_does_both, all_do = ([side.names for side in shown[1:]] for shown in spy.seen)
     assert p1_alone == [("p1",), ("d1",)]
     assert p1_does_both == [("p1",), ("d1", "p1")]
-    assert all_do == [("d1", "p1") if weighs_both and slo else (), ("d1", "p1")]
+    assert all_do == [("d1", "p1") if weighs_both and slo and num_held == 2 else (), ("d1", "p1")]
 
 
 def test_a_changed_role_keeps_load_and_index_and_moves_between_the_tables():
