@@ -65,16 +65,17 @@ def _need(limits, temperatures, totals, number, vocab, num_chunks, COUNTS: tl.co
 
 
 @triton.jit
-def _resolved(tallies, above, number, need, found, shift, num_chunks, CHUNKS: tl.constexpr):
-    """`found` with the digit at `shift` that a launch's tallies [R, num_chunks, 16] give, and for each chunk the sum of
-    its values from there on, and above the values that share all these digits.
+def _resolved(tallies, above, founds, number, need, shift, num_chunks, CHUNKS: tl.constexpr):
+    """The digits so far, of which a launch's tallies [R, num_chunks, 16] give the one at `shift`; and for each chunk
+    the sum of its values from there on, and above the values that share all these digits.
     """
     chunks, steps = tl.arange(0, CHUNKS)[:, None], tl.arange(0, 16)[None, :]
     each = tl.load(tallies + (number * num_chunks + chunks) * 16 + steps, mask=chunks < num_chunks, other=0)
     digit = tl.maximum(tl.sum((tl.sum(each, axis=0) >= need).to(tl.int32)) - 1, 0)
     higher = tl.sum(tl.where(steps == digit + 1, each, 0), axis=1)
     above = tl.where(digit < 15, higher, _of_row(above, number, num_chunks, 0, CHUNKS))
-    return found + (digit.to(tl.int64) << shift), tl.sum(tl.where(steps == digit, each, 0), axis=1), above
+    found = tl.load(founds + number) + (digit.to(tl.int64) << shift)
+    return found, tl.sum(tl.where(steps == digit, each, 0), axis=1), above
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -125,8 +126,7 @@ def _tally(
         cell = number * num_chunks + chunk
         found, own_above, is_decided = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), False
         if index > 0:
-            found = tl.load(found_before + number)
-            found, at, over = _resolved(before, above, number, need, found, shift + 4, num_chunks, CHUNKS)
+            found, at, over = _resolved(before, above, found_before, number, need, shift + 4, num_chunks, CHUNKS)
             is_own = tl.arange(0, CHUNKS) == chunk
             own_above = tl.sum(tl.where(is_own, over, 0))
             is_decided = tl.sum(tl.where(is_own, at, 0)) == own_above
@@ -188,8 +188,7 @@ def _weigh(
         x, is_kept = _read(logits, stride, masks, mask_rows, number, ids, vocab, IS_MASKED)
         need = _need(top_ks, temperatures, totals, number, vocab, num_chunks, True, CHUNKS)
         if need > 0:
-            found = tl.load(founds + number)
-            found, _, _ = _resolved(tallies, above, number, need, found, 0, num_chunks, CHUNKS)
+            found, _, _ = _resolved(tallies, above, founds, number, need, 0, num_chunks, CHUNKS)
             is_kept = is_kept & (_places(x) >= found)
         whole = _whole(x, is_kept, largest, temperature, scale)
         tl.store(totals + number * num_chunks + chunk, tl.sum(whole))
@@ -223,8 +222,7 @@ def _filter(
         kept = tl.where(w >= (tl.load(min_ps + number).to(tl.float64) * scale + 0.5).to(tl.int64), w, 0)
         need = _need(top_ps, temperatures, totals, number, vocab, num_chunks, False, CHUNKS)
         if need > 0:
-            least = tl.load(founds + number)
-            least, at, over = _resolved(tallies, above, number, need, least, 0, num_chunks, CHUNKS)
+            least, at, over = _resolved(tallies, above, founds, number, need, 0, num_chunks, CHUNKS)
             num_equal = (need - tl.sum(over) + least - 1) // tl.maximum(least, 1)
             earlier = tl.sum(tl.where(tl.arange(0, CHUNKS) < chunk, at - over, 0)) // tl.maximum(least, 1)
             is_least = w == least

@@ -260,17 +260,17 @@ class SnapshotTaker:
 
     def take(self, request: RouteRequest, now_s: float) -> RoutingSnapshot:
         held, unpaired = self.held(request), self.workers.unpaired
+        most = max(int(one.expected[one.expected.argmax()]) if len(one.expected) else 0 for one in held.values())
         return RoutingSnapshot(
-            self._context(request, held, now_s),
-            self._worker_table(Role.PREFILL, request, held, now_s, unpaired),
-            self._worker_table(Role.DECODE, request, held, now_s, unpaired),
+            self._context(request, held, most, now_s),
+            self._worker_table(Role.PREFILL, request, held[Role.PREFILL], most, now_s, unpaired),
+            self._worker_table(Role.DECODE, request, held[Role.DECODE], most, now_s, unpaired),
             self,
             held,
             self.policy.latency_targets(request),
         )
 
-    def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float) -> RoutingContext:
-        most = max(int(one.expected[one.expected.argmax()]) if len(one.expected) else 0 for one in held.values())
+    def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], most: int, now_s: float) -> RoutingContext:
         stored = max(int(one.in_any_tier.max(initial=0)) for one in held.values()) if self.has_store else 0
         return RoutingContext(
             request,
@@ -283,18 +283,17 @@ class SnapshotTaker:
         )
 
     def _worker_table(
-        self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
+        self, role: Role, request: RouteRequest, hits: PrefixHits, most: int, now_s: float, unpaired: frozenset[str]
     ) -> WorkerTable:
         columns, excluded = self.workers.columns(role), request.excluded | unpaired
-        most = max(int(one.expected.max(initial=0)) for one in held.values())
         has_pairs = request.force or (request.slo and self.policy.weighs_both and 2 * most >= request.num_tokens)
         if role is Role.PREFILL and self.workers.all_both and not has_pairs:
-            return columns.table(np.empty(0, np.int64), held[role], self.workers.prefill_rate, now_s)
+            return columns.table(np.empty(0, np.int64), hits, self.workers.prefill_rate, now_s)
         usable = partial(columns.usable, request, max_waiting=self.max_waiting, needs_output=role is Role.DECODE)
         rows = usable(excluded=excluded | self.workers.suspected)
         if rows is not None and not len(rows) and self.workers.suspected:  # better a worker that may answer than none
             rows = usable(excluded=excluded)
-        return columns.table(rows, held[role], self.workers.prefill_rate, now_s)
+        return columns.table(rows, hits, self.workers.prefill_rate, now_s)
 
     def held(self, request: RouteRequest) -> dict[Role, PrefixHits]:
         """Tokens of the prompt that each live worker holds, or is expected to hold."""
