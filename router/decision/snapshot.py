@@ -293,7 +293,10 @@ class SnapshotTaker:
         rows = usable(excluded=excluded | self.workers.suspected)
         if rows is not None and not len(rows) and self.workers.suspected:  # better a worker that may answer than none
             rows = usable(excluded=excluded)
-        return columns.table(rows, hits, self.workers.prefill_rate, now_s)
+        table = columns.table(rows, hits, self.workers.prefill_rate, now_s)
+        if request.slo is not None:  # workers hold steps with prompts to its target
+            table.recent_step_s = table.decode_step_s
+        return table
 
     def held(self, request: RouteRequest) -> dict[Role, PrefixHits]:
         """Tokens of the prompt that each live worker holds, or is expected to hold."""

@@ -267,9 +267,7 @@ class _Steps:
         return self.plain_s + self.mixed_share * (self.mixed_s - self.plain_s)
 
     def tpot_s_at(self, target: PlanningTarget, output_tokens: float, input_cv2: float) -> float:
-        """For the request that meets more chunks than share `target.share` of requests: chunks arrive in prompts, not
-        singly.
-        """
+        """For the request that meets more chunks than share `target.share` of requests: chunks arrive in prompts."""
         met = output_tokens * self.mixed_share
         swing = _z(target) * math.sqrt(met * max(1.0, self.chunks * (1.0 + input_cv2)))
         return self.plain_s + min(met + swing, output_tokens) / output_tokens * (self.mixed_s - self.plain_s)

@@ -105,7 +105,10 @@ class CommonCost:
         self._is_split = bool(np.count_nonzero(prefills.decodes == 0))  # whether some compute prompts and do not decode
         known = decodes.output_tokens[decodes.output_tokens > 0]
         mean = known.cumsum()[-1].item() / len(known) if len(known) else model.expected_output_tokens  # summed as in C
-        self._load_weight = model.decode_load_weight * mean if self._is_split else model.both_load_weight
+        split, both = model.decode_load_weight * mean, model.both_load_weight
+        held = decodes.expected.max(initial=0).item()
+        lacking = 1.0 - held / self.request.num_tokens if self.request.slo is not None else 0.0
+        self._load_weight = split if self._is_split else both + (split - both) * lacking
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
         price = min(model.max_pressure, self._local_price(decodes))
@@ -153,7 +156,8 @@ class CommonCost:
         """Load of the running sequences, share of the free memory, wait for free blocks.
 
         Each sequence makes the others' steps longer, throughout its output. Where all workers decode that hardly
-        counts: a few are to have most sequences, while the others compute prompts.
+        counts: a few are to have most sequences, while the others compute prompts. It does as far as no worker holds
+        the prompt under an SLO: steps are held to its target, and full batches would leave prompts no room.
         """
         request, model, size, step_s = self.request, self.model, worker.block_size, worker.decode_step_s
         num_others = request.width - 1  # sequences of the group; they share the prompt's full blocks

@@ -130,11 +130,9 @@ def choose_candidate(
     `spare`: one on which the request would delay no other.
     """
     tried: list[tuple[int, SloVerdict]] = []
+    only = candidates[0][0]  # the prefill worker with the shortest wait; None: decode workers have queues, too
     for index, candidate in enumerate(candidates):
-        # whether a decode worker that would compute the prompt itself misses the target by its batch alone
-        may_go_elsewhere = bool(tried) and candidates[0][0] is None and "ttft" not in tried[0][1].missed
-        is_other = _computes(candidate) != _computes(candidates[0]) and not may_go_elsewhere
-        if is_other or candidate[1] in {candidates[other][1] for other, _ in tried}:
+        if only not in (None, candidate[0]) or candidate[1] in {candidates[other][1] for other, _ in tried}:
             continue
         tried.append((index, judge(requirement, predict(index), clears_in_s=None)))
         if tried[-1][1].kind == "admitted" or len(tried) == MAX_TRIED:
@@ -150,10 +148,6 @@ def choose_candidate(
             chosen, verdict = spare, untargeted
     others = tuple((candidates[index], one) for index, one in tried if index != chosen)
     return chosen, replace(verdict, rejected_candidates=others)
-
-
-def _computes(candidate: Pair) -> str | None:
-    return candidate[0] or candidate[1]
 
 
 def _rank(requirement: SloRequirement, verdict: SloVerdict) -> tuple[int, float]:

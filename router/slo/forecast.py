@@ -174,7 +174,7 @@ class Forecast:
             1.0,
             queue_s,
             1.0,
-            is_ttft_stale=source.is_silent(now_s),
+            is_ttft_stale=not source.queue and now_s - source.freed_at_s >= SILENT_S,
             raw_ttft_s=raw_ttft_s,
             excess_s=own_s * max(0.0, 1 - LONG_PROMPT * mean_tokens / features[1]) if is_known else 0.0,
         )
@@ -289,10 +289,10 @@ class Forecast:
             return
         item.first_token_s, worker, prediction = now_s, item.compute, item.prediction
         worker.queue.pop(request_id, None)
-        worker.freed_at_s = worker.learned_at_s = now_s
         if timings is not None and timings.compute_s > 0:
             features = _prompt_features(item.request.num_tokens, cached_tokens)
-            worker.learn_prefill(features, timings.compute_s, now_s)
+            worker.learn_prefill(features, min(timings.compute_s, now_s - worker.freed_at_s), now_s)
+        worker.freed_at_s = worker.learned_at_s = now_s
         observed_s = now_s - item.assigned_at_s
         if prediction.ttft_s is not None:
             self.ttft_errors.observe(prediction.ttft_s, observed_s)

@@ -153,12 +153,15 @@ static inline void add_work(const struct ranking *r, const struct work *work, do
 /* A sequence costs those that it joins for as long as the mean output. */
 static double load_weight(const struct ranking *r)
 {
-    double tokens, sum = 0.0;
-    int64_t num_known = 0;
-    if (!r->is_split) return r->n.both_load_weight;
-    for (Py_ssize_t i = 0; i < r->decodes.count; i++)
+    double tokens, sum = 0.0, both = r->n.both_load_weight;
+    int64_t num_known = 0, held = 0;
+    for (Py_ssize_t i = 0; i < r->decodes.count; i++) {
         if ((tokens = float_at(&r->decodes, OUTPUT, i)) > 0) sum += tokens, num_known++;
-    return r->n.decode_load_weight * (num_known ? sum / (double)num_known : r->n.expected_output_tokens);
+        held = most_int(held, int_at(&r->decodes, EXPECTED, i));
+    }
+    double split = r->n.decode_load_weight * (num_known ? sum / (double)num_known : r->n.expected_output_tokens);
+    double lacking = r->n.has_slo != 0.0 ? 1.0 - (double)held / r->n.num_tokens : 0.0;
+    return r->is_split ? split : both + (split - both) * lacking;
 }
 
 static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)

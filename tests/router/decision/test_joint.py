@@ -179,6 +179,38 @@ def test_where_all_workers_do_both_a_prompt_is_sent_only_away_from_a_much_fuller
     assert placed([8, 8], decodes=0)[0] == 0, "the control: a prefill worker, which stalls none"
 
 
+def test_where_all_workers_do_both_sequences_are_balanced_under_an_slo_as_far_as_no_worker_holds_the_prompt():
+    """The rest may be full of sequences: steps that are held to a target would leave its prompts no room."""
+    model = CostModel(decode_load_weight=0.01, expected_output_tokens=200)
+    workers = {"sequences": [10, 0], "decode_step_s": [0.02, 0.02]}
+
+    def load_steps(held, slo, decodes=1):
+        decoding = side(2, held=[0, held], **workers)
+        cost = CommonCost(asked(ask(tokens=1600, slo=slo)), side(2, decodes=[decodes] * 2), decoding, model)
+        return cost.decode(row_of(decoding, 0))[0] / 0.02 / 10
+
+    some = SloRequirement((SloTarget("some", 5.0, 0.1),))
+    assert [load_steps(held, some) for held in (0, 800, 1600)] == pytest.approx([2.0, 1.05, 0.1])
+    assert [load_steps(held, None) for held in (0, 800, 1600)] == pytest.approx([0.1] * 3)
+    assert [load_steps(held, slo, decodes=0) for held in (0, 1600) for slo in (some, None)] == pytest.approx([2.0] * 4)
+
+
+def test_an_slo_is_not_missed_for_steps_with_prompts_that_workers_will_hold_to_it():
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
+    router.worker_up(info("w", "both"))
+    router.apply_snapshot("w", KvSnapshot(seq=0, hashes=[]))
+    for second, steps in enumerate((100, 110, 120)):
+        report = LoadReport(seq=1, free_blocks=900, total_blocks=1000, running=4, decode_step_s=0.02, steps=steps)
+        router.apply_load("w", report, float(second))
+
+    def missed_s(slo):
+        return decided(router.select_and_reserve(ask(slo=slo), 2.0)).policy_terms["slo_miss"]
+
+    assert missed_s(SloRequirement((SloTarget("some", 50.0, 0.04),))) == 0.0
+    assert missed_s(SloRequirement((SloTarget("tight", 50.0, 0.02),))) > 0.0
+    assert missed_s(None) > 0.0, "the control: 100 ms a step, as of late"
+
+
 def test_a_decode_worker_out_of_pace_computes_no_prompt_while_a_prefill_worker_can():
     def path(recent_step_s):
         decodes = side(1, prefix="d", recent_step_s=[recent_step_s], sequences=[10])

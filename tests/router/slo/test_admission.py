@@ -76,15 +76,16 @@ def test_no_other_prefill_worker_is_taken_and_no_batch_looked_at_twice():
     candidates = [("p1", "d1"), ("p2", "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d2")]
     index, _, looked = chosen([seen(0.05), seen(0.01), seen(0.01), seen(0.01), seen(0.01)], candidates=candidates)
     assert (index, looked) == (4, [0, 4])
-    assert chosen([seen(0.01, ttft_s=9.0), seen(0.01)], candidates=[(None, "d1"), (None, "d2")])[1].kind == "refused"
+    assert chosen([seen(0.01, ttft_s=9.0), seen(0.01)], candidates=[("p1", "d1"), ("p2", "d2")])[1].kind == "refused"
 
 
-def test_where_a_batch_is_in_the_way_of_who_would_compute_the_prompt_itself_others_are_tried():
+def test_where_a_decode_worker_that_would_compute_the_prompt_misses_a_target_others_are_tried():
     candidates = [(None, "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d3"), ("p2", "d4")]
     index, verdict, looked = chosen([seen(0.05), seen(0.05), seen(0.01), seen(0.05), seen(0.01)], candidates=candidates)
     assert (index, verdict.kind, looked) == (4, "admitted", [0, 1, 3, 4])
-    late = [seen(0.05, ttft_s=9.0), *[seen(0.01)] * 4]
-    assert chosen(late, candidates=candidates)[1].kind == "refused"  # control: its TTFT is missed, too
+    assert chosen([seen(0.01, ttft_s=9.0), *[seen(0.01)] * 4], candidates=candidates)[0] == 1
+    late = [seen(0.01, ttft_s=9.0)] * 5
+    assert chosen(late, candidates=candidates)[1].kind == "refused"  # control: all miss it
 
 
 def test_who_would_be_refused_is_served_without_a_promise_where_it_holds_up_nobody():

@@ -529,6 +529,38 @@ def test_who_was_slow_once_is_not_refused_for_ever():
     assert kinds[-1] == "admitted"
 
 
+def test_who_computes_no_prompt_because_it_was_slow_once_is_tried_again_though_it_decodes():
+    cluster = Cluster()
+
+    def ask_decode_worker(tokens=2000, **rest):
+        return replace(cluster.ask(tokens, **rest), force="local")
+
+    running = cluster.ask(2000)
+    cluster.first_token(running, cluster.send(running))
+    cluster.load("d", prefill_tokens_per_s=RATE, decode_step_s=0.01)
+    cluster.seconds_per_token = 10 / RATE
+    for _ in range(20):
+        cluster.serve(ask_decode_worker())
+    for waited_s, expected in ((0.0, "refused"), (SILENT_S, "probe"), (0.0, "refused")):
+        cluster.now_s += waited_s
+        cluster.load("d", decode_step_s=0.01 + cluster.now_s / 1e6, running=1, used_blocks=125)
+        assert verdict(cluster.send(ask_decode_worker(slo=wants(ttft_s=4.0)))) == expected
+
+
+def test_a_prompt_that_another_passed_took_only_what_was_left_of_it():
+    """Workers tell how long a prompt was under way, with the steps of prompts that went before it."""
+    cluster = Cluster()
+    long, short = cluster.ask(10_000), cluster.ask(1000)
+    cluster.send(long)
+    cluster.send(short)
+    for request, seconds in ((long, 10.0), (short, 1.0)):
+        cluster.now_s += seconds
+        timings = Timings(queue_s=0.0, compute_s=10.0, num_chunks=1)
+        cluster.router.on_first_token(request.request_id, cluster.now_s, timings=timings)
+    costs = cluster.router.forecast._workers["p"].prefill_costs(cluster.now_s)
+    assert costs[0] + 1000 * costs[1] == pytest.approx(1.0, rel=0.05)
+
+
 def test_only_one_request_tries_at_a_time():
     cluster = Cluster()
     cluster.seconds_per_token = 10 / RATE
@@ -559,7 +591,7 @@ def test_whatever_happens_nothing_is_left():
         request = cluster.ask(draw.randrange(1, 3000), slo=wants(ttft_s=draw.choice([0.5, 20.0])))
         if isinstance(cluster.send(request), Decision):
             open_ids.append(request.request_id)
-        if open_ids and draw.random() < 0.7:
+        if open_ids and draw.random() < 0.5:
             request_id = open_ids.pop(draw.randrange(len(open_ids)))
             if draw.random() < 0.7:
                 cluster.router.on_first_token(request_id, cluster.now_s, timings=Timings(compute_s=0.5))
