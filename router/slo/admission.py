@@ -130,7 +130,7 @@ def choose_candidate(
     `spare`: one on which the request would delay no other.
     """
     tried: list[tuple[int, SloVerdict]] = []
-    only = candidates[0][0]  # the prefill worker with the shortest wait; None: decode workers have queues, too
+    only = candidates[0][0]  # the cheapest prefill worker; None: decode workers compute prompts, and each has a queue
     for index, candidate in enumerate(candidates):
         if only not in (None, candidate[0]) or candidate[1] in {candidates[other][1] for other, _ in tried}:
             continue
