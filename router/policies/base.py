@@ -108,7 +108,7 @@ class WorkerTable:
     decodes: Ints  # whether it decodes too: 1 or 0
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
-    recent_step_s: Floats  # recent inter-token latency there, prefill chunks included; at least decode_step_s
+    recent_step_s: Floats  # recent inter-token latency, with prefill chunks; decode_step_s, the least, under an SLO
     kv_bytes_per_s: Floats  # KV transfer bandwidth from another process of its machine
     age_s: Floats  # of its last load report; infinite before the first
     output_tokens: Floats  # mean of its recent outputs; 0: unknown

@@ -155,13 +155,13 @@ static double load_weight(const struct ranking *r)
 {
     double tokens, sum = 0.0, both = r->n.both_load_weight;
     int64_t num_known = 0, held = 0;
+    if (!r->is_split && r->n.has_slo == 0.0) return both;
     for (Py_ssize_t i = 0; i < r->decodes.count; i++) {
         if ((tokens = float_at(&r->decodes, OUTPUT, i)) > 0) sum += tokens, num_known++;
         held = most_int(held, int_at(&r->decodes, EXPECTED, i));
     }
     double split = r->n.decode_load_weight * (num_known ? sum / (double)num_known : r->n.expected_output_tokens);
-    double lacking = r->n.has_slo != 0.0 ? 1.0 - (double)held / r->n.num_tokens : 0.0;
-    return r->is_split ? split : both + (split - both) * lacking;
+    return r->is_split ? split : both + (split - both) * (1.0 - (double)held / r->n.num_tokens);
 }
 
 static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
