@@ -219,7 +219,14 @@ class RayHosts:
 
     def status(self) -> dict[str, Any]:
         """What `kvrelay status` shows, without the start of a process."""
-        with urllib.request.urlopen(f"{self.url}/kvrelay/status", timeout=30) as answer:
+        return self._get("/kvrelay/status")
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The ingress's log of requests, newest first."""
+        return list(self._get("/kvrelay/requests")["requests"])
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return dict(json.load(answer))
 
     def workers(self) -> dict[str, str]:

@@ -284,7 +284,7 @@ class Scenario:
 
         def crash() -> None:
             nonlocal was_met
-            if was_met := self._decodes_on(host) > 0:
+            if was_met := self._streams_on(host) > 0:
                 self.hosts.crash(host)
 
         for first in (10, 50, 60):
@@ -305,10 +305,11 @@ class Scenario:
             self.ray.join(host)
             self.ray.await_nodes(3)
 
-    def _decodes_on(self, host: int) -> int:
-        """Sequences that workers there run."""
-        at, found = f"{self.hosts.address(host)}:", self.ray.status()["workers"]
-        return sum(one.get("load", {}).get("running", 0) for one in found if one["address"].startswith(at))
+    def _streams_on(self, host: int) -> int:
+        """Long streams that decode there and have most of their tokens before them."""
+        here = {name for name, address in self.ray.workers().items() if address == self.hosts.address(host)}
+        live = [one for one in self.ray.requests() if one["is_live"] and one["decode"] in here]
+        return sum(one["max_tokens"] == LONG and one["tokens"] < LONG / 2 for one in live)
 
     def _counts(self) -> dict[str, int]:
         return dict(Counter(name.partition("-")[0] for name in self.ray.workers()))
