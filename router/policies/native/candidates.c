@@ -66,6 +66,7 @@ struct ranking {
     double pressure;   /* harm per second of prefill */
     int is_split;      /* some workers compute prompts and do not decode */
     double load_weight; /* of a step, for each sequence on a decode worker */
+    double new_share;   /* of the prompt, that no worker holds, where all do both under an SLO; else 0 */
     double least_s, held_share, lacking_share; /* see replica_s; lacking_share 0: no replica is wanted */
 };
 
@@ -151,17 +152,19 @@ static inline void add_work(const struct ranking *r, const struct work *work, do
 }
 
 /* A sequence costs those that it joins for as long as the mean output. */
-static double load_weight(const struct ranking *r)
+static void weigh_load(struct ranking *r)
 {
-    double tokens, sum = 0.0, both = r->n.both_load_weight;
+    double tokens, sum = 0.0;
     int64_t num_known = 0, held = 0;
-    if (!r->is_split && r->n.has_slo == 0.0) return both;
+    r->load_weight = r->n.both_load_weight;
+    if (!r->is_split && r->n.has_slo == 0.0) return;
     for (Py_ssize_t i = 0; i < r->decodes.count; i++) {
         if ((tokens = float_at(&r->decodes, OUTPUT, i)) > 0) sum += tokens, num_known++;
         held = most_int(held, int_at(&r->decodes, EXPECTED, i));
     }
     double split = r->n.decode_load_weight * (num_known ? sum / (double)num_known : r->n.expected_output_tokens);
-    return r->is_split ? split : both + (split - both) * (1.0 - (double)held / r->n.num_tokens);
+    if (!r->is_split) r->new_share = 1.0 - (double)held / r->n.num_tokens;
+    r->load_weight = r->is_split ? split : r->load_weight + (split - r->load_weight) * r->new_share;
 }
 
 static inline void add_decode(struct ranking *r, Py_ssize_t row, double *parts)
@@ -201,7 +204,7 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
-    return (weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed;
+    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed);
 }
 
 /* What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the fewest sequences. */
@@ -350,7 +353,7 @@ static int prepare(struct ranking *r)
     for (Py_ssize_t i = 0; i < computing->count; i++) num_busy += int_at(computing, QUEUED_REQUESTS, i) != 0;
     double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
     for (Py_ssize_t i = 0; i < num_prefills && !r->is_split; i++) r->is_split = int_at(&r->prefills, DECODES, i) == 0;
-    r->load_weight = load_weight(r);
+    weigh_load(r);
     r->pressure = least(r->n.max_pressure, local_price(r)) * (busy * busy * busy) * (busy * busy * busy);
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)

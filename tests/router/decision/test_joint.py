@@ -1,5 +1,7 @@
 """Our policy's own terms, one rule each: what it knows beyond the common cost, and what it does with that."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -133,8 +135,9 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
 
 
 def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
-    def stall(recent_step_s, sequences, queued=0, num_prefills=1, slo=None):
-        decodes = side(1, recent_step_s=[recent_step_s], sequences=[sequences], queued_tokens=[queued])
+    def stall(recent_step_s, sequences, queued=0, num_prefills=1, slo=None, other_holds=0):
+        loads = {"recent_step_s": [recent_step_s] * 2, "sequences": [sequences] * 2, "queued_tokens": [queued] * 2}
+        decodes = side(2, expected=[0, other_holds], **loads)
         return CommonCost(asked(ask(slo=slo)), side(num_prefills), decodes, CostModel()).stall(row_of(decodes, 0))
 
     assert stall(0.02, 8) < stall(0.06, 8) < stall(0.09, 8)
@@ -146,7 +149,12 @@ def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
         "a second of prefill; then few workers compute most"
     )
     default = SloRequirement((SloTarget("default"),))
-    assert stall(0.02, 8, num_prefills=0, slo=default) == stall(0.02, 8), "what is missed says enough"
+    assert stall(0.02, 8, slo=default) == stall(0.02, 8)
+    under_slo = partial(stall, 0.02, 8, num_prefills=0, slo=default)
+    assert under_slo() == 0.0, "steps are held to its target: nowhere does a new prompt harm anybody"
+    tokens = ask().num_tokens
+    assert under_slo(other_holds=tokens) == stall(0.02, 8), "what is missed says enough"
+    assert under_slo(other_holds=tokens // 4) == pytest.approx(stall(0.02, 8) / 4)
     assert stall(0.02, 0) == pytest.approx(CostModel().next_stall_weight * 1.0)  # only who comes meanwhile waits
 
 
