@@ -106,9 +106,10 @@ class CommonCost:
         known = decodes.output_tokens[decodes.output_tokens > 0]
         mean = known.cumsum()[-1].item() / len(known) if len(known) else model.expected_output_tokens  # summed as in C
         split, both = model.decode_load_weight * mean, model.both_load_weight
-        self._new_share = 0.0  # of the prompt, that no worker holds, where all do both under an SLO
-        if self.request.slo is not None and not self._is_split:
-            self._new_share = 1.0 - decodes.expected.max(initial=0).item() / self.request.num_tokens
+        held = decodes.expected.max(initial=0).item() / self.request.num_tokens
+        self._new_share = (
+            0.0 if self._is_split or self.request.slo is None else 1.0 - held
+        )  # of the prompt: held by none
         self._load_weight = split if self._is_split else both + (split - both) * self._new_share
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
@@ -178,19 +179,20 @@ class CommonCost:
         Output lengths are assumed exponential; those running at any moment are length-biased. Sequences that miss their
         target because of prompts queued before this one do not count, but where all workers decode they do: else long
         prompts would go where the queue is long. There stalls weigh twice, so that a few workers compute most prompts.
-        Under an SLO steps are held to its target there: what no worker holds of the prompt stalls none.
+        Under an SLO, to which steps are held, none misses it beside prefill workers; elsewhere new prompts harm none.
         """
         if self.is_near(worker):
             return 0.0
         model, (own_s, queue_s, _) = self.model, self._prompt_s(worker)
-        output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
-        queue_s = queue_s if self._is_split else 0.0
         weight = model.stall_weight * (1.0 if self._is_split else self._caution)
+        stalled_s = (weight * worker.sequences + model.next_stall_weight) * own_s
+        queue_s = queue_s if self._is_split else 0.0
+        missed_s = 0.0 if self._is_split and self.request.slo is not None else model.missed_s
+        output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
         slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
-        stalled_s = (weight * worker.sequences + model.next_stall_weight) * own_s
-        return (1.0 - self._new_share) * (stalled_s + model.missed_s * worker.sequences * missed)
+        return (1.0 - self._new_share) * (stalled_s + missed_s * worker.sequences * missed)
 
     def arriving_s(self, decode: WorkerRow) -> float:
         """Seconds to transfer the KV that a decode worker lacks from another process of its machine."""

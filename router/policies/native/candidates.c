@@ -204,7 +204,8 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
-    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + n->missed_s * sequences * missed);
+    double missed_s = r->is_split && n->has_slo != 0.0 ? 0.0 : n->missed_s;
+    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + missed_s * sequences * missed);
 }
 
 /* What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the fewest sequences. */
