@@ -101,15 +101,14 @@ class CommonCost:
         """
         self.context, self.request, self.model = context, context.request, model
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        self._caution = 1.0 if self.request.slo is not None else 2.0  # how often harm to running sequences counts
+        has_slo = self.request.slo is not None
+        self._caution = 1.0 if has_slo else 2.0  # how often harm to running sequences counts
         self._is_split = bool(np.count_nonzero(prefills.decodes == 0))  # whether some compute prompts and do not decode
         known = decodes.output_tokens[decodes.output_tokens > 0]
         mean = known.cumsum()[-1].item() / len(known) if len(known) else model.expected_output_tokens  # summed as in C
         split, both = model.decode_load_weight * mean, model.both_load_weight
         held = decodes.expected.max(initial=0).item() / self.request.num_tokens
-        self._new_share = (
-            0.0 if self._is_split or self.request.slo is None else 1.0 - held
-        )  # of the prompt: held by none
+        self._new_share = 1.0 - held if has_slo and not self._is_split else 0.0  # of the prompt: no worker holds it
         self._load_weight = split if self._is_split else both + (split - both) * self._new_share
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
@@ -158,8 +157,7 @@ class CommonCost:
         """Load of the running sequences, share of the free memory, wait for free blocks.
 
         Each sequence makes the others' steps longer, throughout its output. Where all workers decode that hardly
-        counts: a few are to have most sequences, while the others compute prompts. It does as far as no worker holds
-        the prompt under an SLO: steps are held to its target, and full batches would leave prompts no room.
+        counts, as a few are to have most sequences; but under an SLO full batches leave new prompts no room in a step.
         """
         request, model, size, step_s = self.request, self.model, worker.block_size, worker.decode_step_s
         num_others = request.width - 1  # sequences of the group; they share the prompt's full blocks
