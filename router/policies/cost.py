@@ -112,13 +112,13 @@ class CommonCost:
         self._load_weight = split if self._is_split else both + (split - both) * self._new_share
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
+        self._missed_s = model.missed_s
         price = min(model.max_pressure, self._local_price(decodes))
+        self._missed_s *= not (has_slo and self._is_split)  # steps are held to the target there
         self._pressure = price * (busy * busy * busy) * (busy * busy * busy)
 
     def _local_price(self, decodes: WorkerTable) -> float:
-        """What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the
-        fewest sequences.
-        """
+        """What a second of prefill costs on the decode worker with the fewest sequences: no queue grows by it."""
         if not self._is_split or self.request.force == "remote" or not len(decodes):
             return math.inf
         worker = row_of(decodes, int(np.argmin(decodes.sequences)))
@@ -185,12 +185,11 @@ class CommonCost:
         weight = model.stall_weight * (1.0 if self._is_split else self._caution)
         stalled_s = (weight * worker.sequences + model.next_stall_weight) * own_s
         queue_s = queue_s if self._is_split else 0.0
-        missed_s = 0.0 if self._is_split and self.request.slo is not None else model.missed_s
         output_tokens = worker.output_tokens if worker.output_tokens > 0 else model.expected_output_tokens
         slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
-        return (1.0 - self._new_share) * (stalled_s + missed_s * worker.sequences * missed)
+        return (1.0 - self._new_share) * (stalled_s + self._missed_s * worker.sequences * missed)
 
     def arriving_s(self, decode: WorkerRow) -> float:
         """Seconds to transfer the KV that a decode worker lacks from another process of its machine."""

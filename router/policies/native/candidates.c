@@ -66,6 +66,7 @@ struct ranking {
     double pressure;   /* harm per second of prefill */
     int is_split;      /* some workers compute prompts and do not decode */
     double load_weight; /* of a step, for each sequence on a decode worker */
+    double missed_s;    /* cost of a target that is missed for a stall; 0 where steps are held to it, but for the pressure */
     double new_share;   /* of the prompt, that no worker holds, where all do both under an SLO; else 0 */
     double least_s, held_share, lacking_share; /* see replica_s; lacking_share 0: no replica is wanted */
 };
@@ -204,8 +205,7 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
-    double missed_s = r->is_split && n->has_slo != 0.0 ? 0.0 : n->missed_s;
-    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + missed_s * sequences * missed);
+    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + r->missed_s * sequences * missed);
 }
 
 /* What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the fewest sequences. */
@@ -355,7 +355,9 @@ static int prepare(struct ranking *r)
     double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
     for (Py_ssize_t i = 0; i < num_prefills && !r->is_split; i++) r->is_split = int_at(&r->prefills, DECODES, i) == 0;
     weigh_load(r);
+    r->missed_s = r->n.missed_s;
     r->pressure = least(r->n.max_pressure, local_price(r)) * (busy * busy * busy) * (busy * busy * busy);
+    if (r->is_split && r->n.has_slo != 0.0) r->missed_s = 0.0;
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)
             if (r->work[i].uncached < r->work[fewest].uncached) fewest = i;

@@ -174,6 +174,8 @@ def test_a_second_of_prefill_costs_no_more_than_it_would_on_a_decode_worker():
     assert pressure_s([0, 40], slo=default) == CostModel().next_stall_weight, "the one that is idle could compute it"
     assert pressure_s([0, 40]) == 2 * CostModel().next_stall_weight, "and nothing says what its sequences will need"
     assert pressure_s([0, 40]) < pressure_s([20, 40]) < pressure_s([400, 400]) == CostModel().max_pressure
+    kept = CostModel().stall_weight * 20 + CostModel().next_stall_weight
+    assert pressure_s([20, 40], slo=default) > kept, "with what would miss its target, though steps are held to it"
     assert pressure_s([0, 40], force="remote") == pressure_s([0, 40], decodes=1) == CostModel().max_pressure
 
 

@@ -22,7 +22,7 @@ from tests.router.policies.policy_cases import side
 pytestmark = pytest.mark.pure
 
 LOADS = ("random", "equal", "skewed")
-RANKED = "e7c110253f7e6ea6"
+RANKED = "54c0eda42094ef80"
 """The rows of all candidates of 4,000 requests."""
 DECIDED = {
     "joint": ["fac63196d36794ec", "8c856f9241914337", "3555cfa5ef9754ec"],
