@@ -114,7 +114,8 @@ class CommonCost:
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
         self._missed_s = model.missed_s
         price = min(model.max_pressure, self._local_price(decodes))
-        self._missed_s *= not (has_slo and self._is_split)  # steps are held to the target there
+        if has_slo and self._is_split:  # steps are held to the target
+            self._missed_s = 0.0
         self._pressure = price * (busy * busy * busy) * (busy * busy * busy)
 
     def _local_price(self, decodes: WorkerTable) -> float:
