@@ -112,18 +112,15 @@ class CommonCost:
         self._load_weight = split if self._is_split else both + (split - both) * self._new_share
         queued = (prefills if len(prefills) and self.request.force != "local" else decodes).queued_requests
         busy = int(np.count_nonzero(queued)) / max(len(queued), 1)
-        self._missed_s = model.missed_s
-        price = min(model.max_pressure, self._local_price(decodes))
-        if has_slo and self._is_split:  # steps are held to the target
-            self._missed_s = 0.0
-        self._pressure = price * (busy * busy * busy) * (busy * busy * busy)
+        self._missed_s = 0.0 if has_slo and self._is_split else model.missed_s  # of a target that is lost to a stall
+        self._pressure = self._price(decodes) * (busy * busy * busy) * (busy * busy * busy)
 
-    def _local_price(self, decodes: WorkerTable) -> float:
-        """What a second of prefill costs on the decode worker with the fewest sequences: no queue grows by it."""
+    def _price(self, decodes: WorkerTable) -> float:
+        """`max_pressure`, or less: what a second of prefill costs on the decode worker with the fewest sequences."""
         if not self._is_split or self.request.force == "remote" or not len(decodes):
-            return math.inf
-        worker = row_of(decodes, int(np.argmin(decodes.sequences)))
-        return self._caution * self.stall(worker) / self._prompt_s(worker)[0]
+            return self.model.max_pressure
+        worker, model = row_of(decodes, int(np.argmin(decodes.sequences))), self.model
+        return min(model.max_pressure, self._caution * self._harm(worker, model.missed_s) / self._prompt_s(worker)[0])
 
     def uncached_tokens(self, worker: WorkerRow) -> int:
         """Tokens of the prompt that a worker has to compute."""
@@ -172,6 +169,9 @@ class CommonCost:
         return self.uncached_tokens(worker) <= self.model.local_prefill_tokens
 
     def stall(self, worker: WorkerRow) -> float:
+        return self._harm(worker, self._missed_s)
+
+    def _harm(self, worker: WorkerRow, missed_s: float) -> float:
         """Harm to a worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT target.
 
         A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens.
@@ -190,7 +190,7 @@ class CommonCost:
         slack_s = max(self.tpot_s - worker.recent_step_s, 0.1 * self.tpot_s) * output_tokens
         before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
         missed = (1.0 + before) * math.exp(-before) - (1.0 + after) * math.exp(-after)
-        return (1.0 - self._new_share) * (stalled_s + self._missed_s * worker.sequences * missed)
+        return (1.0 - self._new_share) * (stalled_s + missed_s * worker.sequences * missed)
 
     def arriving_s(self, decode: WorkerRow) -> float:
         """Seconds to transfer the KV that a decode worker lacks from another process of its machine."""

@@ -66,7 +66,7 @@ struct ranking {
     double pressure;   /* harm per second of prefill */
     int is_split;      /* some workers compute prompts and do not decode */
     double load_weight; /* of a step, for each sequence on a decode worker */
-    double missed_s;    /* cost of a target that is missed for a stall; 0 where steps are held to it, but for the pressure */
+    double missed_s;    /* cost of a target that is lost to a stall; 0 beside prefill workers under an SLO, to which steps are held */
     double new_share;   /* of the prompt, that no worker holds, where all do both under an SLO; else 0 */
     double least_s, held_share, lacking_share; /* see replica_s; lacking_share 0: no replica is wanted */
 };
@@ -152,7 +152,7 @@ static inline void add_work(const struct ranking *r, const struct work *work, do
     parts[LOAD] = work->load_s;
 }
 
-/* A sequence costs those that it joins for as long as the mean output. */
+/* Sets load_weight and new_share. A sequence costs those that it joins for as long as the mean output. */
 static void weigh_load(struct ranking *r)
 {
     double tokens, sum = 0.0;
@@ -195,7 +195,7 @@ static inline double caution(const struct numbers *n)
     return n->has_slo != 0.0 ? 1.0 : 2.0;
 }
 
-static inline double stall_s(const struct ranking *r, const struct table *table, Py_ssize_t row, const struct work *work)
+static inline double harm_s(const struct ranking *r, const struct table *table, Py_ssize_t row, const struct work *work, double missed_s)
 {
     if (is_near(r, work)) return 0.0;
     const struct numbers *n = &r->n;
@@ -205,7 +205,12 @@ static inline double stall_s(const struct ranking *r, const struct table *table,
     double queue_s = r->is_split ? work->queue_s : 0.0, weight = n->stall_weight * (r->is_split ? 1.0 : caution(n));
     double before = queue_s / slack_s, after = (queue_s + work->compute_s) / slack_s;
     double missed = (1.0 + before) * exp(-before) - (1.0 + after) * exp(-after);
-    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + r->missed_s * sequences * missed);
+    return (1.0 - r->new_share) * ((weight * sequences + n->next_stall_weight) * work->compute_s + missed_s * sequences * missed);
+}
+
+static inline double stall_s(const struct ranking *r, const struct table *table, Py_ssize_t row, const struct work *work)
+{
+    return harm_s(r, table, row, work, r->missed_s);
 }
 
 /* What a second of prefill costs where no queue of prefill workers grows by it: on the decode worker with the fewest sequences. */
@@ -217,7 +222,7 @@ static double local_price(const struct ranking *r)
     for (Py_ssize_t i = 1; i < decodes->count; i++)
         if (int_at(decodes, SEQUENCES, i) < int_at(decodes, SEQUENCES, fewest)) fewest = i;
     const struct work *work = &r->work[r->prefills.count + fewest];
-    return caution(&r->n) * stall_s(r, decodes, fewest, work) / work->compute_s;
+    return caution(&r->n) * harm_s(r, decodes, fewest, work, r->n.missed_s) / work->compute_s;
 }
 
 static inline double prefill_stall_s(const struct ranking *r, Py_ssize_t row)
@@ -355,9 +360,8 @@ static int prepare(struct ranking *r)
     double busy = (double)num_busy / (double)(computing->count ? computing->count : 1);
     for (Py_ssize_t i = 0; i < num_prefills && !r->is_split; i++) r->is_split = int_at(&r->prefills, DECODES, i) == 0;
     weigh_load(r);
-    r->missed_s = r->n.missed_s;
+    r->missed_s = r->is_split && r->n.has_slo != 0.0 ? 0.0 : r->n.missed_s;
     r->pressure = least(r->n.max_pressure, local_price(r)) * (busy * busy * busy) * (busy * busy * busy);
-    if (r->is_split && r->n.has_slo != 0.0) r->missed_s = 0.0;
     if (r->n.arrivals_per_s != 0.0 && count > 0) {
         for (Py_ssize_t i = 1; i < count; i++)
             if (r->work[i].uncached < r->work[fewest].uncached) fewest = i;
